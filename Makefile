@@ -1,0 +1,51 @@
+# Two commands matter: `make demo` and `make test`. Everything else is a part of them or a longer form.
+
+SHELL := bash
+.SHELLFLAGS := -o pipefail -c
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+STAMP  := $(VENV)/.plait-setup
+EXTRAS := spark,dev
+SUITE  ?= all
+ARGS   ?=
+
+.PHONY: setup demo test test-deep bench lint clean
+
+setup: $(STAMP)
+
+# Re-run only when what is to be installed has changed. A virtual environment whose interpreter is gone is made anew.
+$(STAMP): pyproject.toml constraints.txt tools/find-python
+	@python=$$(tools/find-python) || exit 1; \
+	if ! $(PY) -m pip --version >/dev/null 2>&1; then \
+		echo "setup 1/2: virtual environment with $$python"; \
+		rm -rf $(VENV) && "$$python" -m venv $(VENV) || exit 1; \
+	fi
+	@echo "setup 2/2: installing plait[$(EXTRAS)] (about 500 MB the first time, one to three minutes)"
+	@$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]' \
+		| sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  installing/p'
+	@touch $(STAMP)
+	@echo "setup: done"
+
+demo: setup
+	@$(PY) -m plait.demo $(ARGS)
+
+lint: setup
+	$(PY) -m ruff format --check .
+	$(PY) -m ruff check .
+	$(PY) -m mypy --strict plait
+
+test: lint
+	$(PY) -m pytest -m "not deep and not bench" $(ARGS)
+
+# SUITE names what a test says in @pytest.mark.deep("..."); an interrupted run goes on where it stopped
+# (state in .plait/deep.json, forgotten when the sources or PLAIT_SEED change).
+test-deep: setup
+	$(PY) -m pytest -m deep --suite "$(SUITE)" --timeout 0 $(ARGS)
+
+bench: setup
+	$(PY) -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .plait .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
