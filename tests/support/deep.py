@@ -1,0 +1,100 @@
+"""Long runs that can be interrupted: which tests and cycles are done, under which seed and which sources.
+
+The state is one JSON file. It is forgotten when the seed or a source file changes, because what passed then
+proves nothing now, and when a run finishes with nothing failed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def fingerprint(root: Path, directories: Iterable[str] = ("plait", "tests")) -> str:
+    """Changes whenever a source file below `directories` does."""
+    digest = hashlib.sha256()
+    for directory in directories:
+        for path in sorted((root / directory).rglob("*.py")):
+            digest.update(str(path.relative_to(root)).encode() + b"\0")
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+class DeepState:
+    """What of a long run is done; every change is on disk before it counts."""
+
+    def __init__(self, path: Path, sources: str, seed: int | None = None) -> None:
+        self._path = path
+        saved = _load(path)
+        resumes = saved.get("sources") == sources and seed in (None, saved.get("seed"))
+        self.sources = sources
+        self.seed: int = saved["seed"] if resumes else seed if seed is not None else random.getrandbits(32)
+        self.passed: set[str] = set(saved["passed"]) if resumes else set()
+        self.cycles: dict[str, int] = dict(saved["cycles"]) if resumes else {}
+
+    def finish(self, test: str) -> None:
+        """The test passed and need not run again."""
+        self.passed.add(test)
+        self.cycles.pop(test, None)
+        self._save()
+
+    def advance(self, test: str, done: int) -> None:
+        """The first `done` cycles of the test are good."""
+        self.cycles[test] = done
+        self._save()
+
+    def forget(self, tests: Iterable[str]) -> None:
+        """A complete run of these tests is over: the next one starts anew."""
+        for test in tests:
+            self.passed.discard(test)
+            self.cycles.pop(test, None)
+        if self.passed or self.cycles:
+            self._save()
+        else:
+            self._path.unlink(missing_ok=True)
+
+    def _save(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        document = {
+            "seed": self.seed,
+            "sources": self.sources,
+            "passed": sorted(self.passed),
+            "cycles": self.cycles,
+        }
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps(document, indent=1))
+        partial.replace(self._path)
+
+
+class Cycles:
+    """The cycles of one long test: ``for number in cycles(50)`` goes on where an interrupted run stopped."""
+
+    def __init__(self, test: str, state: DeepState | None) -> None:
+        self._test = test
+        self._state = state
+
+    def __call__(self, count: int) -> Iterator[int]:
+        """The numbers of the cycles still to do; each counts as done when the next is asked for."""
+        first = self._state.cycles.get(self._test, 0) if self._state else 0
+        for number in range(min(first, count), count):
+            yield number
+            if self._state:
+                self._state.advance(self._test, number + 1)
+
+
+def derive(seed: int, test: str) -> int:
+    """The seed of one test: the run's seed, told apart by the test's name."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{test}".encode()).digest()[:4], "little")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        saved = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    complete = isinstance(saved, dict) and {"seed", "sources", "passed", "cycles"} <= saved.keys()
+    return saved if complete else {}

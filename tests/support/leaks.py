@@ -1,0 +1,149 @@
+"""No process, listening port, network namespace or mount of a test run outlives it.
+
+A process is ours if it descends from the run or carries the run's token in its environment, which also finds
+daemons that were orphaned on purpose. Namespaces and mounts are ours if they appeared during the run, unless
+their name carries the process id of another run that is still alive: `run_name` makes such names, so that two
+runs on one machine do not accuse each other.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+TOKEN_VARIABLE = "PLAIT_TEST_RUN"
+#: The interpreter's own children: they end with it and cannot be ended before.
+_OF_THE_INTERPRETER = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+#: The first `ip netns add` of a machine mounts this and leaves it for the next ones.
+_OF_IPROUTE = "/run/netns"
+_RUN_NAME = re.compile(r"plait-(\d+)-")
+
+
+def run_name(suffix: str) -> str:
+    """A name for a namespace or a mount point that says which run made it."""
+    return f"plait-{os.getpid()}-{suffix}"
+
+
+def mark_run() -> str:
+    """Put this run's token into the environment that children inherit; runs inside runs carry both."""
+    token = f"{os.getpid()}.{int(psutil.Process().create_time() * 1000)}"
+    outer = os.environ.get(TOKEN_VARIABLE)
+    if token not in (outer or "").split(":"):
+        os.environ[TOKEN_VARIABLE] = f"{outer}:{token}" if outer else token
+    return token
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What a run holds of the machine at one moment; values say how to recognise it."""
+
+    processes: dict[psutil.Process, str] = field(default_factory=dict)
+    ports: dict[tuple[int, str], str] = field(default_factory=dict)
+    namespaces: frozenset[str] = frozenset()
+    mounts: frozenset[str] = frozenset()
+
+    def beyond(self, before: Traces) -> list[str]:
+        """What is here and was not before, one line each."""
+        lines = [
+            f"process {text}" for process, text in self.processes.items() if process not in before.processes
+        ]
+        lines += [f"port {text}" for port, text in self.ports.items() if port not in before.ports]
+        lines += [f"namespace {name}" for name in sorted(self.namespaces - before.namespaces)]
+        lines += [f"mount {point}" for point in sorted(self.mounts - before.mounts)]
+        return lines
+
+
+def observe(token: str) -> Traces:
+    """The traces of the run with that token (its processes wherever they are now in the tree)."""
+    processes = _processes(token)
+    return Traces(
+        processes={process: _describe(process) for process in processes},
+        ports=_ports([psutil.Process(), *processes]),
+        namespaces=frozenset(name for name in _namespaces() if not _of_another_run(name)),
+        mounts=frozenset(point for point in _mounts() if point != _OF_IPROUTE and not _of_another_run(point)),
+    )
+
+
+def end_processes(before: Traces, after: Traces) -> None:
+    """End what leaked, so that one failed run does not burden the next."""
+    leaked = [process for process in after.processes if process not in before.processes]
+    for process in leaked:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(leaked, timeout=5)
+
+
+def settle(token: str, before: Traces, seconds: float) -> Traces:
+    """Observe after giving processes that are already ending the time to do so."""
+    ending = [process for process in _processes(token) if process not in before.processes]
+    if ending:
+        psutil.wait_procs(ending, timeout=seconds)
+    return observe(token)
+
+
+def _processes(token: str) -> list[psutil.Process]:
+    own = psutil.Process()
+    found = set(own.children(recursive=True))
+    for process in psutil.process_iter():
+        try:
+            if token in process.environ().get(TOKEN_VARIABLE, "").split(":"):
+                found.add(process)
+        except psutil.Error:
+            continue
+    found.discard(own)
+    for ancestor in own.parents():
+        found.discard(ancestor)
+    return [process for process in found if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return not any(name in command for name in _OF_THE_INTERPRETER)
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid}: {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return f"{process.pid}: ended meanwhile"
+
+
+def _ports(processes: list[psutil.Process]) -> dict[tuple[int, str], str]:
+    found: dict[tuple[int, str], str] = {}
+    for process in processes:
+        try:
+            connections = process.net_connections(kind="inet")
+        except psutil.Error:
+            continue
+        for connection in connections:
+            if connection.status == psutil.CONN_LISTEN:
+                address = f"{connection.laddr.ip}:{connection.laddr.port}"
+                found[process.pid, address] = f"{address} of process {process.pid}"
+    return found
+
+
+def _namespaces() -> list[str]:
+    directory = Path(_OF_IPROUTE)
+    return [entry.name for entry in directory.iterdir()] if directory.is_dir() else []
+
+
+def _mounts() -> list[str]:
+    table = Path("/proc/self/mountinfo")
+    return [line.split()[4] for line in table.read_text().splitlines()] if table.exists() else []
+
+
+def _of_another_run(name: str) -> bool:
+    return any(
+        int(pid) != os.getpid() and psutil.pid_exists(int(pid)) for pid in _RUN_NAME.findall(name + "-")
+    )

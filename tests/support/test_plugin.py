@@ -1,0 +1,175 @@
+"""The suite's own machinery, run on small suites in a process of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Suite:
+    """A directory with one test file, run by a pytest of its own that loads only our plugin."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        (directory / "pytest.ini").write_text(
+            "[pytest]\nending_seconds = 0.3\nmarkers =\n    deep(suite): long\n"
+        )
+
+    def run(self, source: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        (self.directory / "test_inner.py").write_text(dedent(source))
+        command = [sys.executable, "-m", "pytest", "-p", "tests.support.plugin", "-p", "no:cacheprovider"]
+        inherited = {k: v for k, v in os.environ.items() if k not in ("PLAIT_REQUIRE", "PLAIT_SEED")}
+        inherited |= {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **environment}
+        return subprocess.run(
+            [*command, "-rs", *arguments], cwd=self.directory, env=inherited, capture_output=True, text=True
+        )
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Suite:
+    return Suite(tmp_path)
+
+
+WANTS = """
+    from tests.support.require import require
+    def test_wants():
+        require(False, "the frobnicator is not installed")
+"""
+
+
+def test_what_is_not_to_be_had_skips_with_the_reason(suite: Suite):
+    result = suite.run(WANTS)
+    assert result.returncode == 0, result.stdout
+    assert "1 skipped" in result.stdout
+    assert "the frobnicator is not installed" in result.stdout
+
+
+def test_what_is_not_to_be_had_fails_where_everything_is_required(suite: Suite):
+    result = suite.run(WANTS, PLAIT_REQUIRE="all")
+    assert result.returncode == 1
+    assert "1 failed" in result.stdout
+    assert "the frobnicator is not installed" in result.stdout
+
+
+def test_any_other_skip_fails_too_where_everything_is_required(suite: Suite):
+    result = suite.run(
+        """
+        import pytest
+        @pytest.mark.skipif(True, reason="of the moon")
+        def test_skips(): ...
+        """,
+        PLAIT_REQUIRE="all",
+    )
+    assert result.returncode == 1
+    assert "of the moon" in result.stdout
+
+
+def test_a_skipped_module_fails_where_everything_is_required(suite: Suite):
+    source = """
+        import pytest
+        pytest.importorskip("no_such_module_anywhere")
+        def test_nothing(): ...
+    """
+    assert suite.run(source, PLAIT_REQUIRE="all").returncode not in (0, 5)
+
+
+LEAKS_A_DAEMON = """
+    import subprocess, sys
+    ORPHAN = (
+        "import os, signal; os.fork() and os._exit(0); os.setsid();"
+        "print(os.getpid(), flush=True); signal.pause()"
+    )
+    def test_leaks():
+        child = subprocess.Popen([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE, text=True)
+        with open("pid", "w") as file:
+            file.write(child.stdout.readline())
+        child.stdout.close()
+        child.wait()
+"""
+
+
+def test_an_orphaned_process_fails_the_run_and_is_ended(suite: Suite):
+    result = suite.run(LEAKS_A_DAEMON, "-W", "ignore")
+    assert result.returncode == 1, result.stdout
+    assert "1 passed" in result.stdout
+    pid = int((suite.directory / "pid").read_text())
+    assert f"process {pid}:" in result.stdout
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_a_listening_port_fails_the_run(suite: Suite):
+    result = suite.run("""
+        import socket
+        held = []
+        def test_leaks():
+            held.append(socket.create_server(("127.0.0.1", 0)))
+    """)
+    assert result.returncode == 1, result.stdout
+    assert "port 127.0.0.1:" in result.stdout
+
+
+def test_a_run_that_leaves_nothing_behind_passes(suite: Suite):
+    result = suite.run("""
+        import socket, subprocess, sys
+        def test_tidy():
+            subprocess.run([sys.executable, "-c", ""], check=True)
+            socket.create_server(("127.0.0.1", 0)).close()
+    """)
+    assert result.returncode == 0, result.stdout
+    assert "left behind" not in result.stdout
+
+
+DEEP = """
+    import os, pytest
+    @pytest.mark.deep("crash")
+    def test_crash(seed): print("seed", seed)
+    @pytest.mark.deep("speed")
+    def test_speed(cycles):
+        done = list(cycles(3)) if "FAIL" not in os.environ else [next(cycles(3)), next(iter([]))]
+"""
+
+
+def test_a_suite_runs_its_own_deep_tests_only(suite: Suite):
+    result = suite.run(DEEP, "--suite", "crash", "-v")
+    assert result.returncode == 0, result.stdout
+    assert "test_crash PASSED" in result.stdout
+    assert "test_speed" not in result.stdout
+
+
+def test_an_unknown_suite_is_refused_with_the_known_ones(suite: Suite):
+    result = suite.run(DEEP, "--suite", "crush")
+    assert result.returncode == 4
+    assert "all, crash, speed" in result.stdout + result.stderr
+
+
+def test_an_interrupted_deep_run_goes_on_with_what_is_left(suite: Suite):
+    first = suite.run(DEEP, "--suite", "all", "-v", FAIL="1")
+    assert "test_crash PASSED" in first.stdout
+    assert "1 failed" in first.stdout
+    assert "make test-deep SUITE=speed" in first.stdout
+    second = suite.run(DEEP, "--suite", "all", "-v")
+    assert second.returncode == 0, second.stdout
+    assert "test_crash" not in second.stdout
+    assert "test_speed PASSED" in second.stdout
+    third = suite.run(DEEP, "--suite", "all")
+    assert "2 passed" in third.stdout
+
+
+def test_another_seed_starts_anew(suite: Suite):
+    suite.run(DEEP, "--suite", "all", FAIL="1", PLAIT_SEED="7")
+    again = suite.run(DEEP, "--suite", "all", "-v", FAIL="1", PLAIT_SEED="8")
+    assert "test_crash PASSED" in again.stdout
+
+
+def test_the_same_seed_gives_a_test_the_same_number(suite: Suite):
+    seeds = [suite.run(DEEP, "-k", "crash", "-s", PLAIT_SEED=seed).stdout for seed in ("7", "7", "8")]
+    numbers = [text.split("seed ")[1].split()[0] for text in seeds]
+    assert numbers[0] == numbers[1] != numbers[2]
