@@ -1,0 +1,70 @@
+"""docs/errors.md and plait/errors.py say the same."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import NamedTuple
+
+from plait import errors
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
+
+
+class Row(NamedTuple):
+    """One line of the page's table, or what it ought to be."""
+
+    name: str
+    code: str
+    retry: str
+    exit_code: str
+    meaning: str
+
+
+def classes() -> list[type[errors.PlaitError]]:
+    found = [value for value in vars(errors).values() if inspect.isclass(value)]
+    return [kind for kind in found if issubclass(kind, errors.PlaitError)]
+
+
+def cells(columns: int) -> list[list[str]]:
+    """The cells of every table line of the page with that many columns, heads and rules left out."""
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    split = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    return [row for row in split if len(row) == columns and row[0] not in ("error", "exit", "---")]
+
+
+def test_the_page_lists_every_error_as_the_code_has_it():
+    expected = [
+        Row(
+            f"`{kind.__name__}`",
+            f"`{kind.code}`",
+            "yes" if kind.retryable else "no",
+            str(kind.exit_code),
+            " ".join((inspect.getdoc(kind) or "").split()).replace("``", "`"),
+        )
+        for kind in classes()
+    ]
+    assert [Row(*row[:5]) for row in cells(6)] == expected
+
+
+def test_every_error_says_what_to_do():
+    assert [row[0] for row in cells(6) if len(row[5]) < 10] == []
+
+
+def test_every_exit_code_is_explained():
+    explained = [int(row[0]) for row in cells(2)]
+    assert explained == sorted({0, *(kind.exit_code for kind in classes())})
+
+
+def test_codes_are_unique_and_findable():
+    assert [errors.BY_CODE[kind.code] for kind in classes()] == classes()
+
+
+def test_an_error_reply_becomes_its_class_again():
+    error = errors.from_code("disk_full", "no room", {"free": 0})
+    assert type(error) is errors.DiskFull
+    assert (str(error), error.details) == ("no room", {"free": 0})
+
+
+def test_a_code_of_a_newer_server_becomes_the_root_error():
+    assert type(errors.from_code("from_the_future", "what")) is errors.PlaitError

@@ -1,0 +1,191 @@
+"""The dependency rules between Plait's packages, held by reading the imports.
+
+Every import counts, wherever it stands in a file. A part may import itself, what `MAY_IMPORT` grants it, and
+other people's packages, except those that `MUST_NOT_IMPORT` keeps out of it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "plait"
+
+#: The top of the package, ``plait/__init__.py``: what users import.
+FACADE = "plait"
+BASE = {"errors", "limits", "clock"}
+SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
+
+#: Part → the parts of ours it may import.
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "limits": {"errors"},
+    "clock": set(),
+    "frame": {"errors", "limits"},
+    "storage": BASE | {"frame"},
+    "broker": BASE | {"frame", "storage"},
+    "meta": BASE,
+    "wire": BASE | {"frame"},
+    "client": BASE | {"frame", "wire"},
+    "sync": BASE | {"client"},
+    "spark": BASE | {"frame", "storage", "client"},
+    "server": SERVER_SIDE,
+    "console": SERVER_SIDE | {"client", "server"},
+    "cli": SERVER_SIDE | {FACADE, "client", "sync", "server", "spark", "console"},
+    "demo": SERVER_SIDE | {FACADE, "client", "sync", "server", "spark", "cli", "testing"},
+    "testing": SERVER_SIDE | {FACADE, "client", "sync", "server"},
+    "__main__": {"cli"},
+    FACADE: BASE | {"client"},
+}
+
+LOOP_AND_SOCKETS = {"asyncio", "uvloop", "socket", "socketserver", "selectors", "select", "ssl"}
+TIME_AND_CHANCE = {"time", "datetime", "random", "secrets", "threading", "concurrent", "multiprocessing"}
+DISK = {"os", "mmap", "fcntl", "shutil", "tempfile", "io", "pathlib", "glob"}
+
+#: Part or module → outside modules it must do without. A decision that needs one of these gets its result as
+#: an argument instead, so that a test can drive it from a seed.
+MUST_NOT_IMPORT: dict[str, set[str]] = {
+    "frame": LOOP_AND_SOCKETS | TIME_AND_CHANCE | DISK,
+    "storage": LOOP_AND_SOCKETS | TIME_AND_CHANCE | DISK,
+    "broker": LOOP_AND_SOCKETS | TIME_AND_CHANCE | DISK,
+    "meta": LOOP_AND_SOCKETS | TIME_AND_CHANCE | DISK,
+}
+
+#: Modules that are the small door to the outside, and what passes through it.
+DOORS: dict[str, set[str]] = {
+    "storage.disk": DISK,
+}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, as it stands in a module."""
+
+    module: str  # dotted, without the leading package: "storage.log"
+    line: int
+    target: str  # dotted: "plait.frame.view" or "asyncio"
+
+
+def modules(package: Path) -> Iterator[tuple[str, Path]]:
+    """Every module of the package: its dotted name below it (the facade's is `FACADE`) and its file."""
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        if parts[-1] == "__init__":
+            parts = parts[:-1]
+        yield ".".join(parts) or FACADE, path
+
+
+def imports(package: Path) -> Iterator[Import]:
+    """Every import of every module, relative ones made absolute."""
+    for module, path in modules(package):
+        here = [package.name] if module == FACADE else [package.name, *module.split(".")]
+        inside = here if path.name == "__init__.py" else here[:-1]
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    yield Import(module, node.lineno, alias.name)
+            elif isinstance(node, ast.ImportFrom):
+                above = inside[: len(inside) - node.level + 1] if node.level else []
+                base = ".".join([*above, *([node.module] if node.module else [])])
+                if base == package.name:
+                    for alias in node.names:
+                        yield Import(module, node.lineno, f"{base}.{alias.name}")
+                else:
+                    yield Import(module, node.lineno, base)
+
+
+def violations(package: Path) -> list[str]:
+    """What breaks the rules, one line each."""
+    parts = {module.split(".")[0] for module, _ in modules(package)}
+    found = [
+        f"{part}: unknown part, give it a line in MAY_IMPORT" for part in sorted(parts - MAY_IMPORT.keys())
+    ]
+    for seen in imports(package):
+        part = seen.module.split(".")[0]
+        where = f"plait/{seen.module.replace('.', '/')}:{seen.line}"
+        steps = seen.target.split(".")
+        if steps[0] == package.name:
+            target = steps[1] if len(steps) > 1 and steps[1] in parts else FACADE
+            if target != part and target not in MAY_IMPORT.get(part, set()):
+                found.append(f"{where} imports {seen.target}: {part} may not see {target}")
+        elif steps[0] in _kept_out(seen.module):
+            found.append(f"{where} imports {seen.target}: kept out of {part}")
+    return found
+
+
+def _kept_out(module: str) -> set[str]:
+    part = module.split(".")[0]
+    return MUST_NOT_IMPORT.get(part, set()) - DOORS.get(module, set())
+
+
+def test_the_package_keeps_the_rules():
+    assert violations(PACKAGE) == []
+
+
+def test_every_door_exists():
+    assert DOORS.keys() <= dict(modules(PACKAGE)).keys()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    package = tmp_path / "plait"
+    for part in ("frame", "storage", "broker", "wire", "client", "testing"):
+        (package / part).mkdir(parents=True)
+        (package / part / "__init__.py").write_text("")
+    for part in ("__init__", "errors", "limits"):
+        (package / f"{part}.py").write_text("")
+    return package
+
+
+ALLOWED = [
+    ("frame/view.py", "from plait.errors import FrameError"),
+    ("frame/view.py", "from plait import limits"),
+    ("frame/view.py", "from .header import Header"),
+    ("frame/view.py", "import numpy as np"),
+    ("storage/log.py", "from plait.frame import FrameView"),
+    ("storage/disk.py", "import os"),
+    ("client/producer.py", "import asyncio"),
+    ("wire/server.py", "import socket"),
+    ("testing/broker.py", "from plait.broker import Broker"),
+    ("__init__.py", "from plait.client import connect"),
+]
+
+FORBIDDEN = [
+    ("frame/view.py", "from plait.storage import log"),
+    ("frame/view.py", "import plait.storage.log"),
+    ("frame/view.py", "from plait import storage"),
+    ("frame/view.py", "from .. import storage"),
+    ("frame/view.py", "from ..storage.log import Log"),
+    ("frame/__init__.py", "from ..storage import log"),
+    ("frame/view.py", "import plait"),
+    ("frame/view.py", "from plait import Message"),
+    ("frame/view.py", "def f():\n    from plait.client import Client"),
+    ("storage/log.py", "import os.path"),
+    ("storage/log.py", "from plait.broker import dispatch"),
+    ("broker/dispatch.py", "import asyncio"),
+    ("broker/dispatch.py", "from time import monotonic"),
+    ("broker/dispatch.py", "import socket as s"),
+    ("broker/dispatch.py", "from random import random"),
+    ("broker/dispatch.py", "if True:\n    import threading"),
+    ("client/producer.py", "from plait.broker import dispatch"),
+    ("client/producer.py", "from plait.storage import log"),
+    ("client/producer.py", "from plait.testing import broker"),
+    ("wire/server.py", "from plait.broker import dispatch"),
+    ("novelty.py", "import json"),
+]
+
+
+@pytest.mark.parametrize(("module", "source"), ALLOWED)
+def test_an_allowed_import_is_no_violation(tree: Path, module: str, source: str):
+    (tree / module).write_text(source)
+    assert violations(tree) == []
+
+
+@pytest.mark.parametrize(("module", "source"), FORBIDDEN)
+def test_a_forbidden_import_is_found(tree: Path, module: str, source: str):
+    (tree / module).write_text(source)
+    assert len(violations(tree)) == 1

@@ -1,0 +1,195 @@
+"""Reads the repository itself: nothing of one machine, no sleeping test, no overgrown file, no loose end."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LINES_MAX = 600
+
+# Written so that the patterns do not find themselves.
+MACHINE_PATH = re.compile(
+    r"(?<![\w.$~{}*-])/(?:wor[k]|roo[t]|hom[e]|User[s]|tm[p]|op[t]|mn[t]/[a-z])(?:/|\b)"
+)
+PACKAGE_INDEX = re.compile(
+    r"index[-_]ur[l]|find[-_]link[s]|trusted[-_]hos[t]|sha25[6]:|^-[ef] ", re.MULTILINE
+)
+LOOSE_END = re.compile(r"\bTOD[O]\b|\bFIXM[E]\b|\bXX[X]\b|\bHAC[K]\b")
+ADDRESS = re.compile(r"(?:https?|ftp|git\+\w+)://([\w.-]+)")
+#: Hosts that mean the same to every reader.
+PUBLIC_HOSTS = {
+    "127.0.0.1",
+    "localhost",
+    "0.0.0.0",
+    "example.com",
+    "example.org",
+    "github.com",
+    "apache.org",
+    "python.org",
+    "keepachangelog.com",
+    "semver.org",
+    "w3.org",
+}
+
+
+def tracked() -> list[Path]:
+    """Every file of the repository that is committed or about to be, and still there."""
+    listing = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+    )
+    if listing.returncode == 0:
+        paths = [ROOT / name for name in listing.stdout.decode().split("\0") if name]
+    else:
+        parts = ("plait", "tests", "tools", "docs", "benchmarks", "examples")
+        paths = [
+            path for part in parts for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts
+        ]
+        paths += [path for path in ROOT.iterdir() if path.suffix in (".md", ".toml", ".txt", "")]
+    return sorted({path for path in paths if path.is_file()})
+
+
+def texts() -> dict[str, str]:
+    found = {}
+    for path in tracked():
+        content = path.read_bytes()
+        if b"\0" not in content[:8192] and path.name != "LICENSE":
+            found[path.relative_to(ROOT).as_posix()] = content.decode()
+    return found
+
+
+TEXTS = texts()
+SOURCES = {name: text for name, text in TEXTS.items() if name.endswith(".py")}
+
+
+def matches(pattern: re.Pattern[str], files: dict[str, str]) -> list[str]:
+    found = []
+    for name, text in files.items():
+        for match in pattern.finditer(text):
+            line = text.count("\n", 0, match.start()) + 1
+            found.append(f"{name}:{line}: {match.group()}")
+    return found
+
+
+def foreign_hosts(files: dict[str, str]) -> list[str]:
+    def public(host: str) -> bool:
+        return any(host == known or host.endswith(f".{known}") for known in PUBLIC_HOSTS)
+
+    return [
+        f"{name}: {host}"
+        for name, text in files.items()
+        for host in ADDRESS.findall(text)
+        if not public(host)
+    ]
+
+
+def sleeps(name: str, source: str) -> list[str]:
+    """Calls that let real time pass; ``asyncio.sleep(0)`` gives way to the loop and is none."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.module in ("time", "asyncio"):
+            found += [f"{name}:{node.lineno}" for alias in node.names if alias.name == "sleep"]
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        owner = node.func.value
+        if node.func.attr == "sleep" and isinstance(owner, ast.Name) and owner.id in ("time", "asyncio"):
+            first = node.args[0] if node.args else None
+            gives_way = owner.id == "asyncio" and isinstance(first, ast.Constant) and first.value == 0
+            found += [] if gives_way else [f"{name}:{node.lineno}"]
+    return found
+
+
+def test_no_file_names_a_place_of_one_machine():
+    assert matches(MACHINE_PATH, TEXTS) == []
+
+
+def test_no_file_names_a_package_index():
+    assert matches(PACKAGE_INDEX, TEXTS) == []
+
+
+def test_every_address_is_a_public_one():
+    assert foreign_hosts(TEXTS) == []
+
+
+def test_no_loose_ends():
+    assert matches(LOOSE_END, TEXTS) == []
+
+
+def test_no_source_file_is_overgrown():
+    lengths = {name: text.count("\n") for name, text in SOURCES.items()}
+    assert {name: lines for name, lines in lengths.items() if lines > LINES_MAX} == {}
+
+
+def test_no_test_sleeps():
+    files = {name: text for name, text in SOURCES.items() if name.startswith("tests/")}
+    assert [found for name, text in files.items() for found in sleeps(name, text)] == []
+
+
+def test_every_module_says_what_it_is_for():
+    bare = []
+    for name, text in SOURCES.items():
+        if text.strip() and not ast.get_docstring(ast.parse(text)):
+            bare.append(name)
+    assert bare == []
+
+
+def test_constraints_are_names_and_exact_versions_only():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert len(pins) > 20
+    assert [line for line in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line)] == []
+
+
+def test_constraints_pin_every_dependency():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    names = {re.split(r"[^A-Za-z0-9._-]", text)[0] for group in groups for text in group}
+    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {_canonical(name) for name in names} <= {_canonical(name) for name in pinned}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+SLASH = "/"
+
+
+@pytest.mark.parametrize("text", ["roo[t]/.venv", "hom[e]/ann/x", "tm[p]/data", "op[t]/wheels", "wor[k]"])
+def test_a_machine_path_is_found(text: str):
+    path = SLASH + text.replace("[", "").replace("]", "")
+    assert matches(MACHINE_PATH, {"f": f"see {path} there"})
+    assert matches(MACHINE_PATH, {"f": f'"{path}"'})
+
+
+@pytest.mark.parametrize("text", ["frames/roots", "a/tmp/b", "$HOME/opt", "/usr/bin", "and/or", "tmp_path"])
+def test_other_paths_are_let_be(text: str):
+    assert matches(MACHINE_PATH, {"f": text}) == []
+
+
+def test_a_private_host_is_found():
+    scheme = "https:" + "//"
+    assert foreign_hosts({"f": f"{scheme}mirror.internal/simple {scheme}docs.python.org/3"}) == [
+        "f: mirror.internal"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("import time\ntime.sleep(1)", 1),
+        ("from time import sleep", 1),
+        ("import asyncio\nasync def f(): await asyncio.sleep(0.1)", 1),
+        ("import asyncio\nasync def f(): await asyncio.sleep(0)", 0),
+        ("async def f(clock): await clock.sleep(1)", 0),
+    ],
+)
+def test_a_sleep_is_found(source: str, count: int):
+    assert len(sleeps("f", source)) == count
