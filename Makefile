@@ -5,6 +5,7 @@ SHELL := bash
 
 VENV   := .venv
 PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 STAMP  := $(VENV)/.plait-setup
 EXTRAS := spark,dev
 SUITE  ?= all
@@ -22,7 +23,8 @@ $(STAMP): pyproject.toml constraints.txt tools/find-python
 		rm -rf $(VENV) && "$$python" -m venv $(VENV) || exit 1; \
 	fi
 	@echo "setup 2/2: installing plait[$(EXTRAS)] (about 500 MB the first time, one to three minutes)"
-	@$(PY) -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[$(EXTRAS)]' \
+	@$(PIP) --quiet pip
+	@$(PIP) --editable '.[$(EXTRAS)]' \
 		| sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  installing/p'
 	@touch $(STAMP)
 	@echo "setup: done"
