@@ -118,6 +118,19 @@ def test_every_address_is_a_public_one():
     assert foreign_hosts(TEXTS) == []
 
 
+def test_every_link_between_pages_leads_somewhere():
+    broken = []
+    for name, text in TEXTS.items():
+        if name.endswith(".md"):
+            targets = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
+            broken += [
+                f"{name}: {target}"
+                for target in targets
+                if not (ROOT / name).parent.joinpath(target).exists()
+            ]
+    assert broken == []
+
+
 def test_no_loose_ends():
     assert matches(LOOSE_END, TEXTS) == []
 
