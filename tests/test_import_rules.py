@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "plait"
 
 #: The top of the package, ``plait/__init__.py``: what users import.
 FACADE = "plait"
-BASE = {"errors", "limits", "clock"}
+BASE = {"errors", "limits", "clock", "names", "version"}
 SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
 
 #: Part → the parts of ours it may import.
@@ -25,6 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "limits": {"errors"},
     "clock": set(),
+    "version": set(),
+    "names": {"errors", "limits"},
     "frame": {"errors", "limits"},
     "storage": BASE | {"frame"},
     "broker": BASE | {"frame", "storage"},

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from plait.version import VERSION
+
 ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = 600
 
@@ -166,6 +168,11 @@ def test_constraints_pin_every_dependency():
     names = {re.split(r"[^A-Za-z0-9._-]", text)[0] for group in groups for text in group}
     pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines()}
     assert {_canonical(name) for name in names} <= {_canonical(name) for name in pinned}
+
+
+def test_the_package_and_the_project_have_one_version():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == VERSION
 
 
 def _canonical(name: str) -> str:
