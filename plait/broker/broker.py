@@ -1,0 +1,615 @@
+"""The broker: one node's sends, pulls and acks, as a plain object.
+
+It is driven from outside: requests come in as method calls with a callback for the answer, ``commit`` is called at the
+end of a loop turn in which something changed, ``begin_sync``/``end_sync`` around the blocking part, ``run_timers`` when
+``next_deadline`` says so. It sees disk and time only through what it was given, so a test can run it on
+simulated ones, step by step.
+
+Promises kept here: what is acknowledged was written (``flush="async"``) or is durable (``flush="sync"``), and nothing
+else is visible; every decision about consumption is an event of the action log before its caller hears of it.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable
+
+from plait.broker.config import BrokerConfig
+from plait.broker.group import Consumer, Delivery, Group
+from plait.broker.partition import Partition
+from plait.broker.recover import Recovery, RecoveryReport
+from plait.broker.sends import Appended, Appender, SendReply, Submission
+from plait.broker.snapshot import CheckpointWork, Snapshots
+from plait.broker.waiting import Deadlines, Waiter
+from plait.clock import Clock
+from plait.errors import (
+    DiskFull,
+    FlowControl,
+    FrameError,
+    LimitExceeded,
+    PlaitError,
+    StorageFailed,
+    SubjectExists,
+    SubjectNotFound,
+)
+from plait.frame.builder import build_frame
+from plait.frame.columns import Column
+from plait.frame.header import pack_stamp
+from plait.frame.view import FrameView
+from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
+from plait.storage.action_log import Action, ActionBuffer, ConsumerDefinition, Definition, definition_frame
+from plait.storage.catalog import CATALOG, PartitionRow, SubjectSettings, encode_row
+from plait.storage.checkpoint import Checkpoints
+from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
+from plait.storage.consume_log import ConsumeLog
+from plait.storage.disk import Disk
+from plait.storage.log import Log, SyncJob
+from plait.storage.producers import ProducerTable
+
+MESSAGE_DIRECTORY = "message"
+#: Rows of one catalog or definition frame at the head of a segment.
+HEAD_ROWS = 5_000
+
+
+class Commit:
+    """What one loop turn wrote, and who is told when it counts."""
+
+    __slots__ = ("action_end", "appended", "durable_replies", "message_end", "replies")
+
+    def __init__(self, appended: Appended, replies: list[Callable[[], None]]) -> None:
+        self.appended = appended
+        self.replies = replies
+        self.durable_replies: list[Callable[[], None]] = []
+        self.message_end = 0
+        self.action_end = 0
+
+
+class SyncWork:
+    """The blocking part of a sync: the message log first, then the action log that rests on it (R3)."""
+
+    __slots__ = ("_action", "_message")
+
+    def __init__(self, message: SyncJob, action: SyncJob) -> None:
+        self._message = message
+        self._action = action
+
+    def run(self) -> None:
+        self._message.run()
+        self._action.run()
+
+    @property
+    def jobs(self) -> tuple[SyncJob, SyncJob]:
+        return self._message, self._action
+
+
+class Broker:
+    """See the module."""
+
+    def __init__(self, disk: Disk, clock: Clock, config: BrokerConfig | None = None) -> None:
+        self.disk = disk
+        self.clock = clock
+        self.config = config or BrokerConfig()
+        self.limits = self.config.limits
+        self.epoch = 0
+        #: Called when ``commit`` has something to do.
+        self.on_dirty: Callable[[], None] = lambda: None
+        self.partitions: dict[int, Partition] = {}
+        self.subjects: dict[str, Partition] = {}
+        self.group_count = 0
+        self.next_partition = 1
+        self.next_group = 1
+        self.next_consumer = 1
+        self.action_index = 0
+        self.read_only = False
+        self.failed: StorageFailed | None = None
+        self.deadlines = Deadlines()
+        self._pending: dict[Partition, list[Submission]] = {}
+        self._pending_since = 0.0
+        self._replies: list[Callable[[], None]] = []
+        self._durable_replies: list[Callable[[], None]] = []
+        self._unsynced: deque[Commit] = deque()
+        self._unsynced_since = 0.0
+        self._sync_since: float | None = None
+        self._actions = ActionBuffer()
+        self._actions_stalled = False
+        self._low_space = ""
+        self._dirty = False
+        self._in_segment_head = False
+        #: Attached consumers by session number.
+        self.sessions: dict[int, Consumer] = {}
+        self._next_session = 1
+        disk.make_directory(CONSUME_DIRECTORY)
+        self.message_log = Log(disk, MESSAGE_DIRECTORY, self.config.message_segment_size)
+        self.action_log = Log(disk, ACTION_DIRECTORY, self.config.action_segment_size)
+        self.checkpoints = Checkpoints(disk)
+        limits = self.limits
+        self.producers = ProducerTable(
+            producers_max=limits.producers,
+            window_frames=limits.producer_window_frames,
+            keep_seconds=limits.producer_seconds,
+        )
+        self._appender = Appender(self.message_log, self.producers)
+        self.snapshots = Snapshots(self)
+
+    # --- start and stop -------------------------------------------------------------------------
+
+    def start(self) -> RecoveryReport:
+        """Recover. Blocks; afterwards the broker serves."""
+        report = Recovery(self).run()
+        self.message_log.on_segment = self._message_segment_head
+        self.action_log.on_segment = self._action_segment_head
+        if not report.clean:
+            # The new epoch must be certain before anything carries it.
+            self.checkpoint(clean=False)
+        return report
+
+    def stop(self) -> None:
+        """Write everything, sync, and leave a clean checkpoint. Blocks."""
+        if self.failed is None:
+            self.commit()
+            work = self.begin_sync()
+            work.run()
+            self.end_sync(work)
+            for group in [g for p in self.partitions.values() for g in p.groups.values()]:
+                for waiter in group.waiters:
+                    self._time_out(waiter)
+            self.commit()
+            self.checkpoint(clean=True)
+        self.message_log.close()
+        self.action_log.close()
+
+    def checkpoint(self, *, clean: bool = False) -> None:
+        """Make a checkpoint here and now. Blocks."""
+        work = self.begin_checkpoint(clean=clean)
+        work.run()
+        self.end_checkpoint(work)
+
+    def begin_checkpoint(self, *, clean: bool = False) -> CheckpointWork:
+        self.commit()
+        return self.snapshots.begin(clean=clean)
+
+    def end_checkpoint(self, work: CheckpointWork) -> None:
+        self.snapshots.end(work)
+
+    # --- bookkeeping used by recovery -----------------------------------------------------------
+
+    def touch(self, partition: Partition) -> None:
+        """The partition's checkpoint shard is out of date."""
+        self.snapshots.dirty.add(partition.id)
+
+    def add_partition(self, partition: Partition) -> None:
+        self.partitions[partition.id] = partition
+        self.subjects[partition.row.subject] = partition
+
+    def drop_partition(self, partition: Partition) -> None:
+        self.touch(partition)
+        self.partitions.pop(partition.id, None)
+        if self.subjects.get(partition.row.subject) is partition:
+            del self.subjects[partition.row.subject]
+        self.group_count -= len(partition.groups)
+        self.producers.forget_partition(partition.id)
+
+    def add_group(self, group: Group) -> None:
+        self.group_count += 1
+
+    def remove_group(self, group: Group) -> None:
+        group.partition.groups.pop(group.name, None)
+        group.partition.waiting.pop(group, None)
+        self.group_count -= 1
+
+    # --- subjects -------------------------------------------------------------------------------
+
+    def partition_of(self, subject: str, *, create: bool = True) -> Partition:
+        """The subject's partition; made now if that is allowed."""
+        partition = self.subjects.get(subject)
+        if partition is not None:
+            return partition
+        if not (create and self.config.auto_create):
+            raise SubjectNotFound(
+                f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'"
+            )
+        return self.create_subject(subject)
+
+    def create_subject(self, subject: str, settings: SubjectSettings | None = None) -> Partition:
+        """A new subject, defined in the message log before its first row."""
+        if subject in self.subjects:
+            raise SubjectExists(f"subject {subject!r} exists already")
+        if len(self.subjects) >= self.limits.subjects:
+            raise LimitExceeded(
+                f"this broker has its {self.limits.subjects} subjects; delete some or raise the limit"
+            )
+        self._refuse_when_full()
+        row = PartitionRow(
+            self.next_partition, subject, subject, self.clock.now(), settings or SubjectSettings()
+        )
+        self._append_rows([row])
+        self.next_partition += 1
+        partition = Partition(row, ConsumeLog(self.disk, row.id))
+        self.add_partition(partition)
+        self.touch(partition)
+        return partition
+
+    def update_subject(self, subject: str, settings: SubjectSettings) -> None:
+        """Change what the subject says of itself."""
+        partition = self.partition_of(subject, create=False)
+        old = partition.row
+        row = PartitionRow(old.id, old.subject, old.name, old.created, settings)
+        self._append_rows([row])
+        partition.row = row
+        self.touch(partition)
+
+    def delete_subject(self, subject: str) -> None:
+        """The subject, its messages and its groups are gone."""
+        partition = self.partition_of(subject, create=False)
+        old = partition.row
+        self._append_rows(
+            [PartitionRow(old.id, old.subject, old.name, old.created, old.settings, deleted=True)]
+        )
+        for group in list(partition.groups.values()):
+            for waiter in list(group.waiters):
+                self._time_out(waiter)
+            for consumer in group.consumers.values():
+                self.sessions.pop(consumer.session, None)
+        for waiter in list(partition.readers):
+            self._time_out(waiter)
+        self.drop_partition(partition)
+        self.snapshots.drop_consume_log(partition)
+
+    def _append_rows(self, rows: list[PartitionRow]) -> None:
+        frame = build_frame([encode_row(row) for row in rows], producer=0, first=1)
+        try:
+            self.message_log.place_for(frame.size)
+        except OSError as error:
+            raise self._disk_error(error) from error
+        now = self.clock.now()
+        frame.stamp_with(pack_stamp(CATALOG, 0, now, self.message_log.durable, self.epoch))
+        self.message_log.append(frame.parts, frame.size)
+        self._mark()
+
+    def _message_segment_head(self) -> None:
+        """Each segment names all partitions, so that it can be read alone."""
+        rows = [partition.row for partition in self.partitions.values()]
+        for start in range(0, len(rows), HEAD_ROWS):
+            self._append_rows(rows[start : start + HEAD_ROWS])
+
+    def _action_segment_head(self) -> None:
+        definitions: list[Definition] = []
+        for partition in self.partitions.values():
+            for group in partition.groups.values():
+                definitions.append(group.definition)
+                definitions.extend(
+                    ConsumerDefinition(consumer.id, group.id, consumer.client)
+                    for consumer in group.consumers.values()
+                )
+        for start in range(0, len(definitions), HEAD_ROWS):
+            frame = definition_frame(
+                definitions[start : start + HEAD_ROWS],
+                index=self.action_index,
+                presumed=self.message_log.end,
+                epoch=self.epoch,
+                time=self.clock.now(),
+            )
+            self.action_index += 1
+            self.action_log.append(frame.parts, frame.size)
+
+    # --- sends ----------------------------------------------------------------------------------
+
+    def submit(self, partition: Partition, frame: FrameView, reply: SendReply | None) -> None:
+        """Take a frame that was received; ``reply`` is called when its fate counts. Raises when it is refused."""
+        if self.failed is not None:
+            raise self.failed
+        self._refuse_when_full()
+        self._refuse_when_busy()
+        frame.validate()
+        if frame.has(Column.RUNS) or frame.has(Column.SELECTION):
+            raise FrameError("a producer's frame holds its own rows only")
+        waiting = self._pending.get(partition)
+        if waiting is None:
+            self._pending[partition] = [Submission(frame, reply)]
+        else:
+            waiting.append(Submission(frame, reply))
+        self._mark()
+
+    def _refuse_when_full(self) -> None:
+        if self.read_only:
+            from plait.errors import ReadOnly
+
+            raise ReadOnly("this broker is read-only; sends are refused")
+        if self._low_space:
+            raise DiskFull(self._low_space)
+
+    def _refuse_when_busy(self) -> None:
+        if self._sync_since is None:
+            return
+        now = self.clock.monotonic()
+        if now - self._sync_since > self.limits.log_busy_seconds:
+            raise FlowControl(
+                f"the log has been busy for {now - self._sync_since:.1f} s; nothing was stored, send again later"
+            )
+        if self._unsynced and now - self._unsynced_since > self.limits.queue_head_seconds + (
+            now - self._sync_since
+        ):
+            raise FlowControl("the send queue is too long; nothing was stored, send again later")
+
+    # --- the end of a loop turn -----------------------------------------------------------------
+
+    def _mark(self) -> None:
+        if not self._dirty:
+            self._dirty = True
+            self.on_dirty()
+
+    def commit(self) -> None:
+        """Write what this turn brought. In sync mode the answers wait for ``end_sync``."""
+        if not self._dirty or self.failed is not None:
+            return
+        self._dirty = False
+        pending, self._pending = self._pending, {}
+        replies, self._replies = self._replies, []
+        appended = Appended()
+        commit = Commit(appended, replies)
+        commit.durable_replies, self._durable_replies = self._durable_replies, []
+        now = self.clock.now()
+        for partition, submissions in pending.items():
+            try:
+                self._appender.append(partition, submissions, self.epoch, now, appended)
+            except OSError as error:
+                refusal = self._disk_error(error)
+                answered = {id(reply) for reply, _, _ in appended.replies}
+                for submission in submissions:
+                    if submission.reply is not None and id(submission.reply) not in answered:
+                        appended.replies.append((submission.reply, None, refusal))
+            self.touch(partition)
+        try:
+            self._write(now)
+        except OSError as error:
+            self._fail(error)
+            return
+        commit.message_end = self.message_log.written
+        commit.action_end = self.action_log.written
+        if self.config.flush == "sync" or commit.durable_replies:
+            if not self._unsynced:
+                self._unsynced_since = self.clock.monotonic()
+            self._unsynced.append(commit)
+            if self.config.flush == "sync":
+                return
+        self._finish(commit)
+
+    def _write(self, now: int) -> None:
+        self._actions_stalled = False
+        if self._actions:
+            try:
+                self.action_log.place_for(self._actions.size_bound)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                # Kept in memory and written when there is room; until then pulls and acks are refused.
+                self._actions_stalled = True
+            else:
+                frames = self._actions.drain(
+                    index=self.action_index, presumed=self.message_log.end, epoch=self.epoch, time=now
+                )
+                self.action_index += len(frames)
+                for frame in frames:
+                    self.action_log.append(frame.parts, frame.size)
+        self.message_log.write()
+        self.action_log.write()
+
+    def _finish(self, commit: Commit) -> None:
+        """The commit counts: rows become visible, callers are answered, waiting pulls are served."""
+        for partition, end in commit.appended.partitions.items():
+            partition.visible = max(partition.visible, end)
+        for reply, sequence, error in commit.appended.replies:
+            reply(sequence, error)
+        for answer in commit.replies:
+            answer()
+        for partition in commit.appended.partitions:
+            self._wake(partition)
+
+    # --- durability -----------------------------------------------------------------------------
+
+    @property
+    def sync_wanted(self) -> bool:
+        """Somebody waits for a sync."""
+        return bool(self._unsynced)
+
+    @property
+    def syncing(self) -> bool:
+        return self._sync_since is not None
+
+    def begin_sync(self) -> SyncWork:
+        """Everything written so far; run its ``run`` where blocking is fine, then call ``end_sync``."""
+        self._sync_since = self.clock.monotonic()
+        return SyncWork(self.message_log.begin_sync(), self.action_log.begin_sync())
+
+    def end_sync(self, work: SyncWork) -> None:
+        """The sync succeeded: answer who waited for it."""
+        self._sync_since = None
+        message, action = work.jobs
+        self.message_log.end_sync(message)
+        self.action_log.end_sync(action)
+        while self._unsynced:
+            commit = self._unsynced[0]
+            if commit.message_end > message.end or commit.action_end > action.end:
+                self._unsynced_since = self.clock.monotonic()
+                break
+            self._unsynced.popleft()
+            if self.config.flush == "sync":
+                self._finish(commit)
+            for answer in commit.durable_replies:
+                answer()
+
+    def sync_failed(self, error: OSError) -> None:
+        """The sync failed: what is in the page cache can no longer be trusted to reach the disk."""
+        self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self.failed = StorageFailed(
+            f"a log could not be written or synced ({error}); the server stops and recovers"
+        )
+
+    def _disk_error(self, error: OSError) -> PlaitError:
+        if error.errno == errno.ENOSPC:
+            return DiskFull("the disk is full; nothing was stored")
+        self._fail(error)
+        assert self.failed is not None
+        return self.failed
+
+    def check_space(self) -> None:
+        """Look at the watermarks; between looks their last state holds."""
+        free, total = self.disk.space()
+        used_share = 1 - free / total if total else 1.0
+        if free < self.config.disk_free_min:
+            self._low_space = f"only {free >> 20} MiB of disk are free (floor {self.config.disk_free_min >> 20} MiB); sends are refused"
+        elif used_share > self.config.disk_used_max:
+            self._low_space = f"the disk is {used_share:.0%} full (watermark {self.config.disk_used_max:.0%}); sends are refused"
+        else:
+            self._low_space = ""
+
+    # --- pulls ----------------------------------------------------------------------------------
+
+    def pull(
+        self,
+        consumer: Consumer,
+        count: int,
+        size: int,
+        wait: float,
+        reply: Callable[[Delivery | None], None],
+    ) -> None:
+        """Rows for a consumer, now or when there are some within ``wait`` seconds; None when there were none."""
+        group = consumer.group
+        self._refuse_when_stalled()
+        count = max(1, min(count, self.limits.pull_count))
+        size = min(size, self.limits.pull_bytes)
+        if not group.waiters:
+            delivery = group.take(self.message_log, consumer, count, size, self)
+            if delivery is not None:
+                self._deliver(group, delivery, reply)
+                return
+        if wait <= 0:
+            reply(None)
+            return
+        waiter = Waiter(consumer, count, size, reply)
+        group.wait(waiter)
+        self.deadlines.add(
+            self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out
+        )
+
+    def read(
+        self,
+        partition: Partition,
+        sequence: int,
+        count: int,
+        size: int,
+        wait: float,
+        reply: Callable[..., None],
+    ) -> None:
+        """Rows for a reader that has no group; ``reply`` gets a ``Batch`` or None."""
+        size = min(size, self.limits.pull_bytes)
+        batch = partition.read(self.message_log, sequence, partition.visible, count, size)
+        if batch.count or wait <= 0:
+            reply(batch)
+            return
+        waiter = Waiter(None, count, size, reply, max(sequence, batch.end))
+        partition.readers[waiter] = None
+        self.deadlines.add(
+            self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out
+        )
+
+    def _deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
+        if group.definition.delivery == "at_most_once":
+            # R12: the event is durable before the rows leave, whatever the flush mode.
+            self._durable_replies.append(lambda: reply(delivery))
+            self._mark()
+        else:
+            reply(delivery)
+
+    def _wake(self, partition: Partition) -> None:
+        for group in list(partition.waiting):
+            group.serve(
+                self.message_log,
+                self,
+                lambda waiter, delivery, g=group: self._deliver(g, delivery, waiter.reply),
+            )
+        for waiter in list(partition.readers):
+            batch = partition.read(
+                self.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size
+            )
+            if batch.count:
+                del partition.readers[waiter]
+                waiter.done = True
+                waiter.reply(batch)
+
+    def _time_out(self, waiter: Waiter) -> None:
+        if not waiter.done:
+            waiter.done = True
+            waiter.reply(None)
+
+    def wake_group(self, group: Group) -> None:
+        """Rows came back to a group: serve who waits."""
+        if group.waiters:
+            group.serve(
+                self.message_log, self, lambda waiter, delivery: self._deliver(group, delivery, waiter.reply)
+            )
+
+    def _refuse_when_stalled(self) -> None:
+        if self.failed is not None:
+            raise self.failed
+        if self._actions_stalled:
+            raise DiskFull("the disk is full: progress cannot be recorded, so nothing is handed out")
+
+    # --- acks -----------------------------------------------------------------------------------
+
+    def ack(
+        self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None
+    ) -> None:
+        """(start, end, epoch) ranges are done."""
+        self._refuse_when_stalled()
+        for start, end, epoch in ranges:
+            consumer.group.ack(consumer, start, end, epoch, self)
+        self.answer_after_commit(reply)
+
+    def nack(
+        self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None
+    ) -> None:
+        """(start, end, epoch) ranges go back to the group at once."""
+        self._refuse_when_stalled()
+        for start, end, epoch in ranges:
+            consumer.group.nack(consumer, start, end, epoch, self)
+        self.answer_after_commit(reply)
+        self.wake_group(consumer.group)
+
+    def answer_after_commit(self, reply: Callable[[], None] | None) -> None:
+        """Answer when everything this turn brought counts."""
+        if reply is not None:
+            self._replies.append(reply)
+        self._mark()
+
+    def event(self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int) -> None:
+        """Record a decision about consumption (``Journal``)."""
+        self._actions.event(action, group.id, consumer, start, end, attempt, self.epoch, self.clock.now())
+        self.touch(group.partition)
+        self._mark()
+
+    def define(self, definition: Definition) -> None:
+        self._actions.define(definition)
+        self._mark()
+
+    def new_session(self, consumer: Consumer) -> int:
+        """A number for one attachment of a consumer."""
+        self.sessions.pop(consumer.session, None)
+        consumer.session = self._next_session
+        self._next_session += 1
+        self.sessions[consumer.session] = consumer
+        return consumer.session
+
+    # --- time -----------------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When ``run_timers`` has something to do, on the monotonic clock."""
+        return self.deadlines.next
+
+    def run_timers(self) -> None:
+        """Answer the long polls whose time is up."""
+        self.deadlines.run(self.clock.monotonic())

@@ -1,0 +1,246 @@
+"""A shared consumer group: which consumer gets which rows next.
+
+Rows that came back go out before new ones; nobody is bound to a part of the log. Every decision becomes an event of
+the action log and a change of the group's ``PullLog``, in that order, so that replay reaches the same state.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from plait.broker.partition import Partition
+from plait.broker.waiting import Waiter
+from plait.frame.builder import Buffer
+from plait.storage.action_log import Action, GroupDefinition
+from plait.storage.log import Log
+from plait.storage.pull_log import PullLog
+
+#: Pieces of returned ranges that one pull gathers: bounds the work of a pull on a scattered group.
+PIECES_MAX = 64
+
+
+class Delivery:
+    """What one pull hands out."""
+
+    __slots__ = ("count", "parts", "ranges", "size")
+
+    def __init__(self) -> None:
+        self.parts: list[Buffer] = []
+        #: (start, end, attempt) in the order of the parts.
+        self.ranges: list[tuple[int, int, int]] = []
+        self.count = 0
+        self.size = 0
+
+
+class Consumer:
+    """One member of a group. ``session`` changes with every attach; requests of an older one are refused."""
+
+    __slots__ = ("client", "connected", "group", "heard", "id", "online", "session")
+
+    def __init__(self, consumer_id: int, group: Group, client: str, heard: float) -> None:
+        self.id = consumer_id
+        self.group = group
+        self.client = client
+        self.session = 0
+        #: Attached and not lost.
+        self.online = False
+        #: Its connection is open.
+        self.connected = False
+        self.heard = heard
+
+
+class Journal(Protocol):
+    """Where events go before they count."""
+
+    def event(
+        self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int
+    ) -> None: ...
+
+
+class Group:
+    """A group of one subject on this broker."""
+
+    __slots__ = (
+        "consumers",
+        "definition",
+        "lost_count",
+        "partition",
+        "pull_log",
+        "ranges_max",
+        "redelivered_count",
+        "used",
+        "waiters",
+    )
+
+    def __init__(self, definition: GroupDefinition, partition: Partition, ranges_max: int) -> None:
+        self.definition = definition
+        self.partition = partition
+        self.pull_log = PullLog(definition.start)
+        self.consumers: dict[str, Consumer] = {}
+        self.waiters: deque[Waiter] = deque()
+        self.ranges_max = ranges_max
+        #: Messages handed out again, and messages that retention or damage took first.
+        self.redelivered_count = 0
+        self.lost_count = 0
+        #: Wall time of the last attach or pull.
+        self.used = definition.created
+
+    @property
+    def id(self) -> int:
+        return self.definition.id
+
+    @property
+    def name(self) -> str:
+        return self.definition.name
+
+    @property
+    def logs_pulls(self) -> bool:
+        """A broadcast group is one consumer: what it has not acked is what it needs, and no pull log is kept."""
+        return not self.definition.broadcast
+
+    # --- handing out ----------------------------------------------------------------------------
+
+    def take(self, log: Log, consumer: Consumer, count: int, size: int, journal: Journal) -> Delivery | None:
+        """Rows for a consumer, recorded as held by it; None when there are none."""
+        delivery = Delivery()
+        for _ in range(PIECES_MAX):
+            if delivery.count >= count or (delivery.count and delivery.size >= size):
+                break
+            if self.pull_log.returned:
+                start, end, attempt = self.pull_log.returned.head()
+            elif self.pull_log.ranges_of(consumer.id) < self.ranges_max:
+                start, end, attempt = self.pull_log.next, self.partition.visible, 0
+            else:
+                break
+            if start < self.partition.start:
+                self._skip(start, min(self.partition.start, max(end, start + 1)), journal)
+                continue
+            if start >= self.partition.visible or start >= end:
+                break
+            batch = self.partition.read(log, start, end, count - delivery.count, size - delivery.size)
+            if not batch.ranges:
+                # A hole where damage was, or rows that do not read back.
+                self._skip(start, batch.end if batch.end > start else self._after_hole(start, end), journal)
+                continue
+            if batch.ranges[0][0] > start:
+                self._skip(start, batch.ranges[0][0], journal)
+            for first, last in batch.ranges:
+                self._hand(consumer, first, last, attempt + 1, journal)
+                delivery.ranges.append((first, last, attempt + 1))
+            for first, last in batch.damaged:
+                self._skip(first, last, journal)
+            delivery.parts.extend(batch.parts)
+            delivery.count += batch.count
+            delivery.size += batch.size
+        return delivery if delivery.count else None
+
+    def _after_hole(self, start: int, end: int) -> int:
+        index = self.partition.consume_log.find(start)
+        if index >= len(self.partition.consume_log):
+            return end
+        return max(start + 1, min(end, self.partition.consume_log.record(index).base))
+
+    def _hand(self, consumer: Consumer, start: int, end: int, attempt: int, journal: Journal) -> None:
+        if self.definition.delivery == "at_most_once":
+            journal.event(Action.ACK, self, consumer.id, start, end, attempt)
+            self.pull_log.acked(consumer.id, start, end)
+            return
+        if self.logs_pulls:
+            journal.event(Action.PULL, self, consumer.id, start, end, attempt)
+        self.pull_log.pulled(consumer.id, start, end, attempt)
+        if attempt > 1:
+            self.redelivered_count += end - start
+
+    def _skip(self, start: int, end: int, journal: Journal) -> None:
+        journal.event(Action.SKIP, self, 0, start, end, 0)
+        self.lost_count += self.pull_log.skipped(start, end)
+
+    # --- events from consumers ------------------------------------------------------------------
+
+    def ack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal) -> int:
+        """[start, end) of ``epoch`` is done; how many sequences that settled."""
+        start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
+        if start >= end:
+            return 0
+        journal.event(Action.ACK, self, consumer.id, start, end, 0)
+        return self.pull_log.acked(consumer.id, start, end)
+
+    def nack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal) -> int:
+        """The consumer gives [start, end) back; how many sequences it held of it."""
+        start, end = self.partition.clip_to_epoch(start, end, epoch)
+        pieces = self.pull_log.nacked(consumer.id, start, end)
+        for piece in pieces:
+            if self.logs_pulls:
+                journal.event(Action.NACK, self, consumer.id, piece.start, piece.end, piece.attempt)
+        return sum(piece.end - piece.start for piece in pieces)
+
+    def offline(self, consumer: Consumer, journal: Journal) -> int:
+        """The consumer is lost or left: what it held waits for the others; how many sequences."""
+        consumer.online = False
+        if consumer.id in self.pull_log.held and self.logs_pulls:
+            journal.event(Action.OFFLINE, self, consumer.id, 0, 0, 0)
+        return self.pull_log.offline(consumer.id)
+
+    def reclaim(self, consumer: Consumer, holds: list[tuple[int, int, int]], journal: Journal) -> None:
+        """An attaching consumer names what is in its hands (R13): that stays, what else it was handed comes back."""
+        claimed = []
+        for start, end, epoch in holds:
+            start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
+            if start < end:
+                claimed.append((start, end))
+        recorded = self.pull_log.held.get(consumer.id)
+        kept = [
+            piece for start, end in claimed for piece in (recorded.overlap(start, end) if recorded else [])
+        ]
+        free = [piece for start, end in claimed for piece in self.pull_log.returned.overlap(start, end)]
+        fresh = [(max(start, self.pull_log.next), end) for start, end in claimed if end > self.pull_log.next]
+        self.offline(consumer, journal)
+        for start, end, attempt in [*kept, *free]:
+            self._hand(consumer, start, end, max(attempt, 1), journal)
+        for start, end in fresh:
+            self._hand(consumer, start, end, 1, journal)
+
+    def reset(self, sequence: int, journal: Journal) -> None:
+        """The group goes on from ``sequence``."""
+        journal.event(Action.RESET, self, 0, sequence, sequence, 0)
+        self.pull_log.reset(sequence)
+
+    # --- replay ---------------------------------------------------------------------------------
+
+    def replay(self, action: int, consumer: int, start: int, end: int, attempt: int) -> None:
+        """Apply an event of the action log."""
+        if action == Action.PULL:
+            self.pull_log.pulled(consumer, start, end, attempt)
+        elif action == Action.ACK:
+            self.pull_log.acked(consumer, start, end)
+        elif action == Action.NACK:
+            self.pull_log.nacked(consumer, start, end)
+        elif action == Action.OFFLINE:
+            self.pull_log.offline(consumer)
+        elif action == Action.RESET:
+            self.pull_log.reset(start)
+        elif action == Action.SKIP:
+            self.lost_count += self.pull_log.skipped(start, end)
+
+    # --- waiting --------------------------------------------------------------------------------
+
+    def wait(self, waiter: Waiter) -> None:
+        self.waiters.append(waiter)
+        self.partition.waiting[self] = None
+
+    def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
+        """Give rows to waiting pulls, the longest waiting first, until rows or pulls run out."""
+        while self.waiters:
+            waiter = self.waiters[0]
+            if waiter.done:
+                self.waiters.popleft()
+                continue
+            delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)
+            if delivery is None:
+                return
+            self.waiters.popleft()
+            waiter.done = True
+            send(waiter, delivery)
+        self.partition.waiting.pop(self, None)

@@ -1,0 +1,226 @@
+"""Who consumes: attaching, heartbeats, losing and forgetting consumers and groups.
+
+A consumer that was not heard from for ``consumer_lost_seconds`` is lost: what it held goes to the others at once. It
+may come back under the same client id; then it names what is still in its hands (R13).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from plait.broker.broker import Broker
+from plait.broker.group import Consumer, Group
+from plait.broker.partition import Partition
+from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
+from plait.storage.action_log import Action, ConsumerDefinition, GroupDefinition
+
+Delivery = Literal["at_least_once", "at_most_once"]
+
+#: A broadcast consumer is a group of its own, named after its client.
+BROADCAST_PREFIX = "%broadcast%"
+
+
+def resolve_start(partition: Partition, start: Any) -> int:
+    """A sequence for "earliest", "latest", ["sequence", n] or ["time", microseconds]."""
+    match start:
+        case "earliest":
+            return partition.start
+        case "latest":
+            return partition.visible
+        case ["sequence", int(sequence)] if sequence >= 0:
+            return max(partition.start, min(sequence, partition.visible))
+        case ["time", int(time)]:
+            return partition.sequence_at_time(time)
+    raise InvalidArgument(f"start {start!r} is not 'earliest', 'latest', a sequence or a time")
+
+
+class Membership:
+    """The consumers of a broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        # A restart takes nothing from consumers that come back in time.
+        now = broker.clock.monotonic()
+        self._online: set[Consumer] = set()
+        for partition in broker.partitions.values():
+            for group in partition.groups.values():
+                for consumer in group.consumers.values():
+                    consumer.heard = now
+                    if consumer.id in group.pull_log.held:
+                        consumer.online = True
+                        self._online.add(consumer)
+
+    def attach(
+        self,
+        subject: str,
+        group_name: str | None,
+        client: str,
+        *,
+        start: Any = None,
+        delivery: Delivery = "at_least_once",
+        holds: list[tuple[int, int, int]] | None = None,
+    ) -> Consumer:
+        """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session."""
+        broker = self._broker
+        if len(broker.sessions) >= broker.limits.consumers:
+            raise LimitExceeded(f"this broker has its {broker.limits.consumers} consumers; close some first")
+        partition = broker.partition_of(subject)
+        broadcast = group_name is None
+        name = BROADCAST_PREFIX + client if group_name is None else group_name
+        group = partition.groups.get(name)
+        if group is None:
+            group = self._create(partition, name, start, delivery, broadcast=broadcast)
+        elif group.definition.delivery != delivery:
+            raise GroupMismatch(
+                f"group {name!r} of {subject!r} has delivery={group.definition.delivery!r}, "
+                f"this member asks for {delivery!r}; use the same for all members"
+            )
+        consumer = group.consumers.get(client)
+        now = broker.clock.monotonic()
+        if consumer is None:
+            consumer = Consumer(broker.next_consumer, group, client, now)
+            broker.next_consumer += 1
+            group.consumers[client] = consumer
+            broker.define(ConsumerDefinition(consumer.id, group.id, client))
+            broker.touch(partition)
+        elif consumer.connected and now - consumer.heard < broker.limits.consumer_lost_seconds:
+            raise GroupBusy(
+                f"client {client!r} is attached to group {name!r} of {subject!r} already; "
+                "give every process a client id of its own"
+            )
+        self._drop_waiters(group, consumer)
+        group.reclaim(consumer, holds or [], broker)
+        consumer.online = consumer.connected = True
+        self._online.add(consumer)
+        consumer.heard = now
+        group.used = broker.clock.now()
+        broker.new_session(consumer)
+        broker.wake_group(group)
+        return consumer
+
+    def _create(
+        self, partition: Partition, name: str, start: Any, delivery: Delivery, *, broadcast: bool
+    ) -> Group:
+        broker = self._broker
+        if broker.group_count >= broker.limits.groups:
+            raise LimitExceeded(
+                f"this broker has its {broker.limits.groups} groups; remove some or raise the limit"
+            )
+        if start is None:
+            start = "latest" if broadcast else "earliest"
+        definition = GroupDefinition(
+            broker.next_group,
+            partition.id,
+            name,
+            resolve_start(partition, start),
+            broadcast,
+            delivery,
+            broker.clock.now(),
+        )
+        broker.next_group += 1
+        group = Group(definition, partition, broker.limits.consumer_ranges)
+        partition.groups[name] = group
+        broker.add_group(group)
+        broker.define(definition)
+        broker.touch(partition)
+        return group
+
+    def session(self, number: int) -> Consumer:
+        """The consumer of a session, heard from just now."""
+        consumer = self._broker.sessions.get(number)
+        if consumer is None:
+            raise StaleSession(
+                "this consumer was given up (out of contact or attached elsewhere); attach again"
+            )
+        consumer.heard = self._broker.clock.monotonic()
+        return consumer
+
+    def detach(self, consumer: Consumer) -> None:
+        """The consumer leaves in order: what it holds goes back at once."""
+        group = consumer.group
+        self._drop_waiters(group, consumer)
+        self._broker.sessions.pop(consumer.session, None)
+        self._online.discard(consumer)
+        consumer.connected = False
+        group.offline(consumer, self._broker)
+        group.consumers.pop(consumer.client, None)
+        self._broker.event(Action.FORGET_CONSUMER, group, consumer.id, 0, 0, 0)
+        self._broker.wake_group(group)
+
+    def disconnected(self, consumer: Consumer, session: int) -> None:
+        """The connection is gone; the consumer has until the lost time to come back."""
+        if consumer.session == session:
+            self._drop_waiters(consumer.group, consumer)
+            consumer.connected = False
+            self._broker.sessions.pop(session, None)
+
+    def _drop_waiters(self, group: Group, consumer: Consumer) -> None:
+        for waiter in group.waiters:
+            if waiter.consumer is consumer:
+                waiter.done = True
+
+    def lose_silent(self) -> list[tuple[Consumer, int]]:
+        """Give up who was not heard from; (consumer, messages returned) of each. Call it every second."""
+        broker = self._broker
+        deadline = broker.clock.monotonic() - broker.limits.consumer_lost_seconds
+        silent = [consumer for consumer in self._online if consumer.heard < deadline]
+        return [(consumer, self._lose(consumer.group, consumer)) for consumer in silent]
+
+    def _lose(self, group: Group, consumer: Consumer) -> int:
+        self._drop_waiters(group, consumer)
+        self._broker.sessions.pop(consumer.session, None)
+        self._online.discard(consumer)
+        consumer.connected = False
+        returned = group.offline(consumer, self._broker)
+        self._broker.wake_group(group)
+        return returned
+
+    def forget_idle(self) -> int:
+        """Drop long gone consumers and unused broadcast groups; how many. Call it every few minutes."""
+        broker = self._broker
+        limit = broker.limits.consumer_forget_seconds
+        now, wall = broker.clock.monotonic(), broker.clock.now()
+        forgotten = 0
+        for partition in broker.partitions.values():
+            for group in list(partition.groups.values()):
+                for consumer in list(group.consumers.values()):
+                    if not consumer.online and now - consumer.heard > limit:
+                        del group.consumers[consumer.client]
+                        broker.event(Action.FORGET_CONSUMER, group, consumer.id, 0, 0, 0)
+                        forgotten += 1
+                idle = (wall - group.used) / 1_000_000 > limit
+                if group.definition.broadcast and not group.consumers and idle:
+                    self.remove_group(group)
+                    forgotten += 1
+        return forgotten
+
+    # --- administration -------------------------------------------------------------------------
+
+    def group(self, subject: str, name: str) -> Group:
+        """A group that exists, or ``GroupNotFound``."""
+        partition = self._broker.partition_of(subject, create=False)
+        group = partition.groups.get(name)
+        if group is None:
+            known = ", ".join(sorted(partition.groups)[:10]) or "none"
+            raise GroupNotFound(f"subject {subject!r} has no group {name!r}; it has: {known}")
+        return group
+
+    def reset(self, subject: str, name: str, start: Any) -> int:
+        """Set a group's position; only while no consumer is online. The sequence it goes on from."""
+        group = self.group(subject, name)
+        online = [consumer.client for consumer in group.consumers.values() if consumer.connected]
+        if online:
+            raise GroupBusy(
+                f"group {name!r} of {subject!r} has {len(online)} online consumers ({', '.join(online[:3])}); stop them first"
+            )
+        sequence = resolve_start(group.partition, start)
+        group.reset(sequence, self._broker)
+        return sequence
+
+    def remove_group(self, group: Group) -> None:
+        """Forget a group and its position."""
+        for consumer in group.consumers.values():
+            self._broker.sessions.pop(consumer.session, None)
+            self._online.discard(consumer)
+        self._broker.event(Action.FORGET_GROUP, group, 0, 0, 0, 0)
+        self._broker.remove_group(group)

@@ -1,0 +1,146 @@
+"""A partition as the broker knows it: where its frames are, how far they are visible, and who waits for more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from plait.errors import FrameError
+from plait.frame.builder import Buffer
+from plait.frame.slicing import slice_rows
+from plait.frame.view import FrameView
+from plait.storage.catalog import PartitionRow
+from plait.storage.consume_log import ConsumeLog
+from plait.storage.log import Log
+
+if TYPE_CHECKING:
+    from plait.broker.group import Group
+    from plait.broker.waiting import Waiter
+
+
+class Batch:
+    """Frames and parts of frames read from a partition, ready to be written to a socket."""
+
+    __slots__ = ("count", "damaged", "end", "parts", "ranges", "size")
+
+    def __init__(self, start: int) -> None:
+        self.parts: list[Buffer] = []
+        #: The sequence ranges the parts hold; more than one where the log has holes.
+        self.ranges: list[tuple[int, int]] = []
+        self.count = 0
+        self.size = 0
+        #: Reading stopped here.
+        self.end = start
+        #: Ranges that cannot be read back.
+        self.damaged: list[tuple[int, int]] = []
+
+
+class Partition:
+    """One stored stream."""
+
+    __slots__ = (
+        "consume_log",
+        "epochs",
+        "groups",
+        "next",
+        "readers",
+        "row",
+        "size",
+        "start",
+        "visible",
+        "waiting",
+    )
+
+    def __init__(self, row: PartitionRow, consume_log: ConsumeLog) -> None:
+        self.row = row
+        self.consume_log = consume_log
+        #: The sequence the next row gets; appended, perhaps not yet acknowledged.
+        self.next = 0
+        #: Consumers see rows below this: acknowledged ones (R2).
+        self.visible = 0
+        #: Rows below this are expired.
+        self.start = 0
+        #: Bytes ever appended.
+        self.size = 0
+        #: (first sequence, epoch) of each epoch that stored rows here, ascending.
+        self.epochs: list[tuple[int, int]] = []
+        self.groups: dict[str, Group] = {}
+        #: Groups with suspended pulls, in the order they began to wait.
+        self.waiting: dict[Group, None] = {}
+        #: Suspended reads that belong to no group.
+        self.readers: dict[Waiter, None] = {}
+
+    @property
+    def id(self) -> int:
+        return self.row.id
+
+    def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int) -> None:
+        """A frame of this partition is in the message log."""
+        if not self.epochs or self.epochs[-1][1] != epoch:
+            self.epochs.append((base, epoch))
+        self.consume_log.append(base, offset, time, size, count)
+        self.next = base + count
+        self.size += size
+
+    def clip_to_epoch(self, start: int, end: int, epoch: int) -> tuple[int, int]:
+        """The part of [start, end) that was stored in ``epoch``: a sequence of another one is another message."""
+        for index in range(len(self.epochs) - 1, -1, -1):
+            first, number = self.epochs[index]
+            if number == epoch:
+                last = self.epochs[index + 1][0] if index + 1 < len(self.epochs) else self.next
+                return max(start, first), min(end, last)
+        return start, start
+
+    def read(self, log: Log, start: int, end: int, count: int, size: int) -> Batch:
+        """Visible rows from ``start``: at most ``count``, about ``size`` bytes, at least one frame's worth."""
+        batch = Batch(start)
+        end = min(end, self.visible)
+        index = self.consume_log.find(max(start, self.start))
+        records = len(self.consume_log)
+        run_start = run_end = -1
+        parts = batch.parts
+        while index < records and batch.count < count and (batch.size < size or not batch.count):
+            base, offset, _, frame_size, frame_count = self.consume_log.record(index)
+            index += 1
+            if base >= end:
+                break
+            frame_end = base + frame_count
+            first = max(base, start)
+            last = min(frame_end, end, first + count - batch.count)
+            if batch.count and batch.size + frame_size > size and first == base:
+                break
+            try:
+                frame = FrameView(log.view(offset, frame_size)).verify()
+                if frame.base != base or frame.partition != self.row.id:
+                    raise FrameError(f"frame at {offset} is not the one that sequence {base} was stored in")
+            except FrameError:
+                batch.damaged.append((first, frame_end))
+                batch.end = frame_end
+                continue
+            if first == base and last == frame_end:
+                # Neighbouring frames go out as one piece of the mapping.
+                if offset == run_end:
+                    run_end += frame_size
+                    parts[-1] = log.view(run_start, run_end - run_start)
+                else:
+                    run_start, run_end = offset, offset + frame_size
+                    parts.append(frame.buffer)
+                batch.size += frame_size
+            else:
+                sliced = slice_rows(frame, first - base, last - base)
+                parts.extend(sliced.parts)
+                batch.size += sliced.size
+                run_end = -1
+            if batch.ranges and batch.ranges[-1][1] == first:
+                batch.ranges[-1] = (batch.ranges[-1][0], last)
+            else:
+                batch.ranges.append((first, last))
+            batch.count += last - first
+            batch.end = last
+        return batch
+
+    def sequence_at_time(self, time: int) -> int:
+        """The first visible sequence stored at or after ``time`` (microseconds)."""
+        index = self.consume_log.find_time(time)
+        if index >= len(self.consume_log):
+            return self.visible
+        return max(self.start, min(self.consume_log.record(index).base, self.visible))

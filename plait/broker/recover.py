@@ -1,0 +1,226 @@
+"""Start-up: the last whole checkpoint, then what the two first-hand logs hold after it (R2, R3, R18)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from plait.broker import state
+from plait.broker.group import Consumer, Group
+from plait.broker.partition import Partition
+from plait.broker.sends import replay_frame
+from plait.frame.view import FrameView
+from plait.storage.action_log import (
+    DEFINITIONS,
+    EVENTS,
+    Action,
+    ConsumerDefinition,
+    GroupDefinition,
+    read_definitions,
+    read_events,
+)
+from plait.storage.catalog import CATALOG, PartitionRow, read_rows
+from plait.storage.consume_log import RECORD, ConsumeLog
+from plait.storage.recovery import Damage, LogScan, settle
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+
+
+class RecoveryReport(msgspec.Struct, kw_only=True):
+    """What a start found."""
+
+    clean: bool
+    epoch: int
+    #: Bytes of the message log that were read because no checkpoint covered them.
+    scanned_bytes: int
+    frames: int
+    events: int
+    damages: list[Damage]
+    rejected_checkpoints: list[str]
+    rebuilt_consume_logs: int
+
+
+class Recovery:
+    """One recovery of a broker's state; used once."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._groups: dict[int, Group] = {}
+        self._epoch_max = 0
+        self._frames = 0
+        self._events = 0
+        self._unknown: set[int] = set()
+
+    def run(self) -> RecoveryReport:
+        broker = self._broker
+        loaded = broker.checkpoints.load()
+        manifest = loaded.manifest if loaded else None
+        rebuild: list[Partition] = []
+        message_start, action_start = broker.message_log.start, broker.action_log.start
+        durable = 0
+        if loaded is not None and manifest is not None:
+            message_start, action_start = manifest.message_offset, manifest.action_offset
+            durable = manifest.durable
+            self._epoch_max = manifest.epoch
+            broker.next_partition = manifest.next_partition
+            broker.next_group = manifest.next_group
+            broker.next_consumer = manifest.next_consumer
+            broker.action_index = manifest.action_index
+            for shard, data in loaded.shards.items():
+                if shard.startswith("partitions-"):
+                    rebuild.extend(self._load_partitions(data))
+                else:
+                    state.load_producers(broker.producers, data)
+            broker.producers.order()
+        if rebuild:
+            self._rebuild(rebuild, message_start)
+        messages = LogScan(broker.message_log, message_start, durable, self._plausible)
+        for offset, frame in messages:
+            self._message(offset, frame)
+        settle(broker.disk, broker.message_log, messages)
+        actions = LogScan(broker.action_log, action_start, stamps_durable=False)
+        for offset, frame in actions:
+            if frame.durable > messages.end:
+                actions.stop_before(offset)
+                break
+            self._action(frame)
+        settle(broker.disk, broker.action_log, actions)
+        untouched = messages.end == message_start and actions.end == action_start
+        clean = manifest is not None and manifest.clean and untouched and not messages.damages
+        broker.epoch = max(self._epoch_max + (0 if clean else 1), 1)
+        for partition in broker.partitions.values():
+            partition.visible = partition.next
+        return RecoveryReport(
+            clean=clean,
+            epoch=broker.epoch,
+            scanned_bytes=messages.end - message_start,
+            frames=self._frames,
+            events=self._events,
+            damages=[*messages.damages, *actions.damages],
+            rejected_checkpoints=broker.checkpoints.rejected,
+            rebuilt_consume_logs=len(rebuild),
+        )
+
+    # --- checkpoint -----------------------------------------------------------------------------
+
+    def _load_partitions(self, data: bytes) -> list[Partition]:
+        """Take a shard's partitions; those whose consume log has to be built anew."""
+        broker = self._broker
+        broken = []
+        for entry in state.decode_partitions(data):
+            partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id))
+            partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
+            partition.epochs = entry.epochs
+            broker.add_partition(partition)
+            for group in state.load_groups(
+                entry, partition, broker.limits.consumer_ranges, broker.clock.monotonic()
+            ):
+                self._groups[group.id] = group
+                broker.add_group(group)
+            if not partition.consume_log.load(entry.generation, entry.flushed, entry.next):
+                broken.append(partition)
+        return broken
+
+    def _rebuild(self, partitions: list[Partition], end: int) -> None:
+        """Read the whole message log once for the partitions whose consume log is lost."""
+        wanted = {partition.id: partition for partition in partitions}
+        rows: dict[int, list[tuple[int, int, int, int, int]]] = {p: [] for p in wanted}
+        for offset, frame in LogScan(self._broker.message_log, self._broker.message_log.start):
+            if offset >= end:
+                break
+            if frame.partition in wanted:
+                rows[frame.partition].append((frame.base, offset, frame.store_time, frame.size, frame.count))
+        for number, partition in wanted.items():
+            partition.consume_log.replace(np.array(rows[number], RECORD))
+            self._broker.touch(partition)
+
+    # --- message log ----------------------------------------------------------------------------
+
+    def _plausible(self, offset: int, frame: FrameView) -> bool:
+        if frame.durable > offset or frame.epoch < self._epoch_max:
+            return False
+        if frame.partition == CATALOG:
+            return True
+        partition = self._broker.partitions.get(frame.partition)
+        return partition is not None and frame.base >= partition.next
+
+    def _message(self, offset: int, frame: FrameView) -> None:
+        broker = self._broker
+        self._frames += 1
+        self._epoch_max = max(self._epoch_max, frame.epoch)
+        if frame.partition == CATALOG:
+            for row in read_rows(frame):
+                self._define(row)
+            return
+        partition = broker.partitions.get(frame.partition)
+        if partition is None or frame.base < partition.next:
+            return
+        replay_frame(partition, broker.producers, offset, frame)
+        broker.touch(partition)
+
+    def _define(self, row: PartitionRow) -> None:
+        broker = self._broker
+        broker.next_partition = max(broker.next_partition, row.id + 1)
+        known = broker.partitions.get(row.id)
+        if row.deleted:
+            if known is not None:
+                broker.drop_partition(known)
+        elif known is not None:
+            known.row = row
+        else:
+            broker.add_partition(Partition(row, ConsumeLog(broker.disk, row.id)))
+
+    # --- action log -----------------------------------------------------------------------------
+
+    def _action(self, frame: FrameView) -> None:
+        broker = self._broker
+        self._epoch_max = max(self._epoch_max, frame.epoch)
+        broker.action_index = max(broker.action_index, frame.base + 1)
+        if frame.partition == DEFINITIONS:
+            for definition in read_definitions(frame):
+                self._definition(definition)
+        elif frame.partition == EVENTS:
+            for event in read_events(frame).tolist():
+                self._event(event)
+
+    def _definition(self, definition: GroupDefinition | ConsumerDefinition) -> None:
+        broker = self._broker
+        if isinstance(definition, GroupDefinition):
+            broker.next_group = max(broker.next_group, definition.id + 1)
+            partition = broker.partitions.get(definition.partition)
+            if partition is None or definition.id in self._groups:
+                return
+            group = Group(definition, partition, broker.limits.consumer_ranges)
+            partition.groups[group.name] = group
+            self._groups[group.id] = group
+            broker.add_group(group)
+            broker.touch(partition)
+            return
+        broker.next_consumer = max(broker.next_consumer, definition.id + 1)
+        owner = self._groups.get(definition.group)
+        if owner is not None and definition.client not in owner.consumers:
+            heard = broker.clock.monotonic()
+            owner.consumers[definition.client] = Consumer(definition.id, owner, definition.client, heard)
+            broker.touch(owner.partition)
+
+    def _event(self, event: tuple[Any, ...]) -> None:
+        action, _, attempt, group_id, consumer, _, start, end, time = event
+        self._events += 1
+        group = self._groups.get(group_id)
+        if group is None:
+            return
+        self._broker.touch(group.partition)
+        if action == Action.FORGET_GROUP:
+            self._groups.pop(group_id)
+            self._broker.remove_group(group)
+        elif action == Action.FORGET_CONSUMER:
+            group.pull_log.offline(consumer)
+            for client, member in list(group.consumers.items()):
+                if member.id == consumer:
+                    del group.consumers[client]
+        else:
+            group.used = max(group.used, time)
+            group.replay(action, consumer, start, end, attempt)

@@ -1,0 +1,95 @@
+"""Retention (R21): a subject's age and size limits move its logical start; a segment goes when every partition allows.
+
+Both first-hand logs are kept from the oldest checkpoint on, whatever the limits say. Groups that had not finished what
+expired get a recorded event, and their ``lost`` count shows it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from plait.broker.broker import Broker
+from plait.broker.partition import Partition
+from plait.storage.action_log import Action
+
+#: A consume log is rewritten when more than this many of its records, and more than half, are expired.
+COMPACT_FROM = 4096
+
+
+class Retention:
+    """Decides what may go; called by a timer."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+
+    def run(self) -> list[int]:
+        """Expire and delete; the bases of the deleted message-log segments."""
+        broker = self._broker
+        needed = broker.message_log.end
+        for partition in broker.partitions.values():
+            self._expire(partition)
+            index = partition.consume_log.find(partition.start)
+            if index < len(partition.consume_log):
+                needed = min(needed, partition.consume_log.record(index).offset)
+        oldest = broker.checkpoints.oldest
+        if oldest is None:
+            return []
+        removed = broker.message_log.remove_before(min(needed, oldest.message_offset))
+        broker.action_log.remove_before(oldest.action_offset)
+        if removed:
+            for partition in broker.partitions.values():
+                self._compact(partition)
+        return removed
+
+    def _expire(self, partition: Partition) -> None:
+        start = max(partition.start, self._by_time(partition), self._by_size(partition))
+        start = min(start, partition.visible)
+        if start <= partition.start:
+            return
+        partition.start = start
+        self._broker.touch(partition)
+        for group in partition.groups.values():
+            pull_log = group.pull_log
+            if pull_log.floor < start and (pull_log.next < start or pull_log.returned.overlap(0, start)):
+                self._broker.event(Action.SKIP, group, 0, 0, start, 0)
+                group.lost_count += pull_log.skipped(0, start)
+
+    def _by_time(self, partition: Partition) -> int:
+        seconds = partition.row.settings.retention_seconds
+        if seconds is None:
+            seconds = self._broker.config.retention_seconds
+        if seconds is None:
+            return 0
+        oldest = self._broker.clock.now() - int(seconds * 1_000_000)
+        log = partition.consume_log
+        first = log.find(partition.start)
+        if first >= len(log) or log.record(first).time >= oldest:
+            return 0
+        return partition.sequence_at_time(oldest)
+
+    def _by_size(self, partition: Partition) -> int:
+        size = partition.row.settings.retention_bytes
+        if size is None:
+            size = self._broker.config.retention_bytes
+        if size is None:
+            return 0
+        log = partition.consume_log
+        records = log.slice(log.find(partition.start), len(log))
+        if not len(records):
+            return 0
+        # Bytes from each record to the end: the first that is within the limit stays.
+        kept = np.cumsum(records["size"][::-1].astype(np.int64))[::-1]
+        over = int((kept > size).sum())
+        if over >= len(records):
+            return int(records["base"][-1])
+        return int(records["base"][over])
+
+    def _compact(self, partition: Partition) -> None:
+        """Drop expired records from a consume log."""
+        log = partition.consume_log
+        first = log.find(partition.start)
+        if first > COMPACT_FROM and first * 2 > len(log) and not self._broker.snapshots.running:
+            records = log.slice(first, len(log)).copy()
+            self._broker.snapshots.replaced(log.path)
+            log.replace(records)
+            self._broker.touch(partition)

@@ -1,0 +1,163 @@
+"""Sends: from verified frames of many connections to one write of the message log.
+
+The frames of one loop turn are judged (new, duplicate, out of sequence), small neighbours are joined into one frame,
+stamped and appended together. Nothing changes in memory before the log has room for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from plait.broker.partition import Partition
+from plait.errors import OutOfSequence, PlaitError, UnknownProducer
+from plait.frame.builder import Buffer
+from plait.frame.coalesce import can_coalesce, coalesce
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack_stamp
+from plait.frame.view import FrameView
+from plait.storage.log import Log
+from plait.storage.producers import ProducerTable, Verdict
+
+#: Joined frames stay below this, so that a reader's slice stays cheap.
+JOINED_SIZE_MAX = 256 * 1024
+
+#: Called once with the first sequence (None: stored before, sequence not remembered) or the error.
+SendReply = Callable[[int | None, PlaitError | None], None]
+
+
+class Submission:
+    """One frame on its way into the log."""
+
+    __slots__ = ("frame", "reply")
+
+    def __init__(self, frame: FrameView, reply: SendReply | None) -> None:
+        self.frame = frame
+        self.reply = reply
+
+
+class Appended:
+    """What one commit put into the message log."""
+
+    __slots__ = ("partitions", "replies")
+
+    def __init__(self) -> None:
+        #: Partition → the end of its appended rows.
+        self.partitions: dict[Partition, int] = {}
+        self.replies: list[tuple[SendReply, int | None, PlaitError | None]] = []
+
+
+class Appender:
+    """Appends submissions of a turn; keeps no state of its own between turns."""
+
+    def __init__(self, log: Log, producers: ProducerTable) -> None:
+        self._log = log
+        self._producers = producers
+
+    def append(
+        self, partition: Partition, submissions: list[Submission], epoch: int, now: int, appended: Appended
+    ) -> None:
+        """Store what is new. Raises OSError when the log cannot grow; the frames before that are stored."""
+        run: list[Submission] = []
+        run_size = 0
+        for submission in submissions:
+            frame = submission.frame
+            joinable = can_coalesce(frame)
+            if run and (
+                not joinable
+                or frame.column_bits != run[0].frame.column_bits
+                or frame.flags != run[0].frame.flags
+                or run_size + frame.size > JOINED_SIZE_MAX
+            ):
+                self._store(partition, run, epoch, now, appended)
+                run, run_size = [], 0
+            run.append(submission)
+            run_size += frame.size
+            if not joinable:
+                self._store(partition, run, epoch, now, appended)
+                run, run_size = [], 0
+        if run:
+            self._store(partition, run, epoch, now, appended)
+
+    def _store(
+        self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended
+    ) -> None:
+        bound = sum(s.frame.size for s in run) + 64 * len(run) + 256
+        self._log.place_for(bound)
+        base = partition.next
+        fresh: list[Submission] = []
+        end = base
+        for submission in run:
+            frame = submission.frame
+            error: PlaitError | None = None
+            sequence: int | None = end
+            if not frame.flags & FLAG_UNSEQUENCED:
+                verdict = self._producers.judge(
+                    frame.producer, partition.id, frame.first, frame.count, frame.previous
+                )
+                if verdict is not Verdict.NEW:
+                    sequence, error = self._refuse(partition, frame, verdict)
+                    if submission.reply is not None:
+                        appended.replies.append((submission.reply, sequence, error))
+                    continue
+                self._producers.stored(
+                    frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now
+                )
+            fresh.append(submission)
+            end += frame.count
+            if submission.reply is not None:
+                appended.replies.append((submission.reply, sequence, None))
+        if not fresh:
+            return
+        stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
+        parts: list[Buffer]
+        if len(fresh) == 1:
+            buffer = fresh[0].frame.buffer
+            size = len(buffer)
+            parts = [buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]]
+        else:
+            joined = coalesce([s.frame for s in fresh])
+            joined.stamp_with(stamp)
+            parts, size = joined.parts, joined.size
+        offset = self._log.append(parts, size)
+        partition.appended(base, offset, now, size, end - base, epoch)
+        appended.partitions[partition] = end
+
+    def _refuse(
+        self, partition: Partition, frame: FrameView, verdict: Verdict
+    ) -> tuple[int | None, PlaitError | None]:
+        if verdict is Verdict.DUPLICATE:
+            return self._producers.receipt(frame.producer, partition.id, frame.first), None
+        if verdict is Verdict.UNKNOWN:
+            return None, UnknownProducer(
+                f"producer {frame.producer:016x} is not known for {partition.row.subject!r}: "
+                "it was silent too long; what it sent and got no answer for is in doubt"
+            )
+        window = self._producers.window(frame.producer, partition.id)
+        last = window.last if window else 0
+        return None, OutOfSequence(
+            f"frame {frame.first} of producer {frame.producer:016x} says it follows {frame.previous}; "
+            f"{last} is the last one stored in {partition.row.subject!r}",
+            last=last,
+        )
+
+
+def replay_frame(partition: Partition, producers: ProducerTable, offset: int, frame: FrameView) -> None:
+    """Apply a frame of the message log to derived state, as its append did."""
+    partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+    if frame.flags & FLAG_UNSEQUENCED:
+        return
+    if not frame.has(Column.RUNS):
+        producers.stored(
+            frame.producer,
+            partition.id,
+            frame.first,
+            frame.count,
+            frame.previous,
+            frame.base,
+            frame.store_time,
+        )
+        return
+    base = frame.base
+    for producer, first, rows, previous in frame.runs().tolist():
+        producers.stored(producer, partition.id, first, rows, previous, base, frame.store_time)
+        base += rows

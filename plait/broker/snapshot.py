@@ -1,0 +1,137 @@
+"""Checkpoints of a running broker: what is dirty, the consistent copy, and the blocking work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from plait.broker import state
+from plait.storage.checkpoint import KEEP, Checkpoints, Manifest
+from plait.storage.consume_log import ConsumeLog
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker, SyncWork
+    from plait.broker.partition import Partition
+
+
+class CheckpointWork:
+    """Everything a checkpoint writes, copied from the state at one moment; ``run`` blocks."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        sync: SyncWork,
+        manifest: Manifest,
+        shards: dict[str, bytes],
+        consume: list[tuple[ConsumeLog, int, bytes]],
+        garbage: list[str],
+    ) -> None:
+        self._checkpoints = checkpoints
+        self.sync = sync
+        self.manifest = manifest
+        self.shards = shards
+        self.consume = consume
+        self._garbage = garbage
+
+    def run(self) -> None:
+        """Logs first, then what is derived from them, then the manifest that says so."""
+        self.sync.run()
+        for log, at, data in self.consume:
+            log.write_records(at, data)
+        disk = self._checkpoints.disk
+        if self.consume:
+            disk.sync_directory("consume")
+        self._checkpoints.write(self.manifest, self.shards)
+        for path in self._garbage:
+            disk.remove(path)
+
+
+class Snapshots:
+    """When and of what a broker makes checkpoints."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        #: Partitions changed since the last checkpoint.
+        self.dirty: set[int] = set()
+        #: (checkpoint number after which it is unused, file) of replaced consume logs.
+        self._garbage: list[tuple[int, str]] = []
+        self._last_message_end = 0
+        self._last_time = broker.clock.monotonic()
+        self.running = False
+
+    @property
+    def due(self) -> bool:
+        """Enough has happened since the last one, or long enough ago."""
+        if self.running:
+            return False
+        broker, config = self._broker, self._broker.config
+        if broker.message_log.end - self._last_message_end >= config.checkpoint_bytes:
+            return True
+        if not self.dirty and not broker.producers.dirty:
+            return False
+        return broker.clock.monotonic() - self._last_time >= config.checkpoint_seconds
+
+    def begin(self, *, clean: bool) -> CheckpointWork:
+        """Copy the state. Everything committed is in it; nothing after."""
+        broker = self._broker
+        self.running = True
+        last = broker.checkpoints.last
+        number = last.number + 1 if last else 1
+        dirty, self.dirty = self.dirty, set()
+        producers, broker.producers.dirty = broker.producers.dirty, set()
+        consume: list[tuple[ConsumeLog, int, bytes]] = []
+        flushed: dict[int, int] = {}
+        for partition_id in dirty:
+            partition = broker.partitions.get(partition_id)
+            if partition is not None:
+                at, data = partition.consume_log.flush()
+                flushed[partition_id] = len(partition.consume_log)
+                if data:
+                    consume.append((partition.consume_log, at, data))
+        shards: dict[str, bytes] = {}
+        wanted = {state.partition_shard(p) for p in dirty}
+        members: dict[str, list[state.PartitionState]] = {shard: [] for shard in wanted}
+        for partition in broker.partitions.values() if wanted else ():
+            shard = state.partition_shard(partition.id)
+            if shard in members:
+                log = partition.consume_log
+                count = flushed.get(partition.id, log.flushed)
+                members[shard].append(state.dump_partition(partition, log.generation, count))
+        for shard, states in members.items():
+            shards[shard] = state.encode_partitions(states)
+        for shard in {state.producer_shard(p) for p in producers}:
+            shards[shard] = state.encode_producers(broker.producers, shard)
+        message_end, action_end = broker.message_log.written, broker.action_log.written
+        self._last_message_end = message_end
+        self._last_time = broker.clock.monotonic()
+        manifest = Manifest(
+            number=number,
+            message_offset=message_end,
+            action_offset=action_end,
+            durable=message_end,
+            epoch=broker.epoch,
+            action_index=broker.action_index,
+            clean=clean,
+            time=broker.clock.now(),
+            next_partition=broker.next_partition,
+            next_group=broker.next_group,
+            next_consumer=broker.next_consumer,
+            shards={},
+        )
+        garbage = [path for after, path in self._garbage if number > after + KEEP]
+        self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
+        return CheckpointWork(broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage)
+
+    def end(self, work: CheckpointWork) -> None:
+        """The checkpoint is durable."""
+        for log, at, data in work.consume:
+            log.flushed_to(at, data)
+        self.running = False
+        self._broker.end_sync(work.sync)
+
+    def drop_consume_log(self, partition: Partition) -> None:
+        """The file goes once no kept checkpoint needs it."""
+        self.replaced(partition.consume_log.path)
+
+    def replaced(self, path: str) -> None:
+        last = self._broker.checkpoints.last
+        self._garbage.append((last.number if last else 0, path))

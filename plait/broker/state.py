@@ -1,0 +1,128 @@
+"""The broker's derived state as checkpoint shards, and back.
+
+Partitions, with their groups and consumers, are spread over shards by number; producers over shards of their own. Only
+shards in which something changed are encoded again (R1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from plait.broker.group import Consumer, Group
+from plait.broker.partition import Partition
+from plait.storage.action_log import GroupDefinition
+from plait.storage.catalog import PartitionRow
+from plait.storage.producers import ProducerTable
+from plait.storage.pull_log import PullLog
+from plait.storage.ranges import Range
+
+SHARDS = 64
+
+
+class ConsumerState(msgspec.Struct, array_like=True):
+    id: int
+    client: str
+
+
+class GroupState(msgspec.Struct, array_like=True):
+    definition: GroupDefinition
+    next: int
+    returned: list[Range]
+    held: dict[int, list[Range]]
+    consumers: list[ConsumerState]
+    redelivered_count: int
+    lost_count: int
+    used: int
+
+
+class PartitionState(msgspec.Struct, array_like=True):
+    row: PartitionRow
+    start: int
+    next: int
+    size: int
+    epochs: list[tuple[int, int]]
+    generation: int
+    flushed: int
+    groups: list[GroupState]
+
+
+ProducerState = tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]
+
+_encoder = msgspec.msgpack.Encoder()
+_partitions = msgspec.msgpack.Decoder(list[PartitionState])
+_producers = msgspec.msgpack.Decoder(list[ProducerState])
+
+
+def partition_shard(partition: int) -> str:
+    return f"partitions-{partition % SHARDS:02d}"
+
+
+def producer_shard(producer: int) -> str:
+    return f"producers-{producer % SHARDS:02d}"
+
+
+def dump_partition(partition: Partition, generation: int, flushed: int) -> PartitionState:
+    """A partition and its groups, with the consume log as it will be once flushed."""
+    return PartitionState(
+        partition.row,
+        partition.start,
+        partition.next,
+        partition.size,
+        partition.epochs,
+        generation,
+        flushed,
+        [_dump_group(group) for group in partition.groups.values()],
+    )
+
+
+def _dump_group(group: Group) -> GroupState:
+    next_sequence, returned, held = group.pull_log.dump(durable_holds=group.logs_pulls)
+    consumers = [ConsumerState(c.id, c.client) for c in group.consumers.values()]
+    return GroupState(
+        group.definition,
+        next_sequence,
+        returned,
+        held,
+        consumers,
+        group.redelivered_count,
+        group.lost_count,
+        group.used,
+    )
+
+
+def load_groups(
+    state: PartitionState, partition: Partition, ranges_max: int, heard: float
+) -> Iterable[Group]:
+    """The groups of a partition as a checkpoint has them; their consumers have yet to come back."""
+    for entry in state.groups:
+        group = Group(entry.definition, partition, ranges_max)
+        group.pull_log = PullLog.load(entry.next, entry.returned, entry.held)
+        group.redelivered_count = entry.redelivered_count
+        group.lost_count = entry.lost_count
+        group.used = entry.used
+        for consumer in entry.consumers:
+            group.consumers[consumer.client] = Consumer(consumer.id, group, consumer.client, heard)
+        partition.groups[group.name] = group
+        yield group
+
+
+def encode_partitions(states: list[PartitionState]) -> bytes:
+    return _encoder.encode(states)
+
+
+def decode_partitions(data: bytes) -> list[PartitionState]:
+    return _partitions.decode(data)
+
+
+def encode_producers(table: ProducerTable, shard: str) -> bytes:
+    return _encoder.encode(table.dump(p for p in table.ids() if producer_shard(p) == shard))
+
+
+def load_producers(table: ProducerTable, data: bytes) -> None:
+    table.load(_producers.decode(data))
+
+
+Shards = dict[str, bytes]
+Dump = Callable[[Partition], PartitionState]

@@ -1,0 +1,49 @@
+"""Suspended requests: who waits for rows, until when."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+
+class Waiter:
+    """A pull or read that found nothing and stays until rows come or its time is up."""
+
+    __slots__ = ("consumer", "count", "done", "reply", "sequence", "size")
+
+    def __init__(
+        self, consumer: Any, count: int, size: int, reply: Callable[..., None], sequence: int = 0
+    ) -> None:
+        self.consumer = consumer
+        self.count = count
+        self.size = size
+        self.reply = reply
+        self.sequence = sequence
+        self.done = False
+
+
+class Deadlines:
+    """Calls due at a time; a call whose waiter is done is dropped when its turn comes."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Waiter, Callable[[Waiter], None]]] = []
+        self._number = 0
+
+    def add(self, when: float, waiter: Waiter, call: Callable[[Waiter], None]) -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (when, self._number, waiter, call))
+
+    @property
+    def next(self) -> float | None:
+        """When the earliest live deadline is."""
+        while self._heap and self._heap[0][2].done:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def run(self, now: float) -> None:
+        """Call everything that is due."""
+        while self._heap and self._heap[0][0] <= now:
+            _, _, waiter, call = heapq.heappop(self._heap)
+            if not waiter.done:
+                call(waiter)

@@ -1,0 +1,256 @@
+"""Every error Plait raises, under one root.
+
+Each class has a stable ``code`` that the wire, the CLI and HTTP share, and two facts a caller acts on:
+``retryable`` (the same request may succeed later) and ``exit_code`` (what the CLI ends with).
+docs/errors.md lists them all; a test keeps that page and this file the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+
+class PlaitError(Exception):
+    """Root of everything Plait raises on purpose."""
+
+    code: ClassVar[str] = "error"
+    retryable: ClassVar[bool] = False
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        #: Machine-readable facts that travel with the error over the wire.
+        self.details: dict[str, Any] = details
+
+
+# --- what the caller got wrong -------------------------------------------------------------------
+
+
+class InvalidArgument(PlaitError, ValueError):
+    """A value the caller passed is not allowed; the message names it and says what is."""
+
+    code = "invalid_argument"
+    exit_code = 2
+
+
+class InvalidName(InvalidArgument):
+    """A subject, group, client or tag name breaks the name rules."""
+
+    code = "invalid_name"
+
+
+class TooLarge(InvalidArgument):
+    """A message, frame or request is over a named limit."""
+
+    code = "too_large"
+
+
+class CodecError(InvalidArgument):
+    """A body could not be encoded, or could not be decoded into the type asked for."""
+
+    code = "codec"
+
+
+class SubjectNotFound(PlaitError):
+    """The subject does not exist and may not be created by use."""
+
+    code = "subject_not_found"
+    exit_code = 4
+
+
+class SubjectExists(PlaitError):
+    """The subject exists already."""
+
+    code = "subject_exists"
+    exit_code = 5
+
+
+class GroupNotFound(PlaitError):
+    """The group has never consumed that subject."""
+
+    code = "group_not_found"
+    exit_code = 4
+
+
+class GroupMismatch(PlaitError):
+    """A member asks for settings that differ from its group's; both values are named."""
+
+    code = "group_mismatch"
+    exit_code = 5
+
+
+class GroupBusy(PlaitError):
+    """The group has live consumers, and the operation needs it idle."""
+
+    code = "group_busy"
+    exit_code = 5
+
+
+class LimitExceeded(PlaitError):
+    """A named limit of the server is used up (subjects, connections, groups...)."""
+
+    code = "limit_exceeded"
+    exit_code = 6
+
+
+# --- the client's own state ----------------------------------------------------------------------
+
+
+class BufferFull(PlaitError):
+    """``post`` found the send buffer full; wait with ``flush`` or use ``send``."""
+
+    code = "buffer_full"
+    retryable = True
+
+
+class Closed(PlaitError):
+    """The client, consumer or reader was closed already."""
+
+    code = "closed"
+
+
+class ForkedClient(PlaitError):
+    """A client opened before a fork was used in the child; open a new one there."""
+
+    code = "forked"
+
+
+# --- what the server refuses ---------------------------------------------------------------------
+
+
+class FlowControl(PlaitError):
+    """The broker is too busy right now; nothing was stored and the client does not resend by itself."""
+
+    code = "flow_control"
+    retryable = True
+    exit_code = 7
+
+
+class ReadOnly(PlaitError):
+    """The broker takes no sends at present."""
+
+    code = "read_only"
+    retryable = True
+    exit_code = 7
+
+
+class DiskFull(PlaitError):
+    """A disk watermark is passed or the disk is full; nothing was stored."""
+
+    code = "disk_full"
+    retryable = True
+    exit_code = 7
+
+
+class StaleRoute(PlaitError):
+    """The partition is not served here (any more); refresh the route and go on."""
+
+    code = "stale_route"
+    retryable = True
+
+
+class OutOfSequence(PlaitError):
+    """A frame does not follow the last one stored for its producer; ``details['last']`` names that one."""
+
+    code = "out_of_sequence"
+
+
+class UnknownProducer(PlaitError):
+    """The producer id is unknown or was forgotten; the fate of unacknowledged sends is in doubt."""
+
+    code = "unknown_producer"
+
+
+class StaleSession(PlaitError):
+    """The consumer was given up (lost contact, or attached elsewhere); attach again."""
+
+    code = "stale_session"
+    retryable = True
+
+
+class Expired(PlaitError):
+    """The sequences asked for were removed by retention."""
+
+    code = "expired"
+
+
+# --- the way there -------------------------------------------------------------------------------
+
+
+class Unavailable(PlaitError):
+    """No server could be reached in time."""
+
+    code = "unavailable"
+    retryable = True
+    exit_code = 3
+
+
+class Timeout(PlaitError, TimeoutError):
+    """The answer did not come in time; whether the request took effect is unknown."""
+
+    code = "timeout"
+    retryable = True
+    exit_code = 3
+
+
+class ProtocolError(PlaitError):
+    """The other side broke the protocol."""
+
+    code = "protocol"
+    exit_code = 3
+
+
+class VersionMismatch(ProtocolError):
+    """No protocol or format version is shared; nothing was touched."""
+
+    code = "version_mismatch"
+
+
+# --- data ----------------------------------------------------------------------------------------
+
+
+class FrameError(PlaitError):
+    """Bytes are not a valid frame."""
+
+    code = "frame_invalid"
+
+
+class DataDirError(PlaitError):
+    """The data directory cannot be used: locked by another process, of a newer format, or not ours."""
+
+    code = "data_dir"
+    exit_code = 8
+
+
+class DamageError(PlaitError):
+    """Stored data is damaged; what and where is named, nothing was cut."""
+
+    code = "damaged"
+    exit_code = 8
+
+
+class StorageFailed(PlaitError):
+    """A write or sync of a first-hand log failed; the server stops acknowledging, exits and recovers."""
+
+    code = "storage_failed"
+    exit_code = 9
+
+
+def _all_errors() -> dict[str, type[PlaitError]]:
+    found: dict[str, type[PlaitError]] = {}
+    pending: list[type[PlaitError]] = [PlaitError]
+    while pending:
+        kind = pending.pop()
+        found[kind.code] = kind
+        pending.extend(kind.__subclasses__())
+    return found
+
+
+#: Stable code → class, for turning an error reply back into an exception.
+BY_CODE: dict[str, type[PlaitError]] = _all_errors()
+
+
+def from_code(code: str, message: str, details: dict[str, Any] | None = None) -> PlaitError:
+    """The exception for an error reply; a code of a newer server becomes a plain ``PlaitError``."""
+    return BY_CODE.get(code, PlaitError)(message, **(details or {}))

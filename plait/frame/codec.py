@@ -1,0 +1,57 @@
+"""Compression of single columns, with bounded inflation.
+
+A compressed column declares its raw size. Nothing is allocated for a size over ``COLUMN_SIZE_MAX``, and data that
+inflates to any other size than declared is refused.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final, Literal
+
+import pyarrow as pa
+
+from plait.errors import FrameError, InvalidArgument
+from plait.frame.columns import Codec
+from plait.frame.header import U32
+from plait.limits import COLUMN_SIZE_MAX
+
+Compression = Literal["zstd", "lz4"]
+
+_NAMES: Final = {Codec.ZSTD: "zstd", Codec.LZ4: "lz4_raw"}
+_BY_NAME: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
+
+
+@cache
+def _codec(codec: Codec) -> pa.Codec:
+    return pa.Codec(_NAMES[codec])
+
+
+def codec_named(name: str) -> Codec:
+    """The codec a user asked for by name."""
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise InvalidArgument(f"compression {name!r} is not known; use 'zstd' or 'lz4'") from None
+
+
+def deflate(raw: bytes | memoryview, codec: Codec) -> bytes:
+    """A column's bytes compressed, its raw size in front."""
+    packed: bytes = _codec(codec).compress(raw, asbytes=True)
+    return U32.pack(len(raw)) + packed
+
+
+def inflate(stored: memoryview, codec: Codec) -> memoryview:
+    """The raw bytes of a compressed column, or ``FrameError``; never more memory than declared and allowed."""
+    if len(stored) < U32.size:
+        raise FrameError(f"compressed column of {len(stored)} bytes has no room for its size")
+    (size,) = U32.unpack_from(stored)
+    if size > COLUMN_SIZE_MAX:
+        raise FrameError(f"compressed column declares {size} bytes; the limit is {COLUMN_SIZE_MAX}")
+    try:
+        raw = _codec(codec).decompress(pa.py_buffer(stored[U32.size :]), decompressed_size=size)
+    except (OSError, pa.ArrowException, ValueError) as error:
+        raise FrameError(f"compressed column does not inflate: {error}") from None
+    if len(raw) != size:
+        raise FrameError(f"compressed column inflates to {len(raw)} bytes; it declared {size}")
+    return memoryview(raw).cast("B")

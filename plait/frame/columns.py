@@ -1,0 +1,65 @@
+"""Which columns a frame may have and how each is laid out.
+
+Columns stand in the order of their numbers, each padded to 8 bytes. A fixed column is ``count`` little-endian
+values; a variable one is ``count + 1`` int32 offsets and then the data, which starts at ``offsets[0]``: a slice
+of rows keeps its offsets as they were.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+
+class Column(IntEnum):
+    """Column numbers. Below 16 a reader that does not know one must refuse the frame, above it skips it."""
+
+    RUNS = 0
+    SELECTION = 1
+    KEY_HASH = 2
+    SEND_TIME = 3
+    DELIVER_AT = 4
+    KEY = 5
+    BODY = 6
+    PRIORITY = 7
+    TAGS = 16
+    HEADERS = 17
+
+
+class Codec(IntEnum):
+    """How a column's bytes are stored."""
+
+    RAW = 0
+    #: Fixed columns: one value that holds for every row.
+    CONST = 1
+    #: A u32 raw size, then one compressed block of the raw column.
+    ZSTD = 2
+    LZ4 = 3
+
+
+#: Width in bytes of the columns with one value a row.
+FIXED_WIDTHS: Final[dict[int, int]] = {
+    Column.KEY_HASH: 8,
+    Column.SEND_TIME: 8,
+    Column.DELIVER_AT: 8,
+    Column.PRIORITY: 1,
+}
+VARIABLE: Final[frozenset[int]] = frozenset({Column.KEY, Column.BODY, Column.TAGS, Column.HEADERS})
+#: What a broker reads to route and filter stays raw whatever the producer compresses.
+COMPRESSIBLE: Final[frozenset[int]] = frozenset({Column.BODY, Column.HEADERS})
+
+KNOWN_BITS: Final = sum(1 << column for column in Column)
+MANDATORY_BITS: Final = 0xFFFF
+
+#: A directory entry: size in the low bits, codec in the high ones.
+ENTRY_SIZE: Final = 4
+ENTRY_SIZE_BITS: Final = 28
+ENTRY_SIZE_MASK: Final = (1 << ENTRY_SIZE_BITS) - 1
+
+#: RUNS: producer, first sequence, rows, previous sequence; each u64.
+RUN_SIZE: Final = 32
+#: SELECTION: rows of the original frame u32, first selected row u32; a bitmap of the original rows may follow.
+SELECTION_SIZE: Final = 8
+
+#: Tags of a row are joined by this and have one at each end: a tag is found by one substring search.
+TAG_SEPARATOR: Final = "\x1f"

@@ -1,0 +1,73 @@
+"""The frame's fixed header: 80 bytes, little-endian.
+
+The first 40 bytes are the client's; ``crc`` covers them and everything after the header. The stamp is the
+broker's and has a checksum of its own, so that stamping a frame never touches what the client signed.
+
+====== ==== ======================== ==========================================================
+offset type field                    meaning
+====== ==== ======================== ==========================================================
+0      2s   magic                    ``PL``
+2      u8   version                  1
+3      u8   flags                    low four bits mandatory, high four ignorable
+4      u32  size                     whole frame, header and padding included; a multiple of 8
+8      u32  count                    rows
+12     u32  columns                  bit set: low 16 mandatory, high 16 skippable
+16     u64  producer                 producer id
+24     u64  first                    producer sequence of row 0; the rows count up from it
+32     u64  previous                 the producer's last sequence in this partition before this frame
+40     u32  crc                      CRC-32C of bytes 0-39 and 80-size
+44     u32  partition                stamp: partition id
+48     u64  base                     stamp: sequence of row 0
+56     i64  store_time               stamp: microseconds since 1970
+64     u64  durable                  stamp: message-log offset known durable at append
+72     u32  epoch                    stamp: broker epoch
+76     u32  stamp_crc                CRC-32C of bytes 44-75
+====== ==== ======================== ==========================================================
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from crc32c import crc32c
+
+MAGIC: Final = b"PL"
+VERSION: Final = 1
+#: What every frame of this version starts with; recovery looks for it after damage.
+PREFIX: Final = MAGIC + bytes([VERSION])
+
+HEADER_SIZE: Final = 80
+HEADER: Final = struct.Struct("<2sBBIIIQQQIIQqQII")
+CLIENT: Final = struct.Struct("<2sBBIIIQQQ")
+STAMP: Final = struct.Struct("<IQqQI")
+U32: Final = struct.Struct("<I")
+
+CRC_OFFSET: Final = 40
+STAMP_OFFSET: Final = 44
+STAMP_CRC_OFFSET: Final = 76
+
+assert HEADER.size == HEADER_SIZE
+assert CLIENT.size == CRC_OFFSET
+assert STAMP_OFFSET + STAMP.size == STAMP_CRC_OFFSET
+
+#: Rows carry no idempotence: ``previous`` means nothing and no producer state is kept (oneway sends).
+FLAG_UNSEQUENCED: Final = 1
+FLAGS_KNOWN: Final = FLAG_UNSEQUENCED
+FLAGS_MANDATORY: Final = 0x0F
+
+ALIGNMENT: Final = 8
+
+
+def pad(size: int) -> int:
+    """How many zero bytes bring ``size`` to the alignment."""
+    return -size & 7
+
+
+def pack_stamp(partition: int, base: int, store_time: int, durable: int, epoch: int) -> bytes:
+    """The broker's part of the header, checksum included."""
+    stamp = STAMP.pack(partition, base, store_time, durable, epoch)
+    return stamp + U32.pack(crc32c(stamp))
+
+
+NO_STAMP: Final = pack_stamp(0, 0, 0, 0, 0)

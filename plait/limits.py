@@ -1,0 +1,120 @@
+"""Every bound Plait enforces: its name, its default and the reason.
+
+Sizes are bytes, times are seconds. A limit a user may change is a field of ``ServerLimits`` or
+``ClientLimits``; the rest are properties of format version 1 and constants.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+import msgspec
+
+KIB: Final = 1024
+MIB: Final = 1024 * KIB
+GIB: Final = 1024 * MIB
+
+# --- format -------------------------------------------------------------------------------------
+#: A frame, header included. Large enough for one 16 MiB body with its columns.
+FRAME_SIZE_MAX: Final = 17 * MIB
+#: Rows of one frame: keeps a row selection and its masks small.
+FRAME_COUNT_MAX: Final = 1 << 20
+#: One column after inflation; a compressed column declaring more is refused unread.
+COLUMN_SIZE_MAX: Final = 64 * MIB
+#: A message body.
+BODY_SIZE_MAX: Final = 16 * MIB
+#: An order key in UTF-8.
+KEY_SIZE_MAX: Final = 1024
+#: All headers of one message, encoded.
+HEADERS_SIZE_MAX: Final = 64 * KIB
+#: Tags of one message.
+TAGS_MAX: Final = 16
+#: Slots that order keys hash to (DESIGN: logical partitions).
+LOGICAL_PARTITIONS: Final = 1024
+
+# --- names --------------------------------------------------------------------------------------
+#: Subject, group, client and partition names: short enough for file and metric names.
+NAME_LENGTH_MAX: Final = 200
+NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:-]*")
+NAME_RULE: Final = f"1 to {NAME_LENGTH_MAX} letters, digits and _ . % : -, not starting with . : or -"
+TAG_LENGTH_MAX: Final = 127
+
+
+class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server lets its clients use, so that its memory stays bounded whatever they do."""
+
+    #: Connections; each costs about 20 KiB.
+    connections: int = 10_000
+    #: A connection must say hello within this, or it is closed.
+    hello_seconds: float = 10.0
+    #: Half-open peers: nothing heard for this long closes the connection.
+    idle_seconds: float = 30.0
+    #: Bytes received and not yet stored, per connection; reading pauses above it.
+    in_flight_bytes_per_connection: int = 32 * MIB
+    #: Bytes queued towards one slow reader; its pulls wait above it.
+    outgoing_bytes_per_connection: int = 8 * MIB
+    #: Bytes of half-received packets over all connections; the connection that passes it is closed.
+    partial_bytes_total: int = 512 * MIB
+    #: Subjects (each costs memory and a consume log file).
+    subjects: int = 100_000
+    #: Groups over all subjects.
+    groups: int = 300_000
+    #: Consumers attached at once.
+    consumers: int = 100_000
+    #: Separate unacked ranges of one consumer; it gets nothing new above it.
+    consumer_ranges: int = 10_000
+    #: Producers remembered for idempotence; the longest silent goes first.
+    producers: int = 100_000
+    #: Silent producers are forgotten after this (7 days).
+    producer_seconds: float = 7 * 86400.0
+    #: Frames per producer and partition whose receipts can be given again.
+    producer_window_frames: int = 64
+    #: Messages one pull may ask for.
+    pull_count: int = 1_000_000
+    #: Bytes one pull may return; one whole frame is always returned.
+    pull_bytes: int = 16 * MIB
+    #: A long poll may wait this long.
+    pull_wait_seconds: float = 60.0
+    #: A consumer not heard from for this is lost: its unacked messages go to the others.
+    consumer_lost_seconds: float = 5.0
+    #: Lost consumers and idle broadcast groups are forgotten after 2 days.
+    consumer_forget_seconds: float = 2 * 86400.0
+    #: Sends are refused while the oldest waiting one is older than this.
+    queue_head_seconds: float = 0.2
+    #: Sends are refused while one log write or sync has taken longer than this.
+    log_busy_seconds: float = 1.0
+    #: Open consume-log maps kept; the least recently read is closed.
+    open_maps: int = 1_000
+
+
+class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client buffers and how long it waits."""
+
+    #: A frame leaves when its bodies reach this...
+    frame_bytes: int = 256 * KIB
+    #: ...or its rows reach this...
+    frame_count: int = 10_000
+    #: ...or the oldest posted row has waited this long (an awaited send never waits for it).
+    linger_seconds: float = 0.005
+    #: Rows buffered and unacknowledged, over all subjects: above it ``post`` raises and ``send`` waits.
+    buffer_bytes: int = 64 * MIB
+    #: Frames under way per partition (at most the server's producer_window_frames).
+    in_flight_frames: int = 16
+    #: A send that has no answer after this raises ``Timeout``.
+    send_seconds: float = 30.0
+    #: Connecting, the handshake and admin requests.
+    request_seconds: float = 10.0
+    #: First and longest pause between attempts to reconnect.
+    reconnect_first_seconds: float = 0.05
+    reconnect_max_seconds: float = 2.0
+    #: Heartbeats per connection.
+    heartbeat_seconds: float = 1.0
+    #: Consumer flow control: unacked messages, their bytes, and the span of their sequences.
+    prefetch_count: int = 1_000
+    prefetch_bytes: int = 100 * MIB
+    prefetch_span: int = 2_000
+    #: One pull's share of it.
+    pull_bytes: int = 1 * MIB
+    #: How long one long poll waits at the server before it is asked again.
+    pull_wait_seconds: float = 20.0

@@ -1,0 +1,25 @@
+"""Name rules, the same at both ends of the wire."""
+
+from __future__ import annotations
+
+from plait.errors import InvalidName
+from plait.limits import NAME_LENGTH_MAX, NAME_PATTERN, NAME_RULE, TAG_LENGTH_MAX
+
+
+def check(kind: str, name: object) -> str:
+    """A subject, group or client name, or ``InvalidName`` with the rule."""
+    if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not NAME_PATTERN.fullmatch(name):
+        raise InvalidName(f"{kind} name {_shown(name)} is not allowed: use {NAME_RULE}")
+    return name
+
+
+def check_tag(tag: object) -> str:
+    """A tag: any text without control characters."""
+    if not isinstance(tag, str) or not 0 < len(tag) <= TAG_LENGTH_MAX or not tag.isprintable():
+        raise InvalidName(f"tag {_shown(tag)} is not allowed: use 1 to {TAG_LENGTH_MAX} printable characters")
+    return tag
+
+
+def _shown(name: object) -> str:
+    text = repr(name)
+    return text if len(text) <= 80 else text[:77] + "..."

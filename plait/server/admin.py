@@ -1,0 +1,116 @@
+"""Management requests: listing, creating and deleting subjects, describing and resetting groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait import names
+from plait.broker.views import GroupView, SubjectView, group_view, subject_view
+from plait.errors import InvalidArgument
+from plait.storage.catalog import SubjectSettings
+
+if TYPE_CHECKING:
+    from plait.server.host import Server
+
+
+class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
+    subject: str
+    retention_seconds: float | None = None
+    retention_bytes: int | None = None
+
+
+class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
+    subject: str
+
+
+class OfGroup(msgspec.Struct, forbid_unknown_fields=True):
+    subject: str
+    group: str
+
+
+class ListGroups(msgspec.Struct, forbid_unknown_fields=True):
+    subject: str | None = None
+
+
+class ResetGroup(msgspec.Struct, forbid_unknown_fields=True):
+    subject: str
+    group: str
+    start: Any
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    pass
+
+
+def _list_subjects(server: Server, _: Nothing) -> list[SubjectView]:
+    return [subject_view(server.broker, p) for _, p in sorted(server.broker.subjects.items())]
+
+
+def _describe_subject(server: Server, request: OfSubject) -> dict[str, Any]:
+    partition = server.broker.partition_of(request.subject, create=False)
+    return {
+        "subject": subject_view(server.broker, partition),
+        "groups": [group_view(group) for _, group in sorted(partition.groups.items())],
+    }
+
+
+def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
+    names.check("subject", request.subject)
+    for name in ("retention_seconds", "retention_bytes"):
+        value = getattr(request, name)
+        if value is not None and value <= 0:
+            raise InvalidArgument(f"{name} must be more than 0, not {value}")
+    settings = SubjectSettings(request.retention_seconds, request.retention_bytes)
+    return subject_view(server.broker, server.broker.create_subject(request.subject, settings))
+
+
+def _delete_subject(server: Server, request: OfSubject) -> None:
+    server.broker.delete_subject(request.subject)
+
+
+def _list_groups(server: Server, request: ListGroups) -> list[GroupView]:
+    if request.subject is not None:
+        partitions = [server.broker.partition_of(request.subject, create=False)]
+    else:
+        partitions = [p for _, p in sorted(server.broker.subjects.items())]
+    return [group_view(group) for p in partitions for _, group in sorted(p.groups.items())]
+
+
+def _describe_group(server: Server, request: OfGroup) -> GroupView:
+    return group_view(server.membership.group(request.subject, request.group))
+
+
+def _reset_group(server: Server, request: ResetGroup) -> int:
+    return server.membership.reset(request.subject, request.group, request.start)
+
+
+def _describe_server(server: Server, _: Nothing) -> dict[str, Any]:
+    return server.describe()
+
+
+_OPERATIONS: dict[str, tuple[type[Any], Callable[[Any, Any], Any]]] = {
+    "subject.list": (Nothing, _list_subjects),
+    "subject.describe": (OfSubject, _describe_subject),
+    "subject.create": (CreateSubject, _create_subject),
+    "subject.delete": (OfSubject, _delete_subject),
+    "group.list": (ListGroups, _list_groups),
+    "group.describe": (OfGroup, _describe_group),
+    "group.reset": (ResetGroup, _reset_group),
+    "server.describe": (Nothing, _describe_server),
+}
+
+
+def run(server: Server, operation: str, arguments: dict[str, Any]) -> Any:
+    """Carry out a request; its result is encoded as msgpack."""
+    entry = _OPERATIONS.get(operation)
+    if entry is None:
+        raise InvalidArgument(f"operation {operation!r} is not known; is the client newer than the server?")
+    kind, call = entry
+    try:
+        request = msgspec.convert(arguments, kind)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"{operation}: {error}") from None
+    return call(server, request)

@@ -1,0 +1,198 @@
+"""Requests: from a packet to the broker and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait import names
+from plait.broker.group import Delivery
+from plait.broker.membership import resolve_start
+from plait.broker.partition import Batch
+from plait.errors import InvalidArgument, PlaitError, ProtocolError, StaleRoute, VersionMismatch
+from plait.frame.view import FrameView
+from plait.server import admin
+from plait.version import VERSION
+from plait.wire import messages as m
+from plait.wire.packets import Packet
+
+if TYPE_CHECKING:
+    from plait.server.connection import Connection
+    from plait.server.host import Server
+
+Handler = Callable[["Connection", int, Any, memoryview], None]
+
+
+class Handlers:
+    """One method a request."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._broker = server.broker
+        self._table: dict[int, Handler] = {
+            m.Hello.KIND: self._hello,
+            m.Heartbeat.KIND: self._heartbeat,
+            m.Route.KIND: self._route,
+            m.Send.KIND: self._send,
+            m.Attach.KIND: self._attach,
+            m.Pull.KIND: self._pull,
+            m.Ack.KIND: self._ack,
+            m.Nack.KIND: self._nack,
+            m.Detach.KIND: self._detach,
+            m.Read.KIND: self._read,
+            m.Admin.KIND: self._admin,
+        }
+
+    def handle(self, connection: Connection, packet: Packet) -> None:
+        """Serve a request. A broken protocol closes the connection, anything else is answered."""
+        handler = self._table.get(packet.kind)
+        if handler is None:
+            raise ProtocolError(f"packet kind {packet.kind} is not a request; is the client newer?")
+        if packet.kind != m.Hello.KIND:
+            connection.require_hello()
+        if connection.writing_paused and packet.kind in (m.Pull.KIND, m.Read.KIND):
+            # A reader that does not read gets no more until it does.
+            connection.delayed.append(packet)
+            return
+        message = m.decode(packet.kind, packet.head)
+        try:
+            handler(connection, packet.correlation, message, packet.payload)
+        except ProtocolError:
+            raise
+        except PlaitError as error:
+            connection.fail(packet.correlation, error)
+
+    def _hello(self, connection: Connection, correlation: int, hello: m.Hello, _: memoryview) -> None:
+        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
+            raise VersionMismatch(
+                f"this server speaks protocol {m.PROTOCOL_VERSION}, "
+                f"the client {hello.version_min} to {hello.version_max}"
+            )
+        names.check("client", hello.client)
+        connection.client = hello.client
+        connection.answer(
+            correlation,
+            m.Welcome(
+                m.PROTOCOL_VERSION,
+                VERSION,
+                self._broker.config.group,
+                self._broker.epoch,
+                self._broker.limits.consumer_lost_seconds,
+                self._broker.limits.producer_window_frames,
+            ),
+        )
+
+    def _heartbeat(self, connection: Connection, correlation: int, _: m.Heartbeat, __: memoryview) -> None:
+        now = self._broker.clock.monotonic()
+        for consumer in connection.consumers.values():
+            consumer.heard = now
+        connection.answer(correlation, m.Done())
+
+    def _route(self, connection: Connection, correlation: int, route: m.Route, _: memoryview) -> None:
+        names.check("subject", route.subject)
+        partition = self._broker.partition_of(route.subject)
+        connection.answer(correlation, m.Routed(partition.id, partition.row.name))
+
+    def _send(self, connection: Connection, correlation: int, send: m.Send, payload: memoryview) -> None:
+        partition = self._broker.partitions.get(send.partition)
+        if partition is None:
+            if send.oneway:
+                return
+            raise StaleRoute(f"partition {send.partition} is not served here; refresh the route")
+        size = len(payload)
+        try:
+            frame = FrameView(payload)
+            if frame.size != size:
+                raise ProtocolError(f"a send of {size} bytes holds a frame of {frame.size}")
+            if send.oneway:
+                self._broker.submit(partition, frame, None)
+                return
+
+            def reply(sequence: int | None, error: PlaitError | None) -> None:
+                connection.settled(size)
+                if error is not None:
+                    connection.fail(correlation, error)
+                else:
+                    connection.answer(correlation, m.Sent(sequence))
+
+            self._broker.submit(partition, frame, reply)
+            connection.took(size)
+        except PlaitError:
+            if send.oneway:
+                return
+            raise
+
+    def _attach(self, connection: Connection, correlation: int, attach: m.Attach, _: memoryview) -> None:
+        names.check("subject", attach.subject)
+        names.check("client", attach.client)
+        if attach.group is not None:
+            names.check("group", attach.group)
+        if attach.delivery not in ("at_least_once", "at_most_once"):
+            raise InvalidArgument(
+                f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'"
+            )
+        consumer = self._server.membership.attach(
+            attach.subject,
+            attach.group,
+            attach.client,
+            start=attach.start,
+            delivery=attach.delivery,  # type: ignore[arg-type]
+            holds=attach.holds,
+        )
+        connection.consumers[consumer.session] = consumer
+        partition = consumer.group.partition
+        connection.answer(
+            correlation, m.Attached(consumer.session, partition.id, partition.row.name, consumer.group.name)
+        )
+
+    def _pull(self, connection: Connection, correlation: int, pull: m.Pull, _: memoryview) -> None:
+        consumer = self._server.membership.session(pull.session)
+
+        def reply(delivery: Delivery | None) -> None:
+            if delivery is None:
+                connection.answer(correlation, m.Pulled())
+            else:
+                connection.answer(correlation, m.Pulled(delivery.ranges), delivery.parts, delivery.size)
+
+        self._broker.pull(consumer, pull.count, pull.size, pull.wait, reply)
+        self._server.arm_timer()
+
+    def _ack(self, connection: Connection, correlation: int, ack: m.Ack, _: memoryview) -> None:
+        consumer = self._server.membership.session(ack.session)
+        self._broker.ack(consumer, ack.ranges, lambda: connection.answer(correlation, m.Done()))
+
+    def _nack(self, connection: Connection, correlation: int, nack: m.Nack, _: memoryview) -> None:
+        consumer = self._server.membership.session(nack.session)
+        self._broker.nack(consumer, nack.ranges, lambda: connection.answer(correlation, m.Done()))
+
+    def _detach(self, connection: Connection, correlation: int, detach: m.Detach, _: memoryview) -> None:
+        consumer = connection.consumers.pop(detach.session, None)
+        if consumer is not None and consumer.session == detach.session:
+            self._server.membership.detach(consumer)
+        connection.answer(correlation, m.Done())
+
+    def _read(self, connection: Connection, correlation: int, read: m.Read, _: memoryview) -> None:
+        names.check("subject", read.subject)
+        partition = self._broker.partition_of(read.subject)
+        start = resolve_start(partition, read.start)
+
+        def reply(batch: Batch | None) -> None:
+            position = start if batch is None else batch.end
+            head = m.ReadReply(partition.id, partition.row.name, position)
+            if batch is None or not batch.count:
+                connection.answer(correlation, head)
+            else:
+                connection.answer(correlation, head, batch.parts, batch.size)
+
+        self._broker.read(partition, start, read.count, read.size, read.wait, reply)
+        self._server.arm_timer()
+
+    def _admin(self, connection: Connection, correlation: int, request: m.Admin, _: memoryview) -> None:
+        result = admin.run(self._server, request.operation, request.arguments)
+
+        def reply() -> None:
+            connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
+
+        self._broker.answer_after_commit(reply)

@@ -1,0 +1,264 @@
+"""``Server``: a broker behind sockets.
+
+One event loop runs the broker's decisions; fdatasync and checkpoints run in threads. Requests of one loop turn are
+committed together at its end. A log that fails to write or sync stops the server: it answers nothing more, exits, and
+the next start recovers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from plait.broker import Broker, BrokerConfig, Membership, Retention
+from plait.broker.recover import RecoveryReport
+from plait.clock import Clock, SystemClock
+from plait.errors import InvalidArgument, StorageFailed
+from plait.server.connection import Connection
+from plait.server.handlers import Handlers
+from plait.storage.disk import Disk, RealDisk
+from plait.version import VERSION
+from plait.wire.packets import SHARED_SIZE
+
+log = logging.getLogger("plait.server")
+
+#: How often consumers, half-open connections and disk space are looked at.
+TICK_SECONDS = 1.0
+#: How often retention and forgetting run.
+HOUSEKEEPING_SECONDS = 60.0
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Server:
+    """A broker that listens. ``start`` recovers and binds, ``stop`` drains, ``failed`` is set when storage broke."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        config: BrokerConfig | None = None,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 7450,
+        clock: Clock | None = None,
+    ) -> None:
+        if host not in LOOPBACK:
+            raise InvalidArgument(
+                f"host {host!r} is not loopback; without authentication the server binds 127.0.0.1 or ::1 only"
+            )
+        self.disk = disk
+        self.host = host
+        self.port = port
+        self.clock = clock or SystemClock()
+        self.config = config or BrokerConfig()
+        self.limits = self.config.limits
+        self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
+        self.connections: set[Connection] = set()
+        self.partial_bytes = 0
+        self.now = self.clock.monotonic()
+        self.failed: asyncio.Future[StorageFailed] | None = None
+        self.report: RecoveryReport | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._threads = ThreadPoolExecutor(2, "plait-disk")
+        self._sync_wanted = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self._listener: asyncio.Server | None = None
+        self._stopping = False
+
+    @property
+    def address(self) -> str:
+        """The address clients connect to."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"plait://{host}:{self.port}"
+
+    async def start(self) -> RecoveryReport:
+        """Recover the data directory and serve. The port is known afterwards."""
+        self._loop = asyncio.get_running_loop()
+        self.failed = self._loop.create_future()
+        if isinstance(self.disk, RealDisk):
+            self.disk.lock()
+        try:
+            self.broker = Broker(self.disk, self.clock, self.config)
+            self.report = await self._loop.run_in_executor(self._threads, self.broker.start)
+            self.membership = Membership(self.broker)
+            self.retention = Retention(self.broker)
+            self.handlers = Handlers(self)
+            self.broker.on_dirty = self._schedule_commit
+            self.broker.check_space()
+            self._listener = await self._loop.create_server(
+                lambda: Connection(self), self.host, self.port, backlog=1024
+            )
+        except BaseException:
+            if isinstance(self.disk, RealDisk):
+                self.disk.unlock()
+            raise
+        self.port = self._listener.sockets[0].getsockname()[1]
+        for job in (self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop):
+            self._tasks.append(self._loop.create_task(job()))
+        return self.report
+
+    async def stop(self) -> None:
+        """Serve no more: answer what was taken, flush, leave a clean checkpoint."""
+        if self._stopping:
+            return
+        self._stopping = True
+        if self._listener is not None:
+            self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._timer is not None:
+            self._timer.cancel()
+        # Disk work that is under way must end before the last checkpoint.
+        await self._loop.run_in_executor(None, self._threads.shutdown)
+        if self.broker.failed is None:
+            self.broker.stop()
+        for connection in list(self.connections):
+            connection.close()
+        await asyncio.sleep(0)
+        for connection in list(self.connections):
+            connection.abort()
+        await asyncio.sleep(0)
+        if isinstance(self.disk, RealDisk):
+            self.disk.unlock()
+
+    def describe(self) -> dict[str, Any]:
+        """Facts about this server."""
+        broker = self.broker
+        free, total = self.disk.space()
+        return {
+            "version": VERSION,
+            "address": self.address,
+            "group": self.config.group,
+            "epoch": broker.epoch,
+            "flush": self.config.flush,
+            "pid": os.getpid(),
+            "connections": len(self.connections),
+            "consumers": len(broker.sessions),
+            "subjects": len(broker.subjects),
+            "groups": broker.group_count,
+            "producers": len(broker.producers),
+            "message_log_start": broker.message_log.start,
+            "message_log_end": broker.message_log.end,
+            "message_log_durable": broker.message_log.durable,
+            "action_log_end": broker.action_log.end,
+            "disk_free": free,
+            "disk_total": total,
+        }
+
+    # --- the loop -------------------------------------------------------------------------------
+
+    def _schedule_commit(self) -> None:
+        self._loop.call_soon(self._commit)
+
+    def _commit(self) -> None:
+        self.broker.commit()
+        if self.broker.failed is not None:
+            self._fail(self.broker.failed)
+        elif self.broker.sync_wanted:
+            self._sync_wanted.set()
+
+    def _fail(self, error: StorageFailed) -> None:
+        """Storage broke: nobody gets another answer."""
+        assert self.failed is not None
+        if not self.failed.done():
+            log.critical("%s", error)
+            self.failed.set_result(error)
+            for connection in list(self.connections):
+                connection.abort()
+
+    def arm_timer(self) -> None:
+        """Make sure that the earliest long poll ends in time."""
+        due = self.broker.next_deadline
+        if due is None:
+            return
+        if self._timer is not None:
+            if self._timer_at <= due:
+                return
+            self._timer.cancel()
+        self._timer_at = due
+        self._timer = self._loop.call_later(max(due - self.clock.monotonic(), 0), self._run_timer)
+
+    def _run_timer(self) -> None:
+        self._timer = None
+        self.broker.run_timers()
+        self.arm_timer()
+
+    async def _sync_loop(self) -> None:
+        """Sync at once when somebody waits for it, and every flush interval otherwise."""
+        while True:
+            try:
+                await asyncio.wait_for(self._sync_wanted.wait(), self.config.flush_seconds)
+            except TimeoutError:
+                log_of = self.broker
+                written = log_of.message_log.written, log_of.action_log.written
+                if written == (log_of.message_log.durable, log_of.action_log.durable):
+                    continue
+            self._sync_wanted.clear()
+            work = self.broker.begin_sync()
+            if await self._in_thread(work.run):
+                self.broker.end_sync(work)
+                if self.broker.sync_wanted:
+                    self._sync_wanted.set()
+
+    async def _in_thread(self, call: Callable[[], None]) -> bool:
+        """Run blocking disk work; False when it failed, which ends the server."""
+        try:
+            await self._loop.run_in_executor(self._threads, call)
+        except OSError as error:
+            self.broker.sync_failed(error)
+            assert self.broker.failed is not None
+            self._fail(self.broker.failed)
+            return False
+        return True
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.tick()
+
+    def tick(self) -> None:
+        """What is looked at every second; tests on a manual clock call it themselves."""
+        self.now = self.clock.monotonic()
+        for consumer, count in self.membership.lose_silent():
+            group = consumer.group
+            log.warning(
+                "consumer %s of group %s on %s is lost; %d messages go to the others",
+                consumer.client,
+                group.name,
+                group.partition.row.subject,
+                count,
+            )
+        self.broker.check_space()
+        self.broker.producers.forget(self.clock.now())
+        for connection in list(self.connections):
+            silent = self.now - connection.heard
+            limit = self.limits.idle_seconds if connection.client else self.limits.hello_seconds
+            if silent > limit:
+                connection.abort()
+
+    async def _checkpoint_loop(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            if self.broker.snapshots.due:
+                work = self.broker.begin_checkpoint()
+                if await self._in_thread(work.run):
+                    self.broker.end_checkpoint(work)
+            for first_hand in (self.broker.message_log, self.broker.action_log):
+                await self._prepare(first_hand.prepare_next)
+
+    async def _prepare(self, call: Callable[[], None]) -> None:
+        try:
+            await self._loop.run_in_executor(self._threads, call)
+        except OSError as error:
+            log.warning("the next log segment cannot be made yet: %s", error)
+
+    async def _housekeeping_loop(self) -> None:
+        while True:
+            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            self.retention.run()
+            self.membership.forget_idle()

@@ -1,0 +1,1 @@
+"""Logs, checkpoints and recovery on one data directory, behind one disk interface."""

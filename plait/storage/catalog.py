@@ -1,0 +1,48 @@
+"""Which partitions there are: rows of partition 0, kept in the message log itself.
+
+A frame names its partition by number; the catalog row that defines the number always stands before it in the log, and
+each new segment starts with all rows again, so that one segment file can be read alone.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from plait.frame.columns import Column
+from plait.frame.view import FrameView
+
+#: The partition id of catalog frames.
+CATALOG = 0
+
+
+class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a user may set per subject; None: the server's default."""
+
+    #: Messages older than this may go.
+    retention_seconds: float | None = None
+    #: Of the newest messages, at least this much is kept.
+    retention_bytes: int | None = None
+
+
+class PartitionRow(msgspec.Struct, frozen=True):
+    """One partition, as last defined."""
+
+    id: int
+    subject: str
+    name: str
+    created: int
+    settings: SubjectSettings = SubjectSettings()
+    deleted: bool = False
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(PartitionRow)
+
+
+def encode_row(row: PartitionRow) -> bytes:
+    return _encoder.encode(row)
+
+
+def read_rows(frame: FrameView) -> list[PartitionRow]:
+    """The partitions that a catalog frame defines."""
+    return [_decoder.decode(row) for row in frame.binary(Column.BODY).to_pylist()]

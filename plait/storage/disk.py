@@ -1,0 +1,276 @@
+"""All disk access of Plait, behind one small interface.
+
+Storage code opens, writes, syncs, maps, renames and lists through a ``Disk`` and nothing else, so that a
+simulated disk with faults plugs in (``plait.testing.disk``). Both pass the same contract tests.
+
+The fault model the rest of storage is written against: what was written and not synced may survive a crash
+in any subset, torn at 512 bytes; a created, renamed or removed name is certain only after its directory was
+synced; a failed sync means the data may be gone, and it is never tried again.
+
+Paths are POSIX strings relative to the disk's root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from plait.errors import DataDirError
+
+#: pwritev takes at most this many buffers a call (Linux IOV_MAX).
+IOV_MAX = 1024
+
+#: A memoryview is one of single bytes, so that its length is its size.
+Buffer = bytes | bytearray | memoryview
+
+
+class File(Protocol):
+    """One open file. Writing beyond the end extends it; ``view`` maps what there is.
+
+    After ``close`` every call but ``close`` raises OSError; views live on.
+    """
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file, as far as this handle knows: it does not see another one's growth."""
+        ...
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        """Write all buffers one after another at ``offset``; the number of bytes written.
+
+        After an OSError a part of them may be in the file.
+        """
+        ...
+
+    def allocate(self, size: int) -> None:
+        """Reserve and zero-fill up to ``size``, so that later writes there cannot lack space."""
+        ...
+
+    def truncate(self, size: int) -> None:
+        """Cut or extend to ``size``."""
+        ...
+
+    def sync(self) -> None:
+        """Everything written so far is durable when this returns. Never retried after a failure."""
+        ...
+
+    def view(self) -> memoryview:
+        """A read-only window on the whole file that also shows later writes inside its present size.
+
+        What a later ``truncate`` cuts off must not be read through it any more.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """A directory tree and its faults."""
+
+    def open(self, path: str, *, create: bool = False) -> File:
+        """Open for reading and writing; FileNotFoundError unless it exists or ``create`` is set."""
+        ...
+
+    def read(self, path: str) -> bytes: ...
+
+    def list(self, path: str) -> list[str]:
+        """Names in a directory, sorted; empty when there is no such directory."""
+        ...
+
+    def exists(self, path: str) -> bool: ...
+
+    def make_directory(self, path: str) -> None:
+        """Create it with its parents where they are missing; it is durable when this returns."""
+        ...
+
+    def rename(self, source: str, target: str) -> None:
+        """Give a file another name, atomically replacing ``target``; certain after ``sync_directory``."""
+        ...
+
+    def remove(self, path: str) -> None:
+        """Remove a file; nothing when there is none."""
+        ...
+
+    def sync_directory(self, path: str) -> None: ...
+
+    def space(self) -> tuple[int, int]:
+        """(free, total) bytes of the file system."""
+        ...
+
+
+class RealFile:
+    """A file of the machine; every call is one or two system calls."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._size = os.fstat(fd).st_size
+        self._view: memoryview | None = None
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        if offset < 0:
+            # pwritev takes -1 for "wherever the file position is" and would write there.
+            raise OSError(errno.EINVAL, f"cannot write at offset {offset}")
+        start = offset
+        pending: list[Buffer] = list(buffers)
+        while pending:
+            wanted = sum(map(len, pending[:IOV_MAX]))
+            written = os.pwritev(self._fd, pending[:IOV_MAX], offset)
+            offset += written
+            if written:
+                # At once: the next call may fail, and the file has grown all the same.
+                self._size = max(self._size, offset)
+            if written == wanted:
+                del pending[:IOV_MAX]
+                continue
+            if written == 0 and wanted:
+                raise OSError(errno.EIO, "the disk accepted no bytes")
+            while pending and written >= len(pending[0]):
+                written -= len(pending.pop(0))
+            if written:
+                pending[0] = memoryview(pending[0])[written:]
+        return offset - start
+
+    def allocate(self, size: int) -> None:
+        if size == 0:
+            return
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+        finally:
+            # A disk that filled up half way may have made the file longer.
+            self._size = os.fstat(self._fd).st_size
+
+    def truncate(self, size: int) -> None:
+        self._release()
+        os.ftruncate(self._fd, size)
+        self._size = size
+
+    def sync(self) -> None:
+        self._check_open()
+        os.fdatasync(self._fd)
+
+    def view(self) -> memoryview:
+        self._check_open()
+        if self._view is None or len(self._view) != self._size:
+            self._release()
+            if self._size == 0:
+                return memoryview(b"")
+            self._view = memoryview(mmap.mmap(self._fd, self._size, prot=mmap.PROT_READ))
+        return self._view
+
+    def _check_open(self) -> None:
+        # Where the system does not say so itself: fdatasync(-1) is a ValueError, and mmap takes -1 for a wish
+        # for anonymous memory, which would read as zeros.
+        if self._fd < 0:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    def _release(self) -> None:
+        # Readers may still hold slices of the map: it then lives on until the last of them goes.
+        self._view = None
+
+    def close(self) -> None:
+        self._release()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class RealDisk:
+    """A directory of the machine."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self._lock_fd = -1
+        self._durable_directories: set[Path] = set()
+
+    def _at(self, path: str) -> str:
+        return os.path.join(self.root, path)
+
+    def open(self, path: str, *, create: bool = False) -> RealFile:
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        return RealFile(os.open(self._at(path), flags, 0o640))
+
+    def read(self, path: str) -> bytes:
+        with open(self._at(path), "rb") as file:
+            return file.read()
+
+    def list(self, path: str) -> list[str]:
+        try:
+            return sorted(os.listdir(self._at(path)))
+        except FileNotFoundError:
+            return []
+
+    def exists(self, path: str) -> bool:
+        return os.path.exists(self._at(path))
+
+    def make_directory(self, path: str) -> None:
+        target = self.root / path
+        for directory in reversed([target, *target.parents]):
+            existed = directory.is_dir()
+            if existed and (directory in self._durable_directories or self.root not in directory.parents):
+                continue
+            if not existed:
+                _make_directory(directory)
+            # Also when it existed: the process that made it may have been killed before it could sync.
+            _sync_directory(directory.parent)
+            self._durable_directories.add(directory)
+
+    def rename(self, source: str, target: str) -> None:
+        os.replace(self._at(source), self._at(target))
+
+    def remove(self, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._at(path))
+
+    def sync_directory(self, path: str) -> None:
+        _sync_directory(self.root / path)
+
+    def space(self) -> tuple[int, int]:
+        facts = os.statvfs(self.root)
+        return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
+
+    def lock(self) -> None:
+        """One server per data directory: hold an exclusive lock until ``unlock`` or the process ends."""
+        self.make_directory("")
+        fd = os.open(self._at("LOCK"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise DataDirError(
+                f"data directory {self.root} is in use by another plait process; stop it first"
+            ) from None
+        except OSError as error:
+            os.close(fd)
+            raise DataDirError(f"data directory {self.root} cannot be locked: {error}") from error
+        self._lock_fd = fd
+
+    def unlock(self) -> None:
+        if self._lock_fd >= 0:
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def _make_directory(path: Path) -> None:
+    try:
+        path.mkdir(mode=0o750)
+    except FileExistsError:
+        if not path.is_dir():
+            raise
+
+
+def _sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,265 @@
+"""An append-only log: frames in preallocated segment files, named by the offset of their first byte.
+
+Offsets are logical byte positions that only grow. A frame that does not fit into the rest of a segment starts the
+next one, so every frame lies in one file and one mapping. Appends collect until ``write``, which is one system
+call a segment; ``begin_sync`` hands the durability work to whoever may block.
+
+Promise: ``end`` is what was appended, ``written`` survives the process, ``durable`` survives the machine.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+
+from plait.errors import DamageError
+from plait.limits import FRAME_SIZE_MAX
+from plait.storage.disk import Buffer, Disk, File
+
+SUFFIX = ".log"
+#: The smallest segment that can hold any frame.
+SEGMENT_SIZE_MIN = FRAME_SIZE_MAX
+
+
+def segment_name(base: int) -> str:
+    """The file name of the segment that starts at ``base``."""
+    return f"{base:020d}{SUFFIX}"
+
+
+class Segment:
+    """One file of the log: [base, end) in log offsets; ``size`` is its preallocated length."""
+
+    __slots__ = ("_view", "base", "end", "file", "size", "synced", "written")
+
+    def __init__(self, base: int, file: File) -> None:
+        self.base = base
+        self.file = file
+        self.size = file.size
+        self.end = base + self.size
+        #: Log offsets up to which bytes were written here, and are durable.
+        self.written = self.synced = base
+        self._view: memoryview | None = None
+
+    @property
+    def view(self) -> memoryview:
+        """The whole file, read-only, showing later writes."""
+        if self._view is None:
+            self._view = self.file.view()
+        return self._view
+
+    def close(self) -> None:
+        self._view = None
+        self.file.close()
+
+
+class SyncJob:
+    """What one sync makes durable; ``run`` blocks and may be called in another thread."""
+
+    __slots__ = ("end", "segments")
+
+    def __init__(self, segments: list[tuple[Segment, int]], end: int) -> None:
+        self.segments = segments
+        self.end = end
+
+    def run(self) -> None:
+        for segment, _ in self.segments:
+            segment.file.sync()
+
+
+class Log:
+    """The segments of one directory, open for appending and reading."""
+
+    def __init__(self, disk: Disk, directory: str, segment_size: int) -> None:
+        self._disk = disk
+        self.directory = directory
+        self.segment_size = segment_size
+        self.segments: list[Segment] = []
+        self._bases: list[int] = []
+        self._pending: list[Buffer] = []
+        self._pending_at = 0
+        self._spare: tuple[int, File] | None = None
+        # The next segment may be made by a thread while the loop needs it.
+        self._making = threading.Lock()
+        self.end = 0
+        self.written = 0
+        self.durable = 0
+        #: Called with each new segment before its first frame: the owner appends what makes it self-contained.
+        self.on_segment: Callable[[], None] | None = None
+        disk.make_directory(directory)
+        for name in disk.list(directory):
+            if name.endswith(SUFFIX) and name[: -len(SUFFIX)].isdigit():
+                file = disk.open(f"{directory}/{name}")
+                if file.size == 0:
+                    # Created and never allocated: the crash came before the first frame.
+                    file.close()
+                    disk.remove(f"{directory}/{name}")
+                    continue
+                self._add(Segment(int(name[: -len(SUFFIX)]), file))
+
+    def _add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self._bases.append(segment.base)
+
+    @property
+    def start(self) -> int:
+        """The first offset that is still kept."""
+        return self._bases[0] if self._bases else self.end
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files that hold data."""
+        return self.end - self.start
+
+    def segment_at(self, offset: int) -> Segment:
+        """The segment that holds an offset; ``DamageError`` where there is none."""
+        index = bisect_right(self._bases, offset) - 1
+        if index < 0 or offset >= self.segments[index].end:
+            raise DamageError(f"{self.directory}: no segment holds offset {offset}")
+        return self.segments[index]
+
+    def view(self, offset: int, size: int) -> memoryview:
+        """The bytes [offset, offset + size) of one segment, not copied."""
+        segment = self.segment_at(offset)
+        start = offset - segment.base
+        if start + size > segment.size:
+            raise DamageError(f"{self.directory}: {size} bytes at {offset} pass the end of their segment")
+        return segment.view[start : start + size]
+
+    # --- appending ------------------------------------------------------------------------------
+
+    def resume_at(self, end: int) -> None:
+        """Continue after recovery: everything before ``end`` stands, everything after is unused."""
+        while len(self.segments) > 1 and self.segments[-1].base > end:
+            self._bases.pop()
+            segment = self.segments.pop()
+            segment.close()
+            self._disk.remove(f"{self.directory}/{segment_name(segment.base)}")
+        self.end = self.written = self.durable = self._pending_at = end
+
+    def place_for(self, size: int) -> int:
+        """The offset the next frame of ``size`` will get; makes the next segment when it has to."""
+        if self.segments:
+            active = self.segments[-1]
+            if active.base <= self.end and self.end + size <= active.end:
+                return self.end
+        self._roll(size)
+        return self.end
+
+    def _roll(self, size: int) -> None:
+        self.write()
+        base = self.segments[-1].end if self.segments else self.end
+        with self._making:
+            if self._spare is not None and self._spare[0] == base and self._spare[1].size >= size:
+                file = self._spare[1]
+            else:
+                file = self._create(base, max(self.segment_size, size))
+            self._spare = None
+        self._add(Segment(base, file))
+        self.end = self.written = self._pending_at = base
+        if self.on_segment is not None:
+            self.on_segment()
+
+    def _create(self, base: int, size: int) -> File:
+        path = f"{self.directory}/{segment_name(base)}"
+        file = self._disk.open(path, create=True)
+        try:
+            file.allocate(size)
+            file.sync()
+            self._disk.sync_directory(self.directory)
+        except OSError:
+            file.close()
+            self._disk.remove(path)
+            raise
+        return file
+
+    def prepare_next(self) -> None:
+        """Make the next segment ahead of need, when the active one is more than half full. May block."""
+        with self._making:
+            if not self.segments or self._spare is not None:
+                return
+            active = self.segments[-1]
+            if self.end - active.base > active.size // 2:
+                self._spare = (active.end, self._create(active.end, self.segment_size))
+
+    def append(self, parts: Sequence[Buffer], size: int) -> int:
+        """Take a frame's buffers; its offset. Nothing reaches the disk before ``write``."""
+        offset = self.place_for(size)
+        self._pending.extend(parts)
+        self.end = offset + size
+        return offset
+
+    def write(self) -> None:
+        """Everything appended survives the process from here on. Raises OSError; then nothing may be trusted."""
+        if not self._pending:
+            return
+        segment = self.segments[-1]
+        segment.file.write(self._pending, self._pending_at - segment.base)
+        segment.written = self.end
+        self._pending = []
+        self._pending_at = self.written = self.end
+
+    def begin_sync(self) -> SyncJob:
+        """The work that makes everything written so far durable."""
+        dirty = [(segment, segment.written) for segment in self.segments if segment.written > segment.synced]
+        return SyncJob(dirty, self.written)
+
+    def end_sync(self, job: SyncJob) -> None:
+        """The job succeeded. Two jobs may overlap: each counts for what was written before it began."""
+        for segment, written in job.segments:
+            segment.synced = max(segment.synced, written)
+        self.durable = max(self.durable, job.end)
+
+    def sync(self) -> None:
+        """Write and sync here and now."""
+        self.write()
+        job = self.begin_sync()
+        job.run()
+        self.end_sync(job)
+
+    # --- space ----------------------------------------------------------------------------------
+
+    def remove_before(self, offset: int) -> list[int]:
+        """Delete the segments that end at or before ``offset``, never the active one; their bases."""
+        removed = []
+        while len(self.segments) > 1 and self.segments[0].end <= offset:
+            segment = self.segments.pop(0)
+            self._bases.pop(0)
+            segment.close()
+            self._disk.remove(f"{self.directory}/{segment_name(segment.base)}")
+            removed.append(segment.base)
+        if removed:
+            self._disk.sync_directory(self.directory)
+        return removed
+
+    def zero_from(self, offset: int) -> None:
+        """Clear what stands after ``offset`` in its segment and drop the segments after it, durably."""
+        for segment in self.segments:
+            start = max(offset, segment.base)
+            if start >= segment.end:
+                continue
+            dirty = used_size(segment.view, start - segment.base)
+            if dirty:
+                segment.file.write([bytes(dirty)], start - segment.base)
+                segment.file.sync()
+
+    def close(self) -> None:
+        for segment in self.segments:
+            segment.close()
+        if self._spare is not None:
+            self._spare[1].close()
+        self.segments = []
+        self._bases = []
+
+
+def used_size(view: memoryview, start: int, block: int = 1 << 16) -> int:
+    """How many bytes after ``start`` are in use: up to the last byte that is not zero, rounded up to 8."""
+    end = len(view)
+    while end > start:
+        begin = max(start, end - block)
+        piece = bytes(view[begin:end]).rstrip(b"\0")
+        if piece:
+            used = begin + len(piece) - start
+            return used + (-used & 7)
+        end = begin
+    return 0

@@ -1,0 +1,422 @@
+"""A disk in memory that fails the ways real disks do, from a seed.
+
+``SimulatedDisk`` passes the same contract tests as ``plait.storage.disk.RealDisk``. Its faults:
+
+- **Crash (power loss).** Operation number ``n`` raises ``SimulatedCrash`` before it takes effect, a write
+  when some of its bytes have reached the page cache; from then on every call raises. ``after_crash`` gives
+  the disk that the next start finds, as often as wanted, each time with another choice of survivors:
+
+  - Unsynced writes survive in any subset, torn at sectors of 512 bytes; a sector written several times holds
+    any of its states since the last sync. Growth (by writing, ``allocate`` or ``truncate``) survives in
+    part, and a file may be longer than the data in it: the rest is zeros. A cut survives or not; what was
+    written above a lost one is lost with it.
+  - A created, renamed or removed name is certain once its directory was synced (a rename between
+    directories: both). Before that each is kept or lost by itself, except that changes of one name keep
+    their order; a rename is one change: the file has its old name or its new one. Syncing a file does not
+    keep its name.
+  - Directories are durable when ``make_directory`` returns.
+
+- **Kill (the process dies, the machine lives on).** ``copy`` of a crashed disk: the page cache is whole, and
+  what was unsynced is unsynced still.
+- **No space.** The sizes of named files count against ``capacity``. A write that lacks space stores what
+  fits and raises ENOSPC; ``allocate`` and a growing ``truncate`` then change nothing; a new file needs a
+  free byte.
+- **I/O errors.** ``fail`` makes chosen operations raise. A write that fails may have stored a part. A sync
+  that fails leaves each unsynced sector on the medium or not, and clean: a later sync succeeds and writes
+  none of it, while reads show it until the crash, as on Linux. Other operations that fail change nothing.
+- **Slow I/O.** ``on_operation`` is called before each operation takes effect, outside any lock: it may
+  advance a clock, block, or raise ``SimulatedCrash`` or ``OSError``. A sync covers what was there when it
+  was called, not what came while it was blocked.
+- **Bit rot.** ``flip_bit``.
+
+Operations are what changes the disk: create, write, sync, truncate, allocate, rename, remove, make_directory
+(one for each directory made) and sync_directory. Reading is none.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import os
+import posixpath
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from plait.storage.disk import Buffer
+from plait.testing.cached_file import CachedFile, Keep
+from plait.testing.cached_names import CachedNames
+
+Operation = Literal[
+    "create",
+    "write",
+    "sync",
+    "truncate",
+    "allocate",
+    "rename",
+    "remove",
+    "make_directory",
+    "sync_directory",
+]
+
+#: Enough for several small segments; files live whole in memory.
+CAPACITY_DEFAULT = 256 * 1024 * 1024
+
+
+class SimulatedCrash(BaseException):
+    """The machine stopped here. Not an ``Exception``: nothing may handle it and go on."""
+
+    def __init__(self, message: str = "simulated crash", *, byte: int = 0) -> None:
+        super().__init__(message)
+        #: How much of the write it interrupted had reached the page cache.
+        self.byte = byte
+
+
+class SimulatedFile:
+    """One handle; like a real one it learns a new size from its own calls only."""
+
+    def __init__(self, disk: SimulatedDisk, path: str, cached: CachedFile) -> None:
+        self._disk = disk
+        self._path = path
+        self._cached = cached
+        self._size = cached.size
+        self._open = True
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def write(self, buffers: Sequence[Buffer], offset: int) -> int:
+        self._check_open()
+        if any(isinstance(buffer, memoryview) and buffer.itemsize != 1 for buffer in buffers):
+            raise TypeError("a file is written from bytes: cast the memoryview to 'B'")
+        data = b"".join(buffers)
+        if offset < 0:
+            raise OSError(errno.EINVAL, f"cannot write at offset {offset}")
+        if data:
+            try:
+                self._disk._write(self._cached, self._path, data, offset)
+            finally:
+                self._size = max(self._size, min(self._cached.size, offset + len(data)))
+        return len(data)
+
+    def allocate(self, size: int) -> None:
+        self._check_open()
+        if size > 0:
+            self._disk._resize("allocate", self._cached, self._path, size)
+        elif size < 0:
+            raise OSError(errno.EINVAL, f"cannot allocate {size} bytes")
+        self._size = max(self._size, size)
+
+    def truncate(self, size: int) -> None:
+        self._check_open()
+        if size < 0:
+            raise OSError(errno.EINVAL, f"cannot truncate to {size} bytes")
+        self._disk._resize("truncate", self._cached, self._path, size)
+        self._size = size
+
+    def sync(self) -> None:
+        self._check_open()
+        self._disk._sync(self._cached, self._path)
+
+    def view(self) -> memoryview:
+        self._check_open()
+        return self._disk._view(self._cached, self._size)
+
+    def close(self) -> None:
+        self._open = False
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), self._path)
+
+
+@dataclass
+class _Fault:
+    operation: Operation | Literal["read"]
+    pattern: str
+    after: int
+    times: int | None
+    error: int
+
+
+class SimulatedDisk:
+    """A directory tree in memory; see the module for what can happen to it."""
+
+    def __init__(
+        self,
+        *,
+        capacity: int = CAPACITY_DEFAULT,
+        seed: int = 0,
+        on_operation: Callable[[Operation, str, int], None] | None = None,
+    ) -> None:
+        self.capacity = capacity
+        #: Called with the operation, its path (the new one of a rename) and its size in bytes.
+        self.on_operation = on_operation
+        #: How many operations were begun; the next one has this number.
+        self.operations = 0
+        self.crashed = False
+        self._crash_operation = -1
+        self._crash_byte = 0
+        self._faults: list[_Fault] = []
+        self._rng = random.Random(seed)
+        self._lock = threading.Lock()
+        self._directories = {""}
+        self._names = CachedNames()
+
+    # --- what a Disk does ------------------------------------------------------------------------
+
+    def open(self, path: str, *, create: bool = False) -> SimulatedFile:
+        self._check_alive()
+        path = _normal(path)
+        self._refuse_directory(path)
+        if path not in self._names.files:
+            if not create:
+                raise _error(errno.ENOENT, path)
+            self._require_directory(posixpath.dirname(path))
+            self._begin("create", path)
+            with self._lock:
+                if self._free() == 0:
+                    raise _error(errno.ENOSPC, path)
+                if path not in self._names.files:
+                    self._names.change(None, path, CachedFile())
+        return SimulatedFile(self, path, self._names.files[path])
+
+    def read(self, path: str) -> bytes:
+        self._check_alive()
+        path = _normal(path)
+        self._refuse_directory(path)
+        if path not in self._names.files:
+            raise _error(errno.ENOENT, path)
+        self._fail_if_told("read", path)
+        with self._lock:
+            return self._names.files[path].read()
+
+    def list(self, path: str) -> builtins.list[str]:
+        self._check_alive()
+        path = _normal(path)
+        if path in self._names.files:
+            raise _error(errno.ENOTDIR, path)
+        with self._lock:
+            names = [*self._names.files, *self._directories]
+        return sorted(posixpath.basename(name) for name in names if name and posixpath.dirname(name) == path)
+
+    def exists(self, path: str) -> bool:
+        self._check_alive()
+        path = _normal(path)
+        return path in self._names.files or path in self._directories
+
+    def make_directory(self, path: str) -> None:
+        self._check_alive()
+        path = _normal(path)
+        if path in self._names.files:
+            raise _error(errno.EEXIST, path)
+        if path in self._directories:
+            return
+        self.make_directory(posixpath.dirname(path))
+        self._begin("make_directory", path)
+        with self._lock:
+            # The name may have been a file's, whose removal or renaming is then certain as well.
+            self._names.sync_name(path)
+            self._directories.add(path)
+
+    def rename(self, source: str, target: str) -> None:
+        self._check_alive()
+        source, target = _normal(source), _normal(target)
+        self._refuse_directory(source)
+        self._refuse_directory(target)
+        if source not in self._names.files:
+            raise _error(errno.ENOENT, source)
+        self._require_directory(posixpath.dirname(target))
+        self._begin("rename", target)
+        with self._lock:
+            if source != target:
+                self._names.change(source, target, self._names.files[source])
+
+    def remove(self, path: str) -> None:
+        self._check_alive()
+        path = _normal(path)
+        self._refuse_directory(path)
+        if path not in self._names.files:
+            return
+        self._begin("remove", path)
+        with self._lock:
+            self._names.change(path, None, self._names.files[path])
+
+    def sync_directory(self, path: str) -> None:
+        self._check_alive()
+        path = _normal(path)
+        self._require_directory(path)
+        until = self._names.changes
+        self._begin("sync_directory", path)
+        with self._lock:
+            self._names.sync(path, until)
+
+    def space(self) -> tuple[int, int]:
+        self._check_alive()
+        with self._lock:
+            return self._free(), self.capacity
+
+    # --- what can happen to it -------------------------------------------------------------------
+
+    def crash_at(self, operation: int, byte: int | None = None) -> None:
+        """Crash when operation ``operation`` (counted from 0) begins; a write after ``byte`` bytes of it.
+
+        ``range(disk.operations)`` of a run that did not crash names all its crash points.
+        """
+        if operation < self.operations:
+            raise ValueError(f"operation {operation} has passed: the next one is {self.operations}")
+        self._crash_operation = operation
+        self._crash_byte = byte or 0
+
+    def fail(
+        self,
+        operation: Operation | Literal["read"],
+        *,
+        path: str = "*",
+        after: int = 0,
+        times: int | None = 1,
+        error: int = errno.EIO,
+    ) -> None:
+        """Make such operations on paths matching a pattern raise ``OSError``.
+
+        ``after`` of them still succeed, the next ``times`` fail (None: all from then on).
+        """
+        self._faults.append(_Fault(operation, path, after, times, error))
+
+    def flip_bit(self, path: str, offset: int, bit: int) -> None:
+        """Flip one bit of a stored file, without any operation."""
+        cached = self._names.files[_normal(path)]
+        if not (0 <= offset < cached.size and 0 <= bit < 8):
+            raise ValueError(f"{path} has {cached.size} bytes of 8 bits: no bit {bit} at offset {offset}")
+        with self._lock:
+            cached.flip_bit(offset, bit)
+
+    def after_crash(self, rng: random.Random | None = None, keep: Keep = "random") -> SimulatedDisk:
+        """The disk found after a power loss now; this one stays as it is, to be asked again.
+
+        ``keep`` is what becomes of unsynced changes: a choice drawn from ``rng``, "none" or "all" of them.
+        """
+        rng = rng or self._rng
+        with self._lock:
+            return self._successor(rng, self._names.after_crash(rng, keep))
+
+    def copy(self) -> SimulatedDisk:
+        """The same disk once more, unsynced changes and all, without its faults, hook and planned crash.
+
+        Of a crashed disk: what the next process finds when only the process died.
+        """
+        with self._lock:
+            return self._successor(self._rng, self._names.copy())
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _successor(self, rng: random.Random, names: CachedNames) -> SimulatedDisk:
+        other = SimulatedDisk(capacity=self.capacity, seed=rng.getrandbits(32))
+        other._directories = self._directories.copy()
+        other._names = names
+        return other
+
+    def _check_alive(self) -> None:
+        if self.crashed:
+            raise SimulatedCrash("this disk has crashed: go on with after_crash() or copy()")
+
+    def _begin(self, operation: Operation, path: str, size: int = 0) -> None:
+        """Everything that can keep an operation from taking effect."""
+        self._check_alive()
+        with self._lock:
+            number = self.operations
+            self.operations += 1
+        try:
+            if self.on_operation is not None:
+                self.on_operation(operation, path, size)
+            self._check_alive()
+            if number == self._crash_operation:
+                raise SimulatedCrash(
+                    f"crash at operation {number}: {operation} {path}", byte=self._crash_byte
+                )
+        except SimulatedCrash:
+            self.crashed = True
+            raise
+        self._fail_if_told(operation, path)
+
+    def _fail_if_told(self, operation: Operation | Literal["read"], path: str) -> None:
+        with self._lock:
+            for fault in self._faults:
+                if fault.operation != operation or not fnmatchcase(path, fault.pattern) or fault.times == 0:
+                    continue
+                if fault.after > 0:
+                    fault.after -= 1
+                    continue
+                if fault.times is not None:
+                    fault.times -= 1
+                raise _error(fault.error, path)
+
+    def _write(self, cached: CachedFile, path: str, data: bytes, offset: int) -> None:
+        try:
+            self._begin("write", path, len(data))
+        except SimulatedCrash as crash:
+            self._store(cached, data[: crash.byte], offset)
+            raise
+        except OSError:
+            self._store(cached, data[: self._rng.randrange(len(data))], offset)
+            raise
+        if self._store(cached, data, offset) < len(data):
+            raise _error(errno.ENOSPC, path)
+
+    def _store(self, cached: CachedFile, data: bytes, offset: int) -> int:
+        with self._lock:
+            end = cached.size + self._free()
+            stored = data[: max(0, end - offset)]
+            cached.write(stored, offset)
+            return len(stored)
+
+    def _resize(
+        self, operation: Literal["allocate", "truncate"], cached: CachedFile, path: str, size: int
+    ) -> None:
+        self._begin(operation, path, size)
+        with self._lock:
+            if size - cached.size > self._free():
+                raise _error(errno.ENOSPC, path)
+            if operation == "truncate" or size > cached.size:
+                cached.resize(size)
+
+    def _sync(self, cached: CachedFile, path: str) -> None:
+        until = cached.changes
+        try:
+            self._begin("sync", path)
+        except OSError:
+            with self._lock:
+                cached.fail_sync(until, self._rng)
+            raise
+        with self._lock:
+            cached.sync(until)
+
+    def _view(self, cached: CachedFile, size: int) -> memoryview:
+        self._check_alive()
+        with self._lock:
+            return cached.view(size)
+
+    def _free(self) -> int:
+        # A crash can bring removed files back beside new ones: more than there was room for.
+        return max(0, self.capacity - sum(cached.size for cached in self._names.files.values()))
+
+    def _refuse_directory(self, path: str) -> None:
+        if path in self._directories:
+            raise _error(errno.EISDIR, path)
+
+    def _require_directory(self, path: str) -> None:
+        if path not in self._directories:
+            raise _error(errno.ENOTDIR if path in self._names.files else errno.ENOENT, path)
+
+
+def _normal(path: str) -> str:
+    normal = posixpath.normpath(path)
+    return "" if normal == "." else normal
+
+
+def _error(code: int, path: str) -> OSError:
+    return OSError(code, os.strerror(code), path)

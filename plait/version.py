@@ -1,0 +1,3 @@
+"""The version of this Plait."""
+
+VERSION = "0.1.0"

@@ -1,0 +1,1 @@
+"""The wire: packets and what is in them, without I/O, and dialling a server."""

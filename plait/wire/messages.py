@@ -1,0 +1,216 @@
+"""What client and server say to each other: one struct a packet kind.
+
+Heads are msgpack arrays, so that a later version may add fields at the end: a reader ignores what it does not know and
+gives what is missing its default. docs/formats.md lists them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from plait.errors import PlaitError, ProtocolError, from_code
+
+PROTOCOL_VERSION = 1
+
+#: (start, end, epoch) of sequences.
+EpochRange = tuple[int, int, int]
+#: (start, end, attempt) of sequences.
+AttemptRange = tuple[int, int, int]
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """A packet head."""
+
+    KIND: ClassVar[int] = 0
+
+
+class Hello(Message):
+    """The first packet of a client: which versions it speaks and who it is."""
+
+    KIND: ClassVar[int] = 1
+    version_min: int
+    version_max: int
+    client: str
+    capabilities: list[str] = []
+
+
+class Welcome(Message):
+    """The answer: the version both use, and the server's facts."""
+
+    KIND: ClassVar[int] = 2
+    version: int
+    server: str
+    group: str
+    epoch: int
+    consumer_lost_seconds: float
+    producer_window_frames: int
+    capabilities: list[str] = []
+
+
+class Failure(Message):
+    """Any request may be answered by this."""
+
+    KIND: ClassVar[int] = 3
+    code: str
+    message: str
+    details: dict[str, Any] = {}
+
+
+class Done(Message):
+    KIND: ClassVar[int] = 4
+
+
+class Heartbeat(Message):
+    """Sent every second; keeps the connection and all its consumers alive."""
+
+    KIND: ClassVar[int] = 5
+
+
+class Route(Message):
+    """Where do rows of this subject go?"""
+
+    KIND: ClassVar[int] = 10
+    subject: str
+
+
+class Routed(Message):
+    KIND: ClassVar[int] = 11
+    partition: int
+    name: str
+
+
+class Send(Message):
+    """The payload is one frame. A oneway send has no answer."""
+
+    KIND: ClassVar[int] = 12
+    partition: int
+    oneway: bool = False
+
+
+class Sent(Message):
+    """Rows are stored from this sequence; None: they were stored earlier, their sequence is not remembered."""
+
+    KIND: ClassVar[int] = 13
+    sequence: int | None
+
+
+class Attach(Message):
+    """Become a member of a group; no group: broadcast. ``holds`` names what is still in the client's hands."""
+
+    KIND: ClassVar[int] = 20
+    subject: str
+    group: str | None
+    client: str
+    start: Any = None
+    delivery: str = "at_least_once"
+    holds: list[EpochRange] = []
+
+
+class Attached(Message):
+    KIND: ClassVar[int] = 21
+    session: int
+    partition: int
+    name: str
+    group: str
+
+
+class Pull(Message):
+    KIND: ClassVar[int] = 22
+    session: int
+    count: int
+    size: int
+    wait: float
+
+
+class Pulled(Message):
+    """The payload is frames; the ranges say which attempt each row is on."""
+
+    KIND: ClassVar[int] = 23
+    ranges: list[AttemptRange] = []
+
+
+class Ack(Message):
+    KIND: ClassVar[int] = 24
+    session: int
+    ranges: list[EpochRange]
+
+
+class Nack(Message):
+    KIND: ClassVar[int] = 25
+    session: int
+    ranges: list[EpochRange]
+
+
+class Detach(Message):
+    KIND: ClassVar[int] = 26
+    session: int
+
+
+class Read(Message):
+    """Rows without a group. ``start`` as in attach, or a sequence to go on from."""
+
+    KIND: ClassVar[int] = 30
+    subject: str
+    start: Any
+    count: int
+    size: int
+    wait: float
+
+
+class ReadReply(Message):
+    """The payload is frames; go on from ``next``."""
+
+    KIND: ClassVar[int] = 31
+    partition: int
+    name: str
+    next: int
+
+
+class Admin(Message):
+    """A management request by name."""
+
+    KIND: ClassVar[int] = 40
+    operation: str
+    arguments: dict[str, Any] = {}
+
+
+class AdminReply(Message):
+    KIND: ClassVar[int] = 41
+    result: msgspec.Raw
+
+
+def _kinds() -> dict[int, type[Message]]:
+    return {kind.KIND: kind for kind in Message.__subclasses__()}
+
+
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
+    number: msgspec.msgpack.Decoder(kind) for number, kind in _kinds().items()
+}
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(kind: int, head: memoryview) -> Message:
+    """The message of a packet; ``ProtocolError`` for anything else."""
+    decoder = _DECODERS.get(kind)
+    if decoder is None:
+        raise ProtocolError(f"packet kind {kind} is not known; is the other side newer?")
+    try:
+        message: Message = decoder.decode(head)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"packet of kind {kind} does not decode: {error}") from None
+    return message
+
+
+def failure_of(error: PlaitError) -> Failure:
+    details = {k: v for k, v in error.details.items() if isinstance(v, int | str | float | None)}
+    return Failure(error.code, error.message, details)
+
+
+def error_of(failure: Failure) -> PlaitError:
+    return from_code(failure.code, failure.message, failure.details)

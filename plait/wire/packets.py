@@ -1,0 +1,116 @@
+"""Packets: bytes in, packets out, no I/O.
+
+A packet is a 16-byte header, a msgpack head padded to 8 bytes, and a payload of frames. The receiver hands out the
+buffer that the next bytes should land in: one buffer shared by all connections of a loop while packets are small, and
+one of the packet's own size once a large one has begun, so that large payloads are received in place.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+import numpy as np
+
+from plait.errors import ProtocolError
+from plait.limits import FRAME_SIZE_MAX, MIB
+
+HEADER = struct.Struct("<IHHII")
+HEADER_SIZE = HEADER.size
+#: A frame with its request around it; pull replies stay below it too.
+PACKET_SIZE_MAX = FRAME_SIZE_MAX + 1 * MIB
+#: Shared receive buffer of a loop.
+SHARED_SIZE = 256 * 1024
+#: A large packet's own buffer starts with this and doubles as its bytes really arrive.
+GROWTH_FIRST = 1 * MIB
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Packet(NamedTuple):
+    """One request, reply or notice."""
+
+    kind: int
+    correlation: int
+    head: memoryview
+    payload: memoryview
+
+
+def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> bytes:
+    """Header and head of a packet; the payload's buffers are written after it."""
+    padding = -len(head) & 7
+    size = HEADER_SIZE + len(head) + padding + payload_size
+    if size > PACKET_SIZE_MAX:
+        raise ProtocolError(f"a packet of {size} bytes is over the limit of {PACKET_SIZE_MAX}")
+    return HEADER.pack(size, kind, len(head), correlation, 0) + head + b"\0" * padding
+
+
+class Receiver:
+    """The reading side of one connection."""
+
+    __slots__ = ("_filled", "_own", "_rest", "_shared", "_size")
+
+    def __init__(self, shared: memoryview) -> None:
+        self._shared = shared
+        self._rest = b""
+        self._own: memoryview | None = None
+        self._filled = 0
+        self._size = 0
+
+    @property
+    def partial_size(self) -> int:
+        """Bytes of memory that a half-received packet holds."""
+        return len(self._own) if self._own is not None else len(self._rest)
+
+    def buffer(self) -> memoryview:
+        """Where the next bytes go."""
+        if self._own is None:
+            return self._shared
+        if self._filled == len(self._own):
+            grown = memoryview(np.empty(min(self._size, 2 * len(self._own)), np.uint8)).cast("B")
+            grown[: self._filled] = self._own
+            self._own = grown
+        return self._own[self._filled :]
+
+    def received(self, count: int) -> list[Packet]:
+        """``count`` bytes arrived in ``buffer``; the packets that are whole now. They own their memory."""
+        if self._own is not None:
+            self._filled += count
+            if self._filled < self._size:
+                return []
+            whole = self._own[: self._size]
+            self._own = None
+            return [_packet(whole)]
+        data: memoryview = self._shared[:count]
+        if self._rest:
+            data = memoryview(self._rest + data)
+            self._rest = b""
+        packets = []
+        position, end = 0, len(data)
+        while end - position >= HEADER_SIZE:
+            size = int.from_bytes(data[position : position + 4], "little")
+            if not HEADER_SIZE <= size <= PACKET_SIZE_MAX:
+                raise ProtocolError(f"packet size {size} is outside {HEADER_SIZE} to {PACKET_SIZE_MAX}")
+            if position + size > end:
+                self._begin_own(data[position:], size)
+                return packets
+            packets.append(_packet(memoryview(bytes(data[position : position + size]))))
+            position += size
+        self._rest = bytes(data[position:])
+        return packets
+
+    def _begin_own(self, data: memoryview, size: int) -> None:
+        self._size = size
+        self._filled = len(data)
+        # Not the declared size at once: a peer that only declares must not cost memory.
+        room = min(size, max(GROWTH_FIRST, 2 * len(data)))
+        self._own = memoryview(np.empty(room, np.uint8)).cast("B")
+        self._own[: len(data)] = data
+
+
+def _packet(data: memoryview) -> Packet:
+    _, kind, head_size, correlation, _ = HEADER.unpack_from(data)
+    start = HEADER_SIZE + head_size + (-head_size & 7)
+    if start > len(data):
+        raise ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
+    return Packet(kind, correlation, data[HEADER_SIZE : HEADER_SIZE + head_size], data[start:])

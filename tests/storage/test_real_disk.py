@@ -1,0 +1,122 @@
+"""What only the machine's own disk can show: short writes, limits of the system, the lock."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from plait.errors import DataDirError
+from plait.storage import disk as disk_module
+from plait.storage.disk import IOV_MAX, Buffer, RealDisk
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("step", [1, 7, 4096])
+def test_short_writes_are_continued_where_they_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+):
+    whole = os.pwritev
+
+    def short(fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        return whole(fd, [b"".join(buffers)[:step]], offset)
+
+    monkeypatch.setattr(os, "pwritev", short)
+    buffers: list[Buffer] = [
+        b"abc",
+        b"",
+        bytearray(b"defghijk"),
+        memoryview(b"lm"),
+        *[b"x"] * IOV_MAX,
+        b"end",
+    ]
+    file = RealDisk(tmp_path).open("a", create=True)
+    assert file.write(buffers, 2) == len(b"".join(buffers))
+    file.close()
+    assert (tmp_path / "a").read_bytes() == b"\0\0" + b"".join(buffers)
+
+
+def test_a_disk_that_accepts_no_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "pwritev", lambda fd, buffers, offset: 0)
+    file = RealDisk(tmp_path).open("a", create=True)
+    with pytest.raises(OSError, match="accepted no bytes"):
+        file.write([b"abc"], 0)
+    file.close()
+
+
+def test_after_a_write_that_failed_half_way_the_size_is_the_files(tmp_path: Path):
+    file = RealDisk(tmp_path).open("a", create=True)
+    with file_size_limit(1000), pytest.raises(OSError, match="large"):
+        file.write([b"x" * 600, b"y" * 600], 0)
+    assert file.size == (tmp_path / "a").stat().st_size == 1000
+    assert bytes(file.view()) == b"x" * 600 + b"y" * 400
+    file.close()
+
+
+def test_after_an_allocation_that_failed_the_size_is_the_files(tmp_path: Path):
+    file = RealDisk(tmp_path).open("a", create=True)
+    file.write([b"abc"], 0)
+    with file_size_limit(4096), pytest.raises(OSError, match="large"):
+        file.allocate(100_000)
+    assert file.size == (tmp_path / "a").stat().st_size
+    file.close()
+
+
+def test_a_full_device_raises_no_space():
+    file = RealDisk("/dev").open("full")
+    with pytest.raises(OSError, match="space") as raised:
+        file.write([b"abc"], 0)
+    assert raised.value.errno == errno.ENOSPC
+    assert file.size == 0
+    file.close()
+
+
+def test_a_new_directory_is_synced_into_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[Path] = []
+    monkeypatch.setattr(disk_module, "_sync_directory", synced.append)
+    disk = RealDisk(tmp_path / "data")
+    disk.make_directory("d/e")
+    assert synced == [tmp_path, tmp_path / "data", tmp_path / "data" / "d"]
+    disk.make_directory("d/e")
+    assert len(synced) == 3
+
+
+def test_a_directory_left_by_a_killed_process_is_synced_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "d" / "e").mkdir(parents=True)
+    synced: list[Path] = []
+    monkeypatch.setattr(disk_module, "_sync_directory", synced.append)
+    RealDisk(tmp_path).make_directory("d/e")
+    assert synced == [tmp_path, tmp_path / "d"]
+
+
+def test_a_directory_that_somebody_removed_is_made_again(tmp_path: Path):
+    disk = RealDisk(tmp_path)
+    disk.make_directory("d")
+    (tmp_path / "d").rmdir()
+    disk.make_directory("d")
+    assert (tmp_path / "d").is_dir()
+
+
+def test_one_process_at_a_time_holds_the_lock(tmp_path: Path):
+    first, second = RealDisk(tmp_path / "data"), RealDisk(tmp_path / "data")
+    first.lock()
+    with pytest.raises(DataDirError, match="in use by another plait process"):
+        second.lock()
+    first.unlock()
+    first.unlock()
+    second.lock()
+    second.unlock()

@@ -1,0 +1,33 @@
+"""Crashing a simulated disk again and again, to see everything that can come of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis import strategies as st
+
+from plait.testing.cached_file import SECTOR_SIZE
+from plait.testing.disk import SimulatedDisk, SimulatedFile
+
+RANDOMS = st.integers(0, 2**32 - 1).map(random.Random)
+
+
+def durable(disk: SimulatedDisk, path: str, data: bytes = b"") -> SimulatedFile:
+    """A file with these contents, name and all certain to survive."""
+    file = disk.open(path, create=True)
+    file.write([data], 0)
+    file.sync()
+    disk.sync_directory(path.rpartition("/")[0])
+    return file
+
+
+def outcomes(disk: SimulatedDisk, see: Callable[[SimulatedDisk], Any], tries: int = 400) -> set[Any]:
+    """What ``see`` finds after many crashes at this point."""
+    rng = random.Random(1)
+    return {see(disk.after_crash(rng)) for _ in range(tries)}
+
+
+def sectors(data: bytes) -> list[bytes]:
+    return [data[start : start + SECTOR_SIZE] for start in range(0, len(data), SECTOR_SIZE)]

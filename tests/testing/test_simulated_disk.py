@@ -1,0 +1,413 @@
+"""Crashes, kills, full disks, errors, slowness and rot, as the simulated disk makes them."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.clock import ManualClock
+from plait.testing.disk import SimulatedCrash, SimulatedDisk
+from tests.testing.crashes import durable, outcomes, sectors
+
+# --- crashes ------------------------------------------------------------------------------------
+
+
+def trace(disk: SimulatedDisk) -> None:
+    """Ten operations, one of each kind and one more write."""
+    disk.make_directory("d")
+    file = disk.open("d/a", create=True)
+    file.allocate(2000)
+    file.write([b"x" * 1000, b"y" * 1000], 0)
+    file.sync()
+    file.write([b"z"], 0)
+    file.truncate(1500)
+    disk.rename("d/a", "d/b")
+    disk.sync_directory("d")
+    disk.remove("d/b")
+
+
+def test_every_change_counts_as_an_operation_and_reading_does_not():
+    disk = SimulatedDisk()
+    trace(disk)
+    assert disk.operations == 10
+    disk.make_directory("d")
+    disk.remove("d/missing")
+    disk.open("d/c", create=True)
+    file = disk.open("d/c")
+    file.write([], 0)
+    file.view()
+    disk.read("d/c")
+    disk.list("d")
+    disk.exists("d")
+    disk.space()
+    assert disk.operations == 11
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_crash_comes_before_its_operation_and_then_nothing_works(number: int):
+    whole, disk = SimulatedDisk(), SimulatedDisk()
+    seen: list[bytes | None] = []
+
+    def look(*_: object) -> None:
+        paths = [path for path in ("d/a", "d/b") if whole.exists(path)]
+        seen.append(whole.read(paths[0]) if paths else None)
+
+    whole.on_operation = look
+    trace(whole)
+    disk.crash_at(number)
+    with pytest.raises(SimulatedCrash, match=f"operation {number}"):
+        trace(disk)
+    assert disk.crashed
+    for call in (
+        lambda: disk.open("x", create=True),
+        lambda: disk.read("d/a"),
+        lambda: disk.list(""),
+        lambda: disk.exists("d"),
+        lambda: disk.make_directory("e"),
+        lambda: disk.rename("d/a", "d/b"),
+        lambda: disk.remove("d/a"),
+        lambda: disk.sync_directory(""),
+        lambda: disk.space(),
+    ):
+        with pytest.raises(SimulatedCrash):
+            call()
+    killed = disk.copy()
+    paths = [path for path in ("d/a", "d/b") if killed.exists(path)]
+    assert (killed.read(paths[0]) if paths else None) == seen[number]
+
+
+def test_an_open_file_of_a_crashed_disk_raises_but_closes():
+    disk = SimulatedDisk()
+    file = durable(disk, "a", b"abc")
+    disk.crash_at(disk.operations)
+    with pytest.raises(SimulatedCrash):
+        file.sync()
+    for call in (
+        lambda: file.write([b"x"], 0),
+        lambda: file.truncate(0),
+        lambda: file.allocate(9),
+        file.sync,
+        file.view,
+    ):
+        with pytest.raises(SimulatedCrash):
+            call()
+    file.close()
+    assert disk.after_crash().read("a") == b"abc"
+
+
+@pytest.mark.parametrize("byte", [0, 1, 3, 6, 100])
+def test_a_crash_inside_a_write_leaves_that_many_bytes_in_the_cache(byte: int):
+    disk = SimulatedDisk()
+    file = durable(disk, "a", b"......")
+    disk.crash_at(disk.operations, byte)
+    with pytest.raises(SimulatedCrash):
+        file.write([b"abc", b"def"], 0)
+    assert disk.copy().read("a") == b"abcdef"[:byte] + b"......"[byte:]
+    assert disk.after_crash(keep="none").read("a") == b"......"
+
+
+def test_a_crash_cannot_be_planned_for_the_past():
+    disk = SimulatedDisk()
+    trace(disk)
+    with pytest.raises(ValueError, match="operation 9 has passed: the next one is 10"):
+        disk.crash_at(9)
+
+
+def test_a_crash_is_no_exception_that_code_could_handle_by_mistake():
+    assert not issubclass(SimulatedCrash, Exception)
+
+
+def test_a_copy_is_as_unsynced_as_the_disk_and_apart_from_it():
+    disk = SimulatedDisk()
+    file = durable(disk, "a", b"o" * 10)
+    file.write([b"n" * 10], 0)
+    disk.open("b", create=True)
+    copy = disk.copy()
+    assert outcomes(copy, lambda after: after.read("a")) == {b"o" * 10, b"n" * 10}
+    assert outcomes(copy, lambda after: after.exists("b")) == {False, True}
+    copy.open("a").write([b"c" * 20], 0)
+    copy.sync_directory("")
+    assert disk.read("a") == b"n" * 10
+    assert disk.after_crash(keep="none").list("") == ["a"]
+    assert copy.after_crash(keep="none").list("") == ["a", "b"]
+    copy.open("a").sync()
+    assert copy.after_crash(keep="none").read("a") == b"c" * 20
+    assert disk.after_crash(keep="none").read("a") == b"o" * 10
+
+
+def test_a_copy_knows_a_renamed_file_as_one():
+    disk = SimulatedDisk()
+    durable(disk, "a", b"o" * 10)
+    disk.rename("a", "b")
+    copy = disk.copy()
+    file = copy.open("b")
+    file.write([b"n"], 0)
+    file.sync()
+    assert copy.after_crash(keep="none").read("a") == b"n" + b"o" * 9
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+def test_a_write_without_space_stores_what_fits():
+    disk = SimulatedDisk(capacity=1000)
+    file = disk.open("a", create=True)
+    file.write([b"x" * 900], 0)
+    assert disk.space() == (100, 1000)
+    with pytest.raises(OSError, match="No space") as raised:
+        file.write([b"y" * 200], 850)
+    assert raised.value.errno == errno.ENOSPC
+    assert disk.read("a") == b"x" * 850 + b"y" * 150
+    assert file.size == 1000
+    assert file.write([b"z"], 0) == 1
+
+
+def test_a_write_far_beyond_the_space_changes_nothing():
+    disk = SimulatedDisk(capacity=1000)
+    file = disk.open("a", create=True)
+    with pytest.raises(OSError, match="No space"):
+        file.write([b"x"], 5000)
+    assert (file.size, disk.read("a")) == (0, b"")
+
+
+def test_allocate_truncate_and_create_need_space():
+    disk = SimulatedDisk(capacity=1000)
+    file = disk.open("a", create=True)
+    for call in (file.allocate, file.truncate):
+        with pytest.raises(OSError, match="No space"):
+            call(1001)
+        assert file.size == 0
+    file.allocate(1000)
+    with pytest.raises(OSError, match="No space"):
+        disk.open("b", create=True)
+    assert not disk.exists("b")
+    disk.remove("a")
+    assert disk.space() == (1000, 1000)
+    disk.open("b", create=True).allocate(1000)
+
+
+def test_allocated_space_can_be_written_on_a_full_disk():
+    disk = SimulatedDisk(capacity=1000)
+    file = disk.open("a", create=True)
+    file.allocate(1000)
+    assert file.write([b"x" * 1000], 0) == 1000
+
+
+def test_the_chosen_write_fails_and_may_store_a_part():
+    stored = set()
+    for seed in range(60):
+        disk = SimulatedDisk(seed=seed)
+        disk.fail("write", after=1)
+        file = disk.open("a", create=True)
+        file.write([b"ab"], 0)
+        with pytest.raises(OSError, match="a") as raised:
+            file.write([b"cdef"], 2)
+        assert raised.value.errno == errno.EIO
+        assert disk.read("a") == b"abcdef"[: file.size]
+        stored.add(file.size)
+        assert file.write([b"cdef"], 2) == 4
+    assert stored == {2, 3, 4, 5}
+
+
+def test_faults_hit_the_paths_they_name_as_often_as_told():
+    disk = SimulatedDisk()
+    disk.make_directory("log")
+    disk.fail("sync", path="log/*", times=None)
+    disk.fail("write", path="b", times=2, error=errno.EDQUOT)
+    a, b = disk.open("log/a", create=True), disk.open("b", create=True)
+    b.sync()
+    for _ in range(3):
+        with pytest.raises(OSError, match="log/a"):
+            a.sync()
+    for _ in range(2):
+        with pytest.raises(OSError, match="b") as raised:
+            b.write([b"x"], 0)
+        assert raised.value.errno == errno.EDQUOT
+    assert b.write([b"x"], 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("operation", "call"),
+    [
+        ("create", lambda disk: disk.open("new", create=True)),
+        ("truncate", lambda disk: disk.open("a").truncate(1)),
+        ("allocate", lambda disk: disk.open("a").allocate(100)),
+        ("rename", lambda disk: disk.rename("a", "b")),
+        ("remove", lambda disk: disk.remove("a")),
+        ("make_directory", lambda disk: disk.make_directory("d")),
+        ("sync_directory", lambda disk: disk.sync_directory("")),
+        ("read", lambda disk: disk.read("a")),
+    ],
+)
+def test_any_other_operation_that_fails_changes_nothing(
+    operation: Any, call: Callable[[SimulatedDisk], object]
+):
+    disk = SimulatedDisk()
+    durable(disk, "a", b"abc")
+    disk.fail(operation)
+    with pytest.raises(OSError, match=r"\[Errno 5\]"):
+        call(disk)
+    assert disk.list("") == ["a"]
+    assert disk.read("a") == b"abc"
+    call(disk)
+
+
+def test_data_of_a_failed_sync_is_kept_or_lost_and_no_later_sync_saves_it():
+    kept = set()
+    for seed in range(60):
+        disk = SimulatedDisk(seed=seed)
+        file = durable(disk, "a", b"o" * 1024)
+        file.write([b"n" * 1024], 0)
+        disk.fail("sync")
+        with pytest.raises(OSError, match=r"\[Errno 5\]"):
+            file.sync()
+        assert disk.read("a") == b"n" * 1024
+        file.sync()
+        results = outcomes(disk, lambda after: after.read("a"), tries=5)
+        assert results == {disk.after_crash(keep="none").read("a")}
+        kept.add(bytes(part[0] for part in sectors(results.pop())))
+    assert kept == {b"oo", b"on", b"no", b"nn"}
+
+
+def test_after_a_failed_sync_new_writes_are_synced_again_in_whole_sectors():
+    for seed in range(20):
+        disk = SimulatedDisk(seed=seed)
+        file = durable(disk, "a", b"o" * 1024)
+        file.write([b"n" * 1024], 0)
+        disk.fail("sync")
+        with pytest.raises(OSError, match=r"\[Errno 5\]"):
+            file.sync()
+        file.write([b"z"], 0)
+        file.sync()
+        assert disk.after_crash(keep="none").read("a")[:512] == b"z" + b"n" * 511
+
+
+# --- slow input and output ----------------------------------------------------------------------
+
+
+def test_the_hook_sees_every_operation_before_it_takes_effect():
+    calls: list[tuple[str, str, int]] = []
+    clock = ManualClock()
+
+    def slow(operation: str, path: str, size: int) -> None:
+        calls.append((operation, path, size))
+        clock.advance(0.5)
+
+    disk = SimulatedDisk(on_operation=slow)
+    trace(disk)
+    assert calls == [
+        ("make_directory", "d", 0),
+        ("create", "d/a", 0),
+        ("allocate", "d/a", 2000),
+        ("write", "d/a", 2000),
+        ("sync", "d/a", 0),
+        ("write", "d/a", 1),
+        ("truncate", "d/a", 1500),
+        ("rename", "d/b", 0),
+        ("sync_directory", "d", 0),
+        ("remove", "d/b", 0),
+    ]
+    assert clock.monotonic() == 1005.0
+
+
+def test_the_hook_may_crash_the_disk_in_the_middle_of_a_write():
+    def crash(operation: str, path: str, size: int) -> None:
+        if operation == "write":
+            raise SimulatedCrash(byte=2)
+
+    disk = SimulatedDisk(on_operation=crash)
+    with pytest.raises(SimulatedCrash):
+        disk.open("a", create=True).write([b"abc"], 0)
+    assert disk.crashed
+    assert disk.copy().read("a") == b"ab"
+
+
+def test_the_hook_may_fail_a_sync():
+    def fail(operation: str, path: str, size: int) -> None:
+        if operation == "sync":
+            raise OSError(errno.EIO, "gone")
+
+    disk = SimulatedDisk()
+    file = durable(disk, "a", b"o")
+    disk.on_operation = fail
+    file.write([b"n"], 0)
+    with pytest.raises(OSError, match="gone"):
+        file.sync()
+    assert len(outcomes(disk, lambda after: after.read("a"))) == 1
+
+
+def test_a_slow_sync_covers_only_what_was_written_before_it():
+    disk = SimulatedDisk()
+    file = durable(disk, "a", b"oo")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(operation: str, path: str, size: int) -> None:
+        if operation == "sync":
+            begun.set()
+            assert go_on.wait(10)
+
+    disk.on_operation = slow
+    file.write([b"1"], 0)
+    thread = threading.Thread(target=file.sync)
+    thread.start()
+    assert begun.wait(10)
+    file.write([b"2"], 1)
+    go_on.set()
+    thread.join()
+    assert outcomes(disk, lambda after: after.read("a")) == {b"1o", b"12"}
+
+
+def test_a_slow_directory_sync_covers_only_the_names_from_before_it():
+    disk = SimulatedDisk()
+    disk.open("a", create=True)
+
+    def meanwhile(operation: str, path: str, size: int) -> None:
+        disk.on_operation = None
+        disk.open("b", create=True)
+
+    disk.on_operation = meanwhile
+    disk.sync_directory("")
+    assert outcomes(disk, lambda after: tuple(after.list(""))) == {("a",), ("a", "b")}
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+@given(st.booleans(), st.integers(0, 1999), st.integers(0, 7))
+@settings(max_examples=30)
+def test_a_flipped_bit_is_read_and_survives_a_crash(synced: bool, offset: int, bit: int):
+    disk = SimulatedDisk()
+    file = durable(disk, "a", b"o" * 2000)
+    file.write([b"n" * 1000], 500)
+    if synced:
+        file.sync()
+    view = file.view()
+    expected = bytearray(disk.read("a"))
+    expected[offset] ^= 1 << bit
+    disk.flip_bit("a", offset, bit)
+    assert disk.read("a") == bytes(view) == bytes(expected)
+    assert disk.after_crash(keep="all").read("a") == bytes(expected)
+    flipped = disk.after_crash(keep="none").read("a")[offset]
+    assert flipped in (ord("o") ^ 1 << bit, ord("n") ^ 1 << bit)
+    disk.flip_bit("a", offset, bit)
+    assert disk.read("a") == b"o" * 500 + b"n" * 1000 + b"o" * 500
+
+
+def test_only_bits_that_are_there_can_be_flipped():
+    disk = SimulatedDisk()
+    durable(disk, "a", b"abc")
+    for offset, bit in ((3, 0), (-1, 0), (0, 8)):
+        with pytest.raises(ValueError, match="3 bytes of 8 bits"):
+            disk.flip_bit("a", offset, bit)
+
+
+def test_buffers_that_a_real_disk_would_miscount_are_refused():
+    disk = SimulatedDisk()
+    with pytest.raises(TypeError, match="cast"):
+        disk.open("a", create=True).write([memoryview(b"12345678").cast("Q")], 0)
