@@ -141,8 +141,7 @@ class CachedFile:
                 buffer[offset] ^= mask
         self._medium = _flipped(self._fold(), offset, mask)
         self._unsynced = [
-            change._replace(data=_flipped(change.data, offset - change.offset, mask))
-            for change in self._unsynced
+            change._replace(data=_flipped(change.data, offset - change.offset, mask)) for change in self._unsynced
         ]
 
     def _record(self, offset: int, data: bytes, *, cut: bool = False) -> None:
@@ -209,16 +208,12 @@ def _put(image: bytearray, offset: int, data: bytes) -> None:
 def _all(medium: bytes, changes: Sequence[Change]) -> bytes:
     image = bytearray(medium)
     for change in changes:
-        if change.cut:
-            del image[change.size :]
         _put(image, change.offset, change.data)
         _fit(image, change.size)
     return bytes(image)
 
 
-def _survivors(
-    medium: bytes, changes: Sequence[Change], rng: random.Random, *, cuts_survive: bool = False
-) -> bytes:
+def _survivors(medium: bytes, changes: Sequence[Change], rng: random.Random, *, cuts_survive: bool = False) -> bytes:
     odds = rng.choice(SURVIVAL_ODDS)
     if not cuts_survive and rng.random() < IN_ORDER_ODDS:
         return _all(medium, changes[: rng.randrange(len(changes) + 1)])

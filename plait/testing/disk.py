@@ -233,8 +233,7 @@ class SimulatedDisk:
         self._require_directory(posixpath.dirname(target))
         self._begin("rename", target)
         with self._lock:
-            if source != target:
-                self._names.change(source, target, self._names.files[source])
+            self._names.change(source, target, self._names.files[source])
 
     def remove(self, path: str) -> None:
         self._check_alive()
@@ -335,9 +334,7 @@ class SimulatedDisk:
                 self.on_operation(operation, path, size)
             self._check_alive()
             if number == self._crash_operation:
-                raise SimulatedCrash(
-                    f"crash at operation {number}: {operation} {path}", byte=self._crash_byte
-                )
+                raise SimulatedCrash(f"crash at operation {number}: {operation} {path}", byte=self._crash_byte)
         except SimulatedCrash:
             self.crashed = True
             raise
@@ -374,9 +371,7 @@ class SimulatedDisk:
             cached.write(stored, offset)
             return len(stored)
 
-    def _resize(
-        self, operation: Literal["allocate", "truncate"], cached: CachedFile, path: str, size: int
-    ) -> None:
+    def _resize(self, operation: Literal["allocate", "truncate"], cached: CachedFile, path: str, size: int) -> None:
         self._begin(operation, path, size)
         with self._lock:
             if size - cached.size > self._free():

@@ -184,8 +184,9 @@ def test_one_handle_shows_the_writes_of_another(disk: Disk):
     one.write([b"XY"], 1)
     assert bytes(view) == b"aXYdef"
     one.write([b"more"], 6)
+    assert two.write([b"Z"], 0) == 1
     assert two.size == 6
-    assert len(two.view()) == 6
+    assert bytes(two.view()) == b"ZXYdef"
     one.close()
     two.close()
 

@@ -27,9 +27,7 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("step", [1, 7, 4096])
-def test_short_writes_are_continued_where_they_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
-):
+def test_short_writes_are_continued_where_they_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int):
     whole = os.pwritev
 
     def short(fd: int, buffers: Sequence[Buffer], offset: int) -> int:

@@ -71,6 +71,25 @@ def test_a_rename_between_directories_needs_both_synced():
         assert outcomes(disk, lambda after: after.list("e")[0]) == {"a"}
 
 
+def test_a_file_renamed_twice_has_one_of_its_three_names():
+    disk = SimulatedDisk()
+    durable(disk, "a", b"x")
+    disk.rename("a", "b")
+    disk.rename("b", "c")
+    assert outcomes(disk, lambda after: tuple(after.list(""))) == {("a",), ("b",), ("c",)}
+
+
+def test_a_certain_removal_makes_the_renaming_before_it_certain():
+    disk = SimulatedDisk()
+    disk.make_directory("d")
+    disk.make_directory("e")
+    durable(disk, "d/a", b"x")
+    disk.rename("d/a", "e/a")
+    disk.remove("e/a")
+    disk.sync_directory("e")
+    assert outcomes(disk, lambda after: (*after.list("d"), *after.list("e"))) == {()}
+
+
 def test_a_directory_is_durable_when_made_and_takes_no_other_name_along():
     disk = SimulatedDisk()
     disk.open("a", create=True)

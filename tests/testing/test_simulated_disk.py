@@ -134,11 +134,33 @@ def test_a_copy_is_as_unsynced_as_the_disk_and_apart_from_it():
     copy.open("a").write([b"c" * 20], 0)
     copy.sync_directory("")
     assert disk.read("a") == b"n" * 10
+    assert outcomes(disk, lambda after: after.read("a")) == {b"o" * 10, b"n" * 10}
     assert disk.after_crash(keep="none").list("") == ["a"]
     assert copy.after_crash(keep="none").list("") == ["a", "b"]
     copy.open("a").sync()
     assert copy.after_crash(keep="none").read("a") == b"c" * 20
     assert disk.after_crash(keep="none").read("a") == b"o" * 10
+
+
+def test_what_was_unsynced_is_synced_through_the_copy():
+    disk = SimulatedDisk()
+    durable(disk, "a", b"old").write([b"new"], 0)
+    disk.open("b", create=True)
+    copy = disk.copy()
+    copy.open("a").sync()
+    file = copy.open("b")
+    file.write([b"b"], 0)
+    file.sync()
+    copy.sync_directory("")
+    after = copy.after_crash(keep="none")
+    assert (after.read("a"), after.read("b")) == (b"new", b"b")
+
+
+def test_a_directory_made_later_is_not_in_the_other_disk():
+    disk = SimulatedDisk()
+    for other in (disk.copy(), disk.after_crash()):
+        other.make_directory("d")
+        assert not disk.exists("d")
 
 
 def test_a_copy_knows_a_renamed_file_as_one():
@@ -245,9 +267,7 @@ def test_faults_hit_the_paths_they_name_as_often_as_told():
         ("read", lambda disk: disk.read("a")),
     ],
 )
-def test_any_other_operation_that_fails_changes_nothing(
-    operation: Any, call: Callable[[SimulatedDisk], object]
-):
+def test_any_other_operation_that_fails_changes_nothing(operation: Any, call: Callable[[SimulatedDisk], object]):
     disk = SimulatedDisk()
     durable(disk, "a", b"abc")
     disk.fail(operation)
@@ -273,6 +293,19 @@ def test_data_of_a_failed_sync_is_kept_or_lost_and_no_later_sync_saves_it():
         assert results == {disk.after_crash(keep="none").read("a")}
         kept.add(bytes(part[0] for part in sectors(results.pop())))
     assert kept == {b"oo", b"on", b"no", b"nn"}
+
+
+def test_a_failed_sync_does_not_bring_back_what_was_cut():
+    for seed in range(20):
+        disk = SimulatedDisk(seed=seed)
+        file = durable(disk, "a", b"o" * 2048)
+        file.truncate(0)
+        disk.fail("sync")
+        with pytest.raises(OSError, match=r"\[Errno 5\]"):
+            file.sync()
+        file.write([b"n"], 1024)
+        file.sync()
+        assert disk.after_crash(keep="none").read("a") == bytes(1024) + b"n"
 
 
 def test_after_a_failed_sync_new_writes_are_synced_again_in_whole_sectors():
@@ -361,6 +394,26 @@ def test_a_slow_sync_covers_only_what_was_written_before_it():
     go_on.set()
     thread.join()
     assert outcomes(disk, lambda after: after.read("a")) == {b"1o", b"12"}
+
+
+def test_a_sync_that_a_crash_overtakes_does_nothing():
+    disk = SimulatedDisk()
+    file = durable(disk, "a", b"o")
+    raised: list[BaseException] = []
+
+    def crash_meanwhile(operation: str, path: str, size: int) -> None:
+        disk.on_operation = None
+        disk.crash_at(disk.operations)
+        with pytest.raises(SimulatedCrash) as crash:
+            disk.remove("a")
+        raised.append(crash.value)
+
+    file.write([b"n"], 0)
+    disk.on_operation = crash_meanwhile
+    with pytest.raises(SimulatedCrash):
+        file.sync()
+    assert len(raised) == 1
+    assert outcomes(disk, lambda after: after.read("a")) == {b"o", b"n"}
 
 
 def test_a_slow_directory_sync_covers_only_the_names_from_before_it():

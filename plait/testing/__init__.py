@@ -1,0 +1,1 @@
+"""What tests need that a broker in production does not: disks that fail, from a seed."""
