@@ -1,0 +1,96 @@
+"""Plait: a durable message queue for Python teams.
+
+``connect`` for asynchronous code, ``plait.sync`` for blocking code, ``App`` for handlers.
+"""
+
+from plait.client.admin import ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
+from plait.client.batch import ArrowBatch, Batch
+from plait.client.client import Client, connect
+from plait.client.consumer import Consumer
+from plait.client.reader import Reader
+from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
+from plait.errors import (
+    BufferFull,
+    Closed,
+    CodecError,
+    DamageError,
+    DataDirError,
+    DiskFull,
+    Expired,
+    FlowControl,
+    ForkedClient,
+    FrameError,
+    GroupBusy,
+    GroupMismatch,
+    GroupNotFound,
+    InvalidArgument,
+    InvalidName,
+    LimitExceeded,
+    OutOfSequence,
+    PlaitError,
+    ProtocolError,
+    ReadOnly,
+    StaleRoute,
+    StaleSession,
+    StorageFailed,
+    SubjectExists,
+    SubjectNotFound,
+    Timeout,
+    TooLarge,
+    Unavailable,
+    UnknownProducer,
+    VersionMismatch,
+)
+from plait.limits import ClientLimits
+from plait.version import VERSION as __version__
+
+__all__ = [
+    "ArrowBatch",
+    "Batch",
+    "BufferFull",
+    "Client",
+    "ClientLimits",
+    "Closed",
+    "CodecError",
+    "Consumer",
+    "ConsumerInfo",
+    "DamageError",
+    "DataDirError",
+    "DiskFull",
+    "Expired",
+    "FlowControl",
+    "ForkedClient",
+    "FrameError",
+    "GroupBusy",
+    "GroupInfo",
+    "GroupMismatch",
+    "GroupNotFound",
+    "InvalidArgument",
+    "InvalidName",
+    "LimitExceeded",
+    "Message",
+    "MessageId",
+    "OutOfSequence",
+    "PartitionName",
+    "PlaitError",
+    "ProtocolError",
+    "ReadOnly",
+    "Reader",
+    "Receipt",
+    "Receipts",
+    "StaleRoute",
+    "StaleSession",
+    "StorageFailed",
+    "SubjectDetails",
+    "SubjectExists",
+    "SubjectInfo",
+    "SubjectNotFound",
+    "Ticket",
+    "Timeout",
+    "TooLarge",
+    "Unavailable",
+    "UnknownProducer",
+    "VersionMismatch",
+    "__version__",
+    "connect",
+]

@@ -216,13 +216,9 @@ class Broker:
         if subject in self.subjects:
             raise SubjectExists(f"subject {subject!r} exists already")
         if len(self.subjects) >= self.limits.subjects:
-            raise LimitExceeded(
-                f"this broker has its {self.limits.subjects} subjects; delete some or raise the limit"
-            )
+            raise LimitExceeded(f"this broker has its {self.limits.subjects} subjects; delete some or raise the limit")
         self._refuse_when_full()
-        row = PartitionRow(
-            self.next_partition, subject, subject, self.clock.now(), settings or SubjectSettings()
-        )
+        row = PartitionRow(self.next_partition, subject, subject, self.clock.now(), settings or SubjectSettings())
         self._append_rows([row])
         self.next_partition += 1
         partition = Partition(row, ConsumeLog(self.disk, row.id))
@@ -243,9 +239,7 @@ class Broker:
         """The subject, its messages and its groups are gone."""
         partition = self.partition_of(subject, create=False)
         old = partition.row
-        self._append_rows(
-            [PartitionRow(old.id, old.subject, old.name, old.created, old.settings, deleted=True)]
-        )
+        self._append_rows([PartitionRow(old.id, old.subject, old.name, old.created, old.settings, deleted=True)])
         for group in list(partition.groups.values()):
             for waiter in list(group.waiters):
                 self._time_out(waiter)
@@ -279,8 +273,7 @@ class Broker:
             for group in partition.groups.values():
                 definitions.append(group.definition)
                 definitions.extend(
-                    ConsumerDefinition(consumer.id, group.id, consumer.client)
-                    for consumer in group.consumers.values()
+                    ConsumerDefinition(consumer.id, group.id, consumer.client) for consumer in group.consumers.values()
                 )
         for start in range(0, len(definitions), HEAD_ROWS):
             frame = definition_frame(
@@ -327,9 +320,7 @@ class Broker:
             raise FlowControl(
                 f"the log has been busy for {now - self._sync_since:.1f} s; nothing was stored, send again later"
             )
-        if self._unsynced and now - self._unsynced_since > self.limits.queue_head_seconds + (
-            now - self._sync_since
-        ):
+        if self._unsynced and now - self._unsynced_since > self.limits.queue_head_seconds + (now - self._sync_since):
             raise FlowControl("the send queue is too long; nothing was stored, send again later")
 
     # --- the end of a loop turn -----------------------------------------------------------------
@@ -444,9 +435,7 @@ class Broker:
         self._fail(error)
 
     def _fail(self, error: OSError) -> None:
-        self.failed = StorageFailed(
-            f"a log could not be written or synced ({error}); the server stops and recovers"
-        )
+        self.failed = StorageFailed(f"a log could not be written or synced ({error}); the server stops and recovers")
 
     def _disk_error(self, error: OSError) -> PlaitError:
         if error.errno == errno.ENOSPC:
@@ -462,7 +451,9 @@ class Broker:
         if free < self.config.disk_free_min:
             self._low_space = f"only {free >> 20} MiB of disk are free (floor {self.config.disk_free_min >> 20} MiB); sends are refused"
         elif used_share > self.config.disk_used_max:
-            self._low_space = f"the disk is {used_share:.0%} full (watermark {self.config.disk_used_max:.0%}); sends are refused"
+            self._low_space = (
+                f"the disk is {used_share:.0%} full (watermark {self.config.disk_used_max:.0%}); sends are refused"
+            )
         else:
             self._low_space = ""
 
@@ -491,9 +482,7 @@ class Broker:
             return
         waiter = Waiter(consumer, count, size, reply)
         group.wait(waiter)
-        self.deadlines.add(
-            self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out
-        )
+        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out)
 
     def read(
         self,
@@ -512,9 +501,7 @@ class Broker:
             return
         waiter = Waiter(None, count, size, reply, max(sequence, batch.end))
         partition.readers[waiter] = None
-        self.deadlines.add(
-            self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out
-        )
+        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out)
 
     def _deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
         if group.definition.delivery == "at_most_once":
@@ -532,9 +519,7 @@ class Broker:
                 lambda waiter, delivery, g=group: self._deliver(g, delivery, waiter.reply),
             )
         for waiter in list(partition.readers):
-            batch = partition.read(
-                self.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size
-            )
+            batch = partition.read(self.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size)
             if batch.count:
                 del partition.readers[waiter]
                 waiter.done = True
@@ -548,9 +533,7 @@ class Broker:
     def wake_group(self, group: Group) -> None:
         """Rows came back to a group: serve who waits."""
         if group.waiters:
-            group.serve(
-                self.message_log, self, lambda waiter, delivery: self._deliver(group, delivery, waiter.reply)
-            )
+            group.serve(self.message_log, self, lambda waiter, delivery: self._deliver(group, delivery, waiter.reply))
 
     def _refuse_when_stalled(self) -> None:
         if self.failed is not None:
@@ -560,18 +543,14 @@ class Broker:
 
     # --- acks -----------------------------------------------------------------------------------
 
-    def ack(
-        self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None
-    ) -> None:
+    def ack(self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None) -> None:
         """(start, end, epoch) ranges are done."""
         self._refuse_when_stalled()
         for start, end, epoch in ranges:
             consumer.group.ack(consumer, start, end, epoch, self)
         self.answer_after_commit(reply)
 
-    def nack(
-        self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None
-    ) -> None:
+    def nack(self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None) -> None:
         """(start, end, epoch) ranges go back to the group at once."""
         self._refuse_when_stalled()
         for start, end, epoch in ranges:

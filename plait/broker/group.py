@@ -54,9 +54,7 @@ class Consumer:
 class Journal(Protocol):
     """Where events go before they count."""
 
-    def event(
-        self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int
-    ) -> None: ...
+    def event(self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int) -> None: ...
 
 
 class Group:
@@ -99,6 +97,11 @@ class Group:
     def logs_pulls(self) -> bool:
         """A broadcast group is one consumer: what it has not acked is what it needs, and no pull log is kept."""
         return not self.definition.broadcast
+
+    @property
+    def has_more(self) -> bool:
+        """A pull would find rows now."""
+        return bool(self.pull_log.returned) or self.pull_log.next < self.partition.visible
 
     # --- handing out ----------------------------------------------------------------------------
 
@@ -191,9 +194,7 @@ class Group:
             if start < end:
                 claimed.append((start, end))
         recorded = self.pull_log.held.get(consumer.id)
-        kept = [
-            piece for start, end in claimed for piece in (recorded.overlap(start, end) if recorded else [])
-        ]
+        kept = [piece for start, end in claimed for piece in (recorded.overlap(start, end) if recorded else [])]
         free = [piece for start, end in claimed for piece in self.pull_log.returned.overlap(start, end)]
         fresh = [(max(start, self.pull_log.next), end) for start, end in claimed if end > self.pull_log.next]
         self.offline(consumer, journal)

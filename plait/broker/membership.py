@@ -98,14 +98,10 @@ class Membership:
         broker.wake_group(group)
         return consumer
 
-    def _create(
-        self, partition: Partition, name: str, start: Any, delivery: Delivery, *, broadcast: bool
-    ) -> Group:
+    def _create(self, partition: Partition, name: str, start: Any, delivery: Delivery, *, broadcast: bool) -> Group:
         broker = self._broker
         if broker.group_count >= broker.limits.groups:
-            raise LimitExceeded(
-                f"this broker has its {broker.limits.groups} groups; remove some or raise the limit"
-            )
+            raise LimitExceeded(f"this broker has its {broker.limits.groups} groups; remove some or raise the limit")
         if start is None:
             start = "latest" if broadcast else "earliest"
         definition = GroupDefinition(
@@ -129,9 +125,7 @@ class Membership:
         """The consumer of a session, heard from just now."""
         consumer = self._broker.sessions.get(number)
         if consumer is None:
-            raise StaleSession(
-                "this consumer was given up (out of contact or attached elsewhere); attach again"
-            )
+            raise StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
         consumer.heard = self._broker.clock.monotonic()
         return consumer
 

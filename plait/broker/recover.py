@@ -115,9 +115,7 @@ class Recovery:
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
             partition.epochs = entry.epochs
             broker.add_partition(partition)
-            for group in state.load_groups(
-                entry, partition, broker.limits.consumer_ranges, broker.clock.monotonic()
-            ):
+            for group in state.load_groups(entry, partition, broker.limits.consumer_ranges, broker.clock.monotonic()):
                 self._groups[group.id] = group
                 broker.add_group(group)
             if not partition.consume_log.load(entry.generation, entry.flushed, entry.next):

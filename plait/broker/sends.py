@@ -78,9 +78,7 @@ class Appender:
         if run:
             self._store(partition, run, epoch, now, appended)
 
-    def _store(
-        self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended
-    ) -> None:
+    def _store(self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended) -> None:
         bound = sum(s.frame.size for s in run) + 64 * len(run) + 256
         self._log.place_for(bound)
         base = partition.next
@@ -91,17 +89,13 @@ class Appender:
             error: PlaitError | None = None
             sequence: int | None = end
             if not frame.flags & FLAG_UNSEQUENCED:
-                verdict = self._producers.judge(
-                    frame.producer, partition.id, frame.first, frame.count, frame.previous
-                )
+                verdict = self._producers.judge(frame.producer, partition.id, frame.first, frame.count, frame.previous)
                 if verdict is not Verdict.NEW:
                     sequence, error = self._refuse(partition, frame, verdict)
                     if submission.reply is not None:
                         appended.replies.append((submission.reply, sequence, error))
                     continue
-                self._producers.stored(
-                    frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now
-                )
+                self._producers.stored(frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now)
             fresh.append(submission)
             end += frame.count
             if submission.reply is not None:
@@ -122,9 +116,7 @@ class Appender:
         partition.appended(base, offset, now, size, end - base, epoch)
         appended.partitions[partition] = end
 
-    def _refuse(
-        self, partition: Partition, frame: FrameView, verdict: Verdict
-    ) -> tuple[int | None, PlaitError | None]:
+    def _refuse(self, partition: Partition, frame: FrameView, verdict: Verdict) -> tuple[int | None, PlaitError | None]:
         if verdict is Verdict.DUPLICATE:
             return self._producers.receipt(frame.producer, partition.id, frame.first), None
         if verdict is Verdict.UNKNOWN:

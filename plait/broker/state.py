@@ -92,9 +92,7 @@ def _dump_group(group: Group) -> GroupState:
     )
 
 
-def load_groups(
-    state: PartitionState, partition: Partition, ranges_max: int, heard: float
-) -> Iterable[Group]:
+def load_groups(state: PartitionState, partition: Partition, ranges_max: int, heard: float) -> Iterable[Group]:
     """The groups of a partition as a checkpoint has them; their consumers have yet to come back."""
     for entry in state.groups:
         group = Group(entry.definition, partition, ranges_max)

@@ -12,9 +12,7 @@ class Waiter:
 
     __slots__ = ("consumer", "count", "done", "reply", "sequence", "size")
 
-    def __init__(
-        self, consumer: Any, count: int, size: int, reply: Callable[..., None], sequence: int = 0
-    ) -> None:
+    def __init__(self, consumer: Any, count: int, size: int, reply: Callable[..., None], sequence: int = 0) -> None:
         self.consumer = consumer
         self.count = count
         self.size = size

@@ -3,89 +3,111 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from plait.frame import check
 from plait.frame.columns import TAG_SEPARATOR, Column
 from plait.frame.view import FrameView
 
-SCHEMA = pa.schema(
+_TEXT: Final = pa.string()
+_BYTES: Final = pa.binary()
+_TEXTS: Final = pa.list_(_TEXT)
+_TIME: Final = pa.timestamp("us", tz="UTC")
+_SIGNED: Final = pa.int64()
+_UNSIGNED: Final = pa.uint64()
+
+SCHEMA: Final = pa.schema(
     [
-        pa.field("sequence", pa.int64(), nullable=False),
-        pa.field("key", pa.string()),
-        pa.field("body", pa.binary(), nullable=False),
-        pa.field("tags", pa.list_(pa.string())),
-        pa.field("headers", pa.binary()),
-        pa.field("send_time", pa.timestamp("us", tz="UTC")),
-        pa.field("store_time", pa.timestamp("us", tz="UTC"), nullable=False),
-        pa.field("producer", pa.uint64(), nullable=False),
-        pa.field("producer_sequence", pa.uint64(), nullable=False),
+        pa.field("sequence", _SIGNED, nullable=False),
+        pa.field("key", _TEXT),
+        pa.field("body", _BYTES, nullable=False),
+        pa.field("tags", _TEXTS),
+        pa.field("headers", _BYTES),
+        pa.field("send_time", _TIME),
+        pa.field("store_time", _TIME, nullable=False),
+        pa.field("producer", _UNSIGNED, nullable=False),
+        pa.field("producer_sequence", _UNSIGNED, nullable=False),
     ]
 )
 
+#: Columns of nothing up to this size are parts of one that is shared.
+_SHARED_NULLS: Final = 16_384
+
 
 @cache
-def _nulls(kind: pa.DataType, count: int) -> pa.Array:
-    return pa.nulls(count, kind)
+def _shared_nulls(kind: pa.DataType) -> pa.Array:
+    return pa.nulls(_SHARED_NULLS, kind)
 
 
 def nulls(kind: pa.DataType, count: int) -> pa.Array:
-    """A column of nothing; common sizes are shared."""
-    return _nulls(kind, count) if count <= 16_384 else pa.nulls(count, kind)
+    """A column of nothing."""
+    return _shared_nulls(kind).slice(0, count) if count <= _SHARED_NULLS else pa.nulls(count, kind)
 
 
 def keys(frame: FrameView) -> pa.Array:
     """Order keys as text, null where a row has none."""
     if not frame.has(Column.KEY):
-        return nulls(pa.string(), frame.count)
+        return nulls(_TEXT, frame.count)
     offsets, data = frame.variable(Column.KEY)
-    empty = offsets[1:] == offsets[:-1]
-    validity = None
-    if empty.any():
-        validity = pa.py_buffer(np.packbits(~empty, bitorder="little"))
-    buffers = [validity, pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(pa.string(), frame.count, buffers)
+    check.text(offsets, data, Column.KEY)
+    return _wrap_nullable(_TEXT, offsets, data)
 
 
 def tags(frame: FrameView) -> pa.Array:
     """Tags as lists of text, null where a row has none."""
     if not frame.has(Column.TAGS):
-        return nulls(SCHEMA.field("tags").type, frame.count)
-    joined = frame.binary(Column.TAGS).cast(pa.string())
-    split = pc.split_pattern(pc.utf8_trim(joined, characters=TAG_SEPARATOR), TAG_SEPARATOR)
-    return pc.if_else(pc.equal(joined, ""), pa.scalar(None, split.type), split)
+        return nulls(_TEXTS, frame.count)
+    offsets, data = frame.variable(Column.TAGS)
+    check.text(offsets, data, Column.TAGS)
+    joined = _wrap_nullable(_TEXT, offsets, data)
+    return pc.split_pattern(pc.utf8_trim(joined, characters=TAG_SEPARATOR), TAG_SEPARATOR)
 
 
 def headers(frame: FrameView) -> pa.Array:
     """Headers as encoded maps, null where a row has none."""
     if not frame.has(Column.HEADERS):
-        return nulls(pa.binary(), frame.count)
-    encoded = frame.binary(Column.HEADERS)
-    return pc.if_else(pc.equal(pc.binary_length(encoded), 0), pa.scalar(None, pa.binary()), encoded)
+        return nulls(_BYTES, frame.count)
+    return _wrap_nullable(_BYTES, *frame.variable(Column.HEADERS))
 
 
 def send_times(frame: FrameView) -> pa.Array:
-    kind = SCHEMA.field("send_time").type
+    """When each row was sent, null where its producer did not say."""
     if not frame.has(Column.SEND_TIME):
-        return nulls(kind, frame.count)
-    return pa.array(frame.fixed(Column.SEND_TIME).astype("datetime64[us]"), kind)
+        return nulls(_TIME, frame.count)
+    values = np.ascontiguousarray(frame.fixed(Column.SEND_TIME))
+    check.times(values, Column.SEND_TIME)
+    return _wrap(_TIME, values)
 
 
 def record_batch(frame: FrameView) -> pa.RecordBatch:
     """All columns of a frame, in the order of ``SCHEMA``."""
     producers, numbers = frame.message_ids()
-    store_times = np.full(frame.count, frame.store_time, "datetime64[us]")
     columns = [
-        pa.array(frame.sequences()),
+        _wrap(_SIGNED, frame.sequences()),
         keys(frame),
         frame.binary(Column.BODY),
         tags(frame),
         headers(frame),
         send_times(frame),
-        pa.array(store_times, SCHEMA.field("store_time").type),
-        pa.array(producers),
-        pa.array(numbers),
+        _wrap(_TIME, np.full(frame.count, frame.store_time, np.int64)),
+        _wrap(_UNSIGNED, producers),
+        _wrap(_UNSIGNED, numbers),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
+
+
+def _wrap(kind: pa.DataType, values: npt.NDArray[Any]) -> pa.Array:
+    """An Arrow array over the memory of a NumPy one with no gaps."""
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(values)], 0)
+
+
+def _wrap_nullable(kind: pa.DataType, offsets: npt.NDArray[np.int32], data: memoryview) -> pa.Array:
+    """An Arrow array over existing memory in which an empty row is null."""
+    filled = offsets[1:] != offsets[:-1]
+    validity = None if filled.all() else pa.py_buffer(np.packbits(filled, bitorder="little"))
+    return pa.Array.from_buffers(kind, len(filled), [validity, pa.py_buffer(offsets), pa.py_buffer(data)])

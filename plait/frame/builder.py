@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from struct import Struct
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,17 +15,47 @@ from crc32c import crc32c
 
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame.codec import codec_named, deflate
-from plait.frame.columns import COMPRESSIBLE, ENTRY_SIZE_BITS, Codec, Column
-from plait.frame.header import CLIENT, HEADER_SIZE, MAGIC, NO_STAMP, STAMP_OFFSET, U32, VERSION, pad
-from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
+from plait.frame.columns import (
+    COMPRESSIBLE,
+    ENTRY_SIZE,
+    ENTRY_SIZE_BITS,
+    FIXED_TYPES,
+    ORIGINAL_SIZE_MAX,
+    Codec,
+    Column,
+    label,
+)
+from plait.frame.header import (
+    CLIENT,
+    HEADER_SIZE,
+    MAGIC,
+    NO_STAMP,
+    SEQUENCE_MAX,
+    STAMP_OFFSET,
+    TIME_MAX,
+    U32,
+    VERSION,
+    pad,
+)
+from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, FRAME_SIZE_MAX
 
 Buffer = bytes | bytearray | memoryview
-#: Rows of a variable column: ready-made Arrow arrays are used as they are.
-Rows = Sequence[bytes] | pa.Array
+#: Rows of a variable column: bytes, or text that is stored as UTF-8. Ready-made Arrow arrays are used as they are.
+Rows: TypeAlias = "Sequence[bytes] | Sequence[str] | pa.Array | pa.ChunkedArray"
+#: A column ready to be stored: number, codec, and its bytes in pieces.
+Encoded = tuple[int, Codec, list[Buffer]]
 
-_PADDING = [b"\0" * n for n in range(8)]
 #: Compressing less than this costs more than it saves.
-COMPRESS_FROM = 512
+COMPRESS_FROM: Final = 512
+#: Up to this many rows a join is faster than an Arrow array.
+SMALL_COUNT: Final = 64
+
+_PADDING: Final = [b"\0" * n for n in range(8)]
+_OFFSETS: Final = [Struct(f"<{count + 1}i") for count in range(SMALL_COUNT + 1)]
+_DIRECTORIES: Final = [Struct(f"<{count}I{pad(ENTRY_SIZE * count)}x") for count in range(33)]
+_ARRAYS: Final = (pa.Array, pa.ChunkedArray)
+_BINARY: Final = pa.binary()
+_STRING: Final = pa.string()
 
 
 class FrameParts:
@@ -33,25 +66,30 @@ class FrameParts:
     def __init__(
         self,
         columns: int,
-        tail: list[Buffer],
+        parts: list[Buffer],
+        size: int,
         count: int,
         producer: int,
         first: int,
         previous: int,
         flags: int,
+        stamp: bytes = NO_STAMP,
     ) -> None:
         self.tail_columns = columns
-        self.parts: list[Buffer] = [b"", *tail]
-        self.size = HEADER_SIZE + sum(map(len, tail))
+        #: The header, which ``follow`` puts first, the directory and the columns.
+        self.parts = parts
+        self.size = size
         self.count = count
         self.producer = producer
         self.first = first
         self.flags = flags
-        self.stamp = NO_STAMP
+        self.stamp = stamp
         if self.size > FRAME_SIZE_MAX:
-            raise TooLarge(
-                f"frame of {self.size} bytes is over the limit of {FRAME_SIZE_MAX}; send fewer rows"
-            )
+            raise TooLarge(f"frame of {self.size} bytes is over the limit of {FRAME_SIZE_MAX}; send fewer rows")
+        if count > FRAME_COUNT_MAX:
+            raise TooLarge(f"frame of {count} rows is over the limit of {FRAME_COUNT_MAX}; send fewer")
+        if first + count > SEQUENCE_MAX:
+            raise InvalidArgument(f"producer sequence {first} is over the limit of {SEQUENCE_MAX}")
         self.follow(previous)
 
     @property
@@ -62,21 +100,27 @@ class FrameParts:
     def follow(self, previous: int) -> None:
         """(Re)sign the frame as the successor of ``previous``."""
         self.previous = previous
-        client = CLIENT.pack(
-            MAGIC,
-            VERSION,
-            self.flags,
-            self.size,
-            self.count,
-            self.tail_columns,
-            self.producer,
-            self.first,
-            previous,
-        )
+        try:
+            client = CLIENT.pack(
+                MAGIC,
+                VERSION,
+                self.flags,
+                self.size,
+                self.count,
+                self.tail_columns,
+                self.producer,
+                self.first,
+                previous,
+            )
+        except struct.error as error:
+            raise InvalidArgument(
+                f"producer {self.producer}, sequence {self.first} after {previous}, flags {self.flags}: {error}"
+            ) from None
         crc = crc32c(client)
-        for part in self.parts[1:]:
-            crc = crc32c(part, crc)
-        self.parts[0] = client + U32.pack(crc) + self.stamp
+        parts = self.parts
+        for index in range(1, len(parts)):
+            crc = crc32c(parts[index], crc)
+        parts[0] = client + U32.pack(crc) + self.stamp
 
     def stamp_with(self, stamp: bytes) -> None:
         """Put the broker's part in; the client's signature does not cover it."""
@@ -91,14 +135,24 @@ class FrameParts:
 
 def variable_parts(rows: Rows) -> tuple[Buffer, Buffer]:
     """Offsets and data of a variable column."""
-    array = rows if isinstance(rows, pa.Array) else pa.array(rows, pa.binary())
+    if isinstance(rows, _ARRAYS):
+        array = rows
+    elif len(rows) <= SMALL_COUNT and (joined := _join(rows)) is not None:
+        return joined
+    else:
+        try:
+            array = pa.array(rows, _BINARY)
+        except (pa.ArrowException, TypeError, ValueError) as error:
+            raise InvalidArgument(f"rows are not all bytes: {error}") from None
     if isinstance(array, pa.ChunkedArray):
+        if array.nbytes > 2 * COLUMN_SIZE_MAX:
+            raise TooLarge(f"a column of {array.nbytes} bytes is over any frame's limit; send fewer rows")
         array = array.combine_chunks()
     if array.null_count:
         raise InvalidArgument("a column has null rows; give every row a value")
-    if array.type not in (pa.binary(), pa.string()):
+    if array.type not in (_BINARY, _STRING):
         try:
-            array = array.cast(pa.binary())
+            array = array.cast(_BINARY)
         except pa.ArrowException as error:
             raise InvalidArgument(f"rows of type {array.type} are not bytes: {error}") from None
     _, offsets_buffer, data_buffer = array.buffers()
@@ -108,6 +162,20 @@ def variable_parts(rows: Rows) -> tuple[Buffer, Buffer]:
     last = U32.unpack_from(offsets, len(offsets) - 4)[0]
     data = memoryview(data_buffer).cast("B")[first:last] if last > first else b""
     return offsets, data
+
+
+def _join(rows: Sequence[bytes] | Sequence[str]) -> tuple[Buffer, Buffer] | None:
+    """Offsets and data of a few rows; None where they are something else than bytes or text."""
+    try:
+        encoded: Any = [row.encode() for row in rows] if type(rows[0]) is str else rows  # type: ignore[union-attr]
+        data = b"".join(encoded)
+        ends = list(accumulate(map(len, encoded), initial=0))
+    except (AttributeError, TypeError, UnicodeEncodeError):
+        return None
+    # A memoryview's length counts items, not bytes.
+    if ends[-1] != len(data) or len(data) > COLUMN_SIZE_MAX:
+        return None
+    return _OFFSETS[len(rows)].pack(*ends), data
 
 
 def build_frame(
@@ -132,15 +200,17 @@ def build_frame(
     count = len(bodies)
     if not 0 < count <= FRAME_COUNT_MAX:
         raise InvalidArgument(f"a frame takes 1 to {FRAME_COUNT_MAX} rows, not {count}")
-    codec = codec_named(compression) if compression else Codec.RAW
-    columns: list[tuple[int, Codec, list[Buffer]]] = []
+    codec = codec_named(compression) if compression else None
+    columns: list[Encoded] = []
     if key_hashes is not None:
-        columns.append((Column.KEY_HASH, Codec.RAW, [_fixed(key_hashes, count, "<u8")]))
+        columns.append((Column.KEY_HASH, Codec.RAW, [_fixed(key_hashes, count, Column.KEY_HASH)]))
     if send_time is not None:
         if isinstance(send_time, int):
-            columns.append((Column.SEND_TIME, Codec.CONST, [send_time.to_bytes(8, "little", signed=True)]))
+            if not 0 <= send_time <= TIME_MAX:
+                raise InvalidArgument(f"send time {send_time} is no date: use microseconds since 1970")
+            columns.append((Column.SEND_TIME, Codec.CONST, [send_time.to_bytes(8, "little")]))
         else:
-            columns.append((Column.SEND_TIME, Codec.RAW, [_fixed(send_time, count, "<i8")]))
+            columns.append((Column.SEND_TIME, Codec.RAW, [_fixed(send_time, count, Column.SEND_TIME)]))
     for column, rows in (
         (Column.KEY, keys),
         (Column.BODY, bodies),
@@ -150,50 +220,65 @@ def build_frame(
         if rows is None:
             continue
         if len(rows) != count:
-            raise InvalidArgument(f"{column.name.lower()} has {len(rows)} rows, bodies have {count}")
-        pieces: list[Buffer] = list(variable_parts(rows))
-        if codec and column in COMPRESSIBLE and sum(map(len, pieces)) >= COMPRESS_FROM:
-            raw = _rebased(pieces)
-            packed = deflate(raw, codec)
-            if len(packed) < len(raw):
-                columns.append((column, codec, [packed]))
-                continue
-        columns.append((column, Codec.RAW, pieces))
-    return assemble(columns, count=count, producer=producer, first=first, previous=previous, flags=flags)
+            raise InvalidArgument(f"{label(column)} has {len(rows)} rows, bodies have {count}")
+        offsets, data = variable_parts(rows)
+        if codec is not None and column in COMPRESSIBLE:
+            size = len(offsets) + len(data)
+            # A column over the limit could not be inflated by any reader; raw, it is over the limit of a frame.
+            if COMPRESS_FROM <= size <= COLUMN_SIZE_MAX:
+                packed = deflate(_rebased(offsets, data), codec)
+                if len(packed) < size:
+                    columns.append((column, codec, [packed]))
+                    continue
+        columns.append((column, Codec.RAW, [offsets, data]))
+    frame = assemble(columns, count=count, producer=producer, first=first, previous=previous, flags=flags)
+    if frame.size > ORIGINAL_SIZE_MAX:
+        raise TooLarge(f"frame of {frame.size} bytes is over the limit of {ORIGINAL_SIZE_MAX}; send fewer rows")
+    return frame
 
 
 def assemble(
-    columns: list[tuple[int, Codec, list[Buffer]]],
+    columns: list[Encoded],
     *,
     count: int,
     producer: int,
     first: int,
     previous: int,
     flags: int,
+    stamp: bytes = NO_STAMP,
 ) -> FrameParts:
     """A frame of columns that are encoded already, in the order of their numbers."""
     bits = 0
-    directory = bytearray()
-    tail: list[Buffer] = [b""]
+    entries: list[int] = []
+    parts: list[Buffer] = [b"", b""]
+    total = HEADER_SIZE
     for column, codec, pieces in columns:
         bits |= 1 << column
-        size = sum(map(len, pieces))
-        directory += U32.pack(size | codec << ENTRY_SIZE_BITS)
-        tail.extend(pieces)
+        size = 0
+        for piece in pieces:
+            size += len(piece)
+        if size > FRAME_SIZE_MAX:
+            raise TooLarge(f"a column of {size} bytes is over a frame's limit of {FRAME_SIZE_MAX}; send fewer rows")
+        entries.append(size | codec << ENTRY_SIZE_BITS)
+        parts += pieces
+        total += size
         if size & 7:
-            tail.append(_PADDING[pad(size)])
-    directory += _PADDING[pad(len(directory))]
-    tail[0] = bytes(directory)
-    return FrameParts(bits, tail, count, producer, first, previous, flags)
+            parts.append(_PADDING[-size & 7])
+            total += -size & 7
+    directory = parts[1] = _DIRECTORIES[len(entries)].pack(*entries)
+    return FrameParts(bits, parts, total + len(directory), count, producer, first, previous, flags, stamp)
 
 
-def _fixed(values: npt.NDArray[Any], count: int, dtype: str) -> memoryview:
+def _fixed(values: npt.NDArray[Any], count: int, column: int) -> memoryview:
     if len(values) != count:
-        raise InvalidArgument(f"a column has {len(values)} rows, bodies have {count}")
-    return memoryview(np.ascontiguousarray(values, dtype)).cast("B")
+        raise InvalidArgument(f"{label(column)} has {len(values)} rows, bodies have {count}")
+    array: Any = np.ascontiguousarray(values, FIXED_TYPES[column])
+    return memoryview(array).cast("B")
 
 
-def _rebased(pieces: list[Buffer]) -> bytes:
-    """Offsets that start at 0, so that a compressed column stands alone."""
-    offsets = np.frombuffer(pieces[0], "<i4")
-    return (offsets - offsets[0]).astype("<i4").tobytes() + bytes(pieces[1])
+def _rebased(offsets: Buffer, data: Buffer) -> bytes:
+    """A column whose offsets start at 0, so that compressed it stands alone."""
+    values = np.frombuffer(offsets, "<i4")
+    if values[0]:
+        values = values - values[0]
+    return values.tobytes() + data

@@ -1,78 +1,99 @@
 """One frame out of several small ones.
 
 A broker that receives single messages from many producers in one loop turn stores them as one frame with a run
-table, because a frame costs a reader as much as fifty of its rows. Every part was verified before; the
-result is signed anew. Work per part is slicing only: the rows are joined with array operations.
+table, because a frame costs a reader as much as fifty of its rows. Every part was validated before; the
+result is signed anew. Work per part is slicing only: the bytes of all parts are gathered by one join a column.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from plait.frame.builder import Buffer, FrameParts, assemble
-from plait.frame.columns import FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
+from plait.errors import InvalidArgument
+from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
+from plait.frame.columns import FIXED_WIDTHS, VARIABLE, Codec, Column
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 
 #: Frames larger than this are stored as they are: joining would cost more than it saves.
-COALESCE_SIZE_MAX = 16 * 1024
+COALESCE_SIZE_MAX: Final = 16 * 1024
+
+#: Columns whose rows can be put one after another.
+_JOINABLE_BITS: Final = sum(1 << column for column in (*VARIABLE, *FIXED_WIDTHS))
 
 
 def can_coalesce(frame: FrameView) -> bool:
     """Small, raw, and of one producer."""
-    return (
-        frame.size <= COALESCE_SIZE_MAX
-        and not frame.compressed
-        and not frame.has(Column.RUNS)
-        and not frame.has(Column.SELECTION)
-        and not any(n not in VARIABLE and n not in FIXED_WIDTHS for n, _ in frame.columns())
-    )
+    return frame.size <= COALESCE_SIZE_MAX and not frame.column_bits & ~_JOINABLE_BITS and not frame.compressed
 
 
 def coalesce(frames: Sequence[FrameView]) -> FrameParts:
-    """All rows in the order given; the frames have the same columns and flags."""
+    """All rows in the order given; the frames are valid and have the same columns and flags."""
     head = frames[0]
-    counts = np.array([frame.count for frame in frames], np.int64)
-    total = int(counts.sum())
-    runs = np.empty((len(frames), RUN_SIZE // 8), "<u8")
-    runs[:, 0] = [frame.producer for frame in frames]
-    runs[:, 1] = [frame.first for frame in frames]
-    runs[:, 2] = counts
-    runs[:, 3] = [frame.previous for frame in frames]
-    columns: list[tuple[int, Codec, list[Buffer]]] = [(Column.RUNS, Codec.RAW, [runs.tobytes()])]
-    for number, _ in head.columns():
-        if number in FIXED_WIDTHS:
-            values = np.concatenate([frame.fixed(number) for frame in frames])
-            columns.append((number, Codec.RAW, [values.tobytes()]))
-        else:
-            columns.append((number, Codec.RAW, _join_variable(frames, number, counts)))
+    bits, flags = head.column_bits, head.flags
+    runs = array("Q")
+    for frame in frames:
+        if frame.column_bits != bits or frame.flags != flags:
+            raise InvalidArgument("frames with different columns or flags cannot be joined")
+        runs.extend((frame.producer, frame.first, frame.count, frame.previous))
+    total = sum([frame.count for frame in frames])
+    join_variable = _join_single if total == len(frames) else _join_variable
+    columns: list[Encoded] = [(Column.RUNS, Codec.RAW, [runs.tobytes()])]
+    for number in head.places:
+        join = join_variable if number in VARIABLE else _join_fixed
+        columns.append((number, Codec.RAW, join(frames, number)))
     return assemble(
         columns,
         count=total,
         producer=head.producer,
         first=head.first,
         previous=0,
-        flags=head.flags & FLAG_UNSEQUENCED,
+        flags=flags & FLAG_UNSEQUENCED,
     )
 
 
-def _join_variable(frames: Sequence[FrameView], number: int, counts: npt.NDArray[np.int64]) -> list[Buffer]:
+def _join_fixed(frames: Sequence[FrameView], number: int) -> list[Buffer]:
     pieces: list[Buffer] = []
-    all_offsets: list[Buffer] = []
     for frame in frames:
-        data = frame.stored(number).data
-        split = 4 * (frame.count + 1)
-        all_offsets.append(data[:split])
-        pieces.append(data[split:])
-    offsets = np.frombuffer(b"".join(all_offsets), "<i4")
+        codec, start, end = frame.places[number]
+        data = frame.buffer[start:end]
+        pieces.append(data if codec == Codec.RAW else bytes(data) * frame.count)
+    return [b"".join(pieces)]
+
+
+def _join_single(frames: Sequence[FrameView], number: int) -> list[Buffer]:
+    """A column of frames with one row each: what stands behind its two offsets is the row."""
+    pieces: list[Buffer] = []
+    ends = array("i", (0,))
+    size = 0
+    for frame in frames:
+        _, start, end = frame.places[number]
+        pieces.append(frame.buffer[start + 8 : end])
+        size += end - start - 8
+        ends.append(size)
+    return [ends.tobytes(), b"".join(pieces)]
+
+
+def _join_variable(frames: Sequence[FrameView], number: int) -> list[Buffer]:
+    pieces: list[Buffer] = []
+    offsets: list[Buffer] = []
+    seams: list[int] = []
+    seam = -1
+    for frame in frames:
+        _, start, end = frame.places[number]
+        split = start + 4 * (frame.count + 1)
+        offsets.append(frame.buffer[start:split])
+        pieces.append(frame.buffer[split:end])
+        seam += frame.count + 1
+        seams.append(seam)
     # Offsets of neighbouring frames stand side by side: the difference across a seam is no row.
-    lengths = np.diff(offsets)
-    seams = np.cumsum(counts + 1)[:-1] - 1
-    lengths = np.delete(lengths, seams)
-    joined = np.empty(len(lengths) + 1, "<i4")
-    joined[0] = 0
-    np.cumsum(lengths, out=joined[1:])
+    lengths = np.diff(np.frombuffer(b"".join(offsets), "<i4"))
+    rows = np.ones(len(lengths), bool)
+    rows[seams[:-1]] = False
+    joined = np.zeros(seam + 2 - len(frames), "<i4")
+    np.cumsum(lengths[rows], out=joined[1:])
     return [joined.tobytes(), b"".join(pieces)]

@@ -18,7 +18,8 @@ from plait.limits import COLUMN_SIZE_MAX
 
 Compression = Literal["zstd", "lz4"]
 
-_NAMES: Final = {Codec.ZSTD: "zstd", Codec.LZ4: "lz4_raw"}
+#: Arrow's name of each codec; "lz4" is the LZ4 frame format, which knows where it ends.
+_NAMES: Final = {Codec.ZSTD: "zstd", Codec.LZ4: "lz4"}
 _BY_NAME: Final = {"zstd": Codec.ZSTD, "lz4": Codec.LZ4}
 
 
@@ -48,10 +49,24 @@ def inflate(stored: memoryview, codec: Codec) -> memoryview:
     (size,) = U32.unpack_from(stored)
     if size > COLUMN_SIZE_MAX:
         raise FrameError(f"compressed column declares {size} bytes; the limit is {COLUMN_SIZE_MAX}")
+    packed = pa.py_buffer(stored[U32.size :])
     try:
-        raw = _codec(codec).decompress(pa.py_buffer(stored[U32.size :]), decompressed_size=size)
+        if codec is Codec.ZSTD:
+            raw = _codec(codec).decompress(packed, decompressed_size=size)
+        else:
+            raw = _inflate_lz4(packed, size)
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise FrameError(f"compressed column does not inflate: {error}") from None
-    if len(raw) != size:
-        raise FrameError(f"compressed column inflates to {len(raw)} bytes; it declared {size}")
+        raise FrameError(f"compressed column does not inflate to the {size} bytes it declares: {error}") from None
     return memoryview(raw).cast("B")
+
+
+def _inflate_lz4(packed: pa.Buffer, size: int) -> pa.Buffer:
+    # Arrow's one-shot decompression of LZ4 does not say when the data ends early: the rest of the result would be
+    # memory that nobody wrote.
+    with pa.CompressedInputStream(pa.BufferReader(packed), "lz4") as stream:
+        raw = stream.read_buffer(size)
+        if len(raw) != size:
+            raise ValueError(f"it ends after {len(raw)}")
+        if stream.read(1):
+            raise ValueError("it goes on")
+    return raw

@@ -2,6 +2,7 @@
 
 The first 40 bytes are the client's; ``crc`` covers them and everything after the header. The stamp is the
 broker's and has a checksum of its own, so that stamping a frame never touches what the client signed.
+Sequences end at ``SEQUENCE_MAX`` and times at ``TIME_MAX``: a reader refuses what its columns could not hold.
 
 ====== ==== ======================== ==========================================================
 offset type field                    meaning
@@ -28,9 +29,14 @@ offset type field                    meaning
 from __future__ import annotations
 
 import struct
+import sys
 from typing import Final
 
 from crc32c import crc32c
+
+if sys.byteorder != "little":
+    # Columns are wrapped as they stand, so the machine's integers have to be the format's.
+    raise ImportError("plait needs a little-endian machine: frames are little-endian and are read in place")
 
 MAGIC: Final = b"PL"
 VERSION: Final = 1
@@ -57,6 +63,10 @@ FLAGS_KNOWN: Final = FLAG_UNSEQUENCED
 FLAGS_MANDATORY: Final = 0x0F
 
 ALIGNMENT: Final = 8
+#: Sequences of rows stay below this: they fit a signed column, and adding a frame's rows never overflows.
+SEQUENCE_MAX: Final = 1 << 62
+#: The last microsecond that is a date (end of the year 9999); times before 1970 are none either.
+TIME_MAX: Final = 253_402_300_799_999_999
 
 
 def pad(size: int) -> int:

@@ -2,7 +2,7 @@
 
 Raw columns are cut, never re-encoded. A frame with a compressed column sends that column whole, with the row
 selection beside it. The source is verified first: a slice gets a checksum of its own, and must not vouch for
-bytes that rotted on disk.
+bytes that rotted on disk. Columns this version does not know are left out: how to cut them is not known either.
 """
 
 from __future__ import annotations
@@ -11,12 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.errors import FrameError
-from plait.frame.builder import Buffer, FrameParts, assemble
-from plait.frame.columns import FIXED_WIDTHS, VARIABLE, Codec, Column
-from plait.frame.header import pack_stamp
-from plait.frame.view import FrameView
+from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
+from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, VARIABLE, Codec, Column, label
+from plait.frame.header import U32, pack_stamp
+from plait.frame.tables import slice_runs
+from plait.frame.view import FrameView, select_rows
 
-_Columns = list[tuple[int, Codec, list[Buffer]]]
+#: With more separate row ranges than this the rows are gathered: many tiny buffers cost more than one copy.
+SPANS_MAX = 16
+
+_RAW = Codec.RAW
+_CONST = Codec.CONST
+
+_Span = tuple[int, int]
 
 
 def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
@@ -25,94 +32,122 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
         raise FrameError(f"rows {start}:{stop} are outside a frame of {frame.count}")
     frame.verify()
     if frame.has(Column.SELECTION) or frame.compressed:
-        mask = np.zeros(frame.count, bool)
-        mask[start:stop] = True
-        return _selected(frame, mask, start)
-    columns: _Columns = []
-    first, producer = frame.first, frame.producer
-    for number, (codec, data) in frame.columns():
-        if number == Column.RUNS:
-            table = _slice_runs(frame.runs(), start, stop)
-            producer, first = int(table[0, 0]), int(table[0, 1])
-            if len(table) > 1:
-                columns.append((number, Codec.RAW, [table.tobytes()]))
-        elif codec == Codec.CONST:
-            columns.append((number, Codec.CONST, [data]))
+        return _selected(frame, [(start, stop)], np.arange(start, stop))
+    columns: list[Encoded] = []
+    producer, first, previous = frame.producer, frame.first + start, frame.previous
+    buffer, count, spans = frame.buffer, frame.count, [(start, stop)]
+    for number, (codec, begin, end) in frame.places.items():
+        if number in VARIABLE:
+            if codec != _RAW:
+                raise _unsliceable(number, codec)
+            columns.append((number, _RAW, _cut_variable(buffer[begin:end], count, start, stop, number)))
         elif number in FIXED_WIDTHS:
-            width = FIXED_WIDTHS[number]
-            columns.append((number, Codec.RAW, [data[width * start : width * stop]]))
-        elif number in VARIABLE:
-            columns.append((number, Codec.RAW, _variable_rows(data, frame.count, start, stop)))
-    if not frame.has(Column.RUNS):
-        first += start
-    return _stamped(frame, columns, stop - start, producer, first, frame.base + start)
+            columns.append(_cut_fixed(number, codec, buffer[begin:end], count, spans))
+        elif number == Column.RUNS:
+            table = slice_runs(frame.runs(), start, stop)
+            producer, first, _, previous = table[0].tolist()
+            if len(table) > 1:
+                columns.append((number, _RAW, [table.tobytes()]))
+    stamp = pack_stamp(frame.partition, frame.base + start, frame.store_time, frame.durable, frame.epoch)
+    return assemble(
+        columns,
+        count=stop - start,
+        producer=producer,
+        first=first,
+        previous=previous,
+        flags=frame.flags,
+        stamp=stamp,
+    )
 
 
 def slice_mask(frame: FrameView, mask: npt.NDArray[np.bool_]) -> FrameParts:
     """The rows of an original frame where ``mask`` is true; their sequences stay what they were."""
     if len(mask) != frame.count:
         raise FrameError(f"a mask of {len(mask)} rows does not fit a frame of {frame.count}")
+    mask = np.asarray(mask, bool)
+    edges = (np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist()
+    if mask[0]:
+        edges.insert(0, 0)
+    if mask[-1]:
+        edges.append(len(mask))
+    if not edges:
+        raise FrameError("a selection needs at least one row")
     frame.verify()
-    return _selected(frame, mask, 0)
+    spans = list(zip(edges[::2], edges[1::2], strict=True))
+    bitmap = np.packbits(mask, bitorder="little").tobytes() if len(spans) > 1 else b""
+    return _selected(frame, spans, np.flatnonzero(mask), bitmap)
 
 
-def _selected(frame: FrameView, mask: npt.NDArray[np.bool_], start: int) -> FrameParts:
+def _selected(frame: FrameView, spans: list[_Span], rows: npt.NDArray[np.int64], bitmap: bytes = b"") -> FrameParts:
+    """The rows, which are those of the spans, with the selection beside them."""
     if frame.has(Column.SELECTION):
         raise FrameError("a selection of rows cannot be sliced again")
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    if not len(edges):
-        raise FrameError("a selection needs at least one row")
-    spans = edges.reshape(-1, 2)
-    selection: list[Buffer] = [np.array([frame.count, spans[0, 0]], "<u4").tobytes()]
-    if len(spans) > 1:
-        selection.append(np.packbits(mask, bitorder="little").tobytes())
-    columns: _Columns = []
+    columns: list[Encoded] = []
+    if frame.has(Column.RUNS):
+        columns.append((Column.RUNS, _RAW, [frame.runs().tobytes()]))
+    selection = U32.pack(frame.count) + U32.pack(spans[0][0]) + bitmap
+    columns.append((Column.SELECTION, _RAW, [selection]))
     for number, (codec, data) in frame.columns():
-        if number > Column.SELECTION and not any(c == Column.SELECTION for c, _, _ in columns):
-            columns.append((Column.SELECTION, Codec.RAW, selection))
-        if number == Column.RUNS or codec != Codec.RAW:
-            columns.append((number, Codec(codec), [data]))
+        if number in VARIABLE:
+            if codec == _RAW:
+                columns.append((number, _RAW, _gather_variable(frame, number, spans, rows)))
+            elif number in COMPRESSIBLE and codec in (Codec.ZSTD, Codec.LZ4):
+                columns.append((number, Codec(codec), [data]))
+            else:
+                raise _unsliceable(number, codec)
         elif number in FIXED_WIDTHS:
-            width = FIXED_WIDTHS[number]
-            columns.append((number, Codec.RAW, [data[width * a : width * b] for a, b in spans.tolist()]))
-        elif number in VARIABLE:
-            offsets = np.frombuffer(data[: 4 * (frame.count + 1)], "<i4")
-            lengths = np.diff(offsets)[mask]
-            packed = np.concatenate([[0], np.cumsum(lengths)]).astype("<i4")
-            body = data[4 * (frame.count + 1) :]
-            cuts = (offsets[spans] - offsets[0]).tolist()
-            columns.append((number, Codec.RAW, [packed.tobytes(), *(body[a:b] for a, b in cuts)]))
-    count = int(mask.sum())
-    return _stamped(frame, columns, count, frame.producer, frame.first, frame.base)
-
-
-def _variable_rows(data: memoryview, count: int, start: int, stop: int) -> list[Buffer]:
-    split = 4 * (count + 1)
-    offsets = data[:split].cast("i")
-    origin = offsets[0]
-    return [
-        data[4 * start : 4 * (stop + 1)],
-        data[split + offsets[start] - origin : split + offsets[stop] - origin],
-    ]
-
-
-def _slice_runs(table: npt.NDArray[np.uint64], start: int, stop: int) -> npt.NDArray[np.uint64]:
-    ends = np.cumsum(table[:, 2].astype(np.int64))
-    begins = ends - table[:, 2].astype(np.int64)
-    keep = (ends > start) & (begins < stop)
-    kept = table[keep].copy()
-    skipped = np.maximum(start - begins[keep], 0)
-    dropped = np.maximum(ends[keep] - stop, 0)
-    kept[:, 1] += skipped.astype(np.uint64)
-    kept[:, 2] -= (skipped + dropped).astype(np.uint64)
-    return kept
-
-
-def _stamped(
-    frame: FrameView, columns: _Columns, count: int, producer: int, first: int, base: int
-) -> FrameParts:
-    sliced = assemble(
-        columns, count=count, producer=producer, first=first, previous=frame.previous, flags=frame.flags
+            columns.append(_cut_fixed(number, codec, data, frame.count, spans, rows))
+    stamp = pack_stamp(frame.partition, frame.base, frame.store_time, frame.durable, frame.epoch)
+    return assemble(
+        columns,
+        count=len(rows),
+        producer=frame.producer,
+        first=frame.first,
+        previous=frame.previous,
+        flags=frame.flags,
+        stamp=stamp,
     )
-    sliced.stamp_with(pack_stamp(frame.partition, base, frame.store_time, frame.durable, frame.epoch))
-    return sliced
+
+
+def _cut_variable(data: memoryview, count: int, start: int, stop: int, number: int) -> list[Buffer]:
+    """The part of a raw column that holds a row range; its offsets stay as they were."""
+    split = 4 * (count + 1)
+    if len(data) >= split:
+        offsets = data[:split].cast("i")
+        origin = split - offsets[0]
+        begin, end = origin + offsets[start], origin + offsets[stop]
+        if split <= begin <= end <= len(data):
+            return [data[4 * start : 4 * (stop + 1)], data[begin:end]]
+    raise FrameError(f"{label(number)} column has offsets that do not fit its {len(data)} bytes")
+
+
+def _gather_variable(frame: FrameView, number: int, spans: list[_Span], rows: npt.NDArray[np.int64]) -> list[Buffer]:
+    offsets, data = frame.variable(number)
+    if len(spans) > SPANS_MAX:
+        offsets, data = select_rows(offsets, data, rows)
+        return [offsets.tobytes(), data]
+    packed = np.zeros(len(rows) + 1, "<i4")
+    np.cumsum((offsets[1:] - offsets[:-1])[rows], out=packed[1:])
+    return [packed.tobytes(), *(data[offsets[a] : offsets[b]] for a, b in spans)]
+
+
+def _cut_fixed(
+    number: int,
+    codec: int,
+    data: memoryview,
+    count: int,
+    spans: list[_Span],
+    rows: npt.NDArray[np.int64] | None = None,
+) -> Encoded:
+    width = FIXED_WIDTHS[number]
+    if codec == _CONST and len(data) == width:
+        return number, _CONST, [data]
+    if codec != _RAW or len(data) != width * count:
+        raise _unsliceable(number, codec)
+    if rows is not None and len(spans) > SPANS_MAX:
+        return number, _RAW, [np.frombuffer(data, FIXED_TYPES[number])[rows].tobytes()]
+    return number, _RAW, [data[width * a : width * b] for a, b in spans]
+
+
+def _unsliceable(number: int, codec: int) -> FrameError:
+    return FrameError(f"{label(number)} column has a wrong size or codec ({codec}); its rows cannot be found")

@@ -6,6 +6,7 @@ Parsing checks the header and that the directory fills the frame exactly. ``veri
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,19 +15,23 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from plait.errors import FrameError
+from plait.frame import check
 from plait.frame.codec import inflate
 from plait.frame.columns import (
+    COMPRESSIBLE,
     ENTRY_SIZE,
     ENTRY_SIZE_BITS,
     ENTRY_SIZE_MASK,
-    FIXED_WIDTHS,
+    FIXED_TYPES,
     KNOWN_BITS,
     MANDATORY_BITS,
-    RUN_SIZE,
-    SELECTION_SIZE,
+    ORIGINAL_SIZE_MAX,
+    TEXTS,
+    TIMES,
     VARIABLE,
     Codec,
     Column,
+    label,
 )
 from plait.frame.header import (
     CRC_OFFSET,
@@ -35,26 +40,41 @@ from plait.frame.header import (
     HEADER,
     HEADER_SIZE,
     MAGIC,
+    SEQUENCE_MAX,
     STAMP_CRC_OFFSET,
     STAMP_OFFSET,
+    TIME_MAX,
     VERSION,
     pad,
 )
-from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX, KEY_SIZE_MAX
+from plait.frame.tables import Selection, UInt64s, expand_runs, read_runs, read_selection
+from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
 
-UInt64s = npt.NDArray[np.uint64]
+Offsets = npt.NDArray[np.int32]
 
-_COLUMNS_OF: dict[int, tuple[int, ...]] = {}
+_REFUSED_COLUMNS = MANDATORY_BITS & ~KNOWN_BITS
+_REFUSED_FLAGS = FLAGS_MANDATORY & ~FLAGS_KNOWN
+_RAW = int(Codec.RAW)
+_CONST = int(Codec.CONST)
+_PACKED = (int(Codec.ZSTD), int(Codec.LZ4))
+_RUNS = int(Column.RUNS)
+_SELECTION = int(Column.SELECTION)
+_BINARY = pa.binary()
+_I32: np.dtype[np.int32] = np.dtype("<i4")
+
+#: Column numbers, the directory's layout and where the first column starts.
+_Layout = tuple[tuple[int, ...], Struct, int]
+_LAYOUTS: dict[int, _Layout] = {}
 
 
-def _columns_of(bits: int) -> tuple[int, ...]:
-    """The column numbers of a bit set; remembered, as a log has few different ones."""
-    known = _COLUMNS_OF.get(bits)
-    if known is None:
-        known = tuple(n for n in range(32) if bits >> n & 1)
-        if len(_COLUMNS_OF) < 256:
-            _COLUMNS_OF[bits] = known
-    return known
+def _layout(bits: int) -> _Layout:
+    """The layout of a bit set of columns; remembered, as a log has few different ones."""
+    numbers = tuple(n for n in range(32) if bits >> n & 1)
+    end = HEADER_SIZE + ENTRY_SIZE * len(numbers)
+    layout = (numbers, Struct(f"<{len(numbers)}I"), end + pad(end))
+    if len(_LAYOUTS) < 256:
+        _LAYOUTS[bits] = layout
+    return layout
 
 
 class Stored(NamedTuple):
@@ -64,19 +84,12 @@ class Stored(NamedTuple):
     data: memoryview
 
 
-class Selection(NamedTuple):
-    """Which rows of an original frame a sliced one holds."""
-
-    count: int
-    rows: npt.NDArray[np.int64]
-
-
 class FrameView:
     """One frame inside a buffer; keeps the buffer alive and copies nothing."""
 
     __slots__ = (
         "_inflated",
-        "_places",
+        "_selection",
         "base",
         "buffer",
         "column_bits",
@@ -87,6 +100,7 @@ class FrameView:
         "first",
         "flags",
         "partition",
+        "places",
         "previous",
         "producer",
         "size",
@@ -94,6 +108,22 @@ class FrameView:
         "store_time",
         "version",
     )
+
+    version: int
+    flags: int
+    size: int
+    count: int
+    column_bits: int
+    producer: int
+    first: int
+    previous: int
+    crc: int
+    partition: int
+    base: int
+    store_time: int
+    durable: int
+    epoch: int
+    stamp_crc: int
 
     def __init__(self, buffer: memoryview | bytes | bytearray, offset: int = 0) -> None:
         room = len(buffer) - offset
@@ -103,9 +133,9 @@ class FrameView:
             magic,
             self.version,
             self.flags,
-            self.size,
-            self.count,
-            self.column_bits,
+            size,
+            count,
+            bits,
             self.producer,
             self.first,
             self.previous,
@@ -121,37 +151,38 @@ class FrameView:
             raise FrameError(f"no frame here: magic is {magic!r}")
         if self.version != VERSION:
             raise FrameError(f"frame version {self.version} is not {VERSION}; a newer Plait wrote it")
-        size = self.size
         if not HEADER_SIZE < size <= FRAME_SIZE_MAX or size & 7:
             raise FrameError(f"frame size {size} is impossible (limit {FRAME_SIZE_MAX})")
         if size > room:
             raise FrameError(f"frame of {size} bytes is cut off after {room}")
-        if not 0 < self.count <= FRAME_COUNT_MAX:
-            raise FrameError(f"frame count {self.count} is impossible (limit {FRAME_COUNT_MAX})")
-        if self.flags & FLAGS_MANDATORY & ~FLAGS_KNOWN:
+        if not 0 < count <= FRAME_COUNT_MAX:
+            raise FrameError(f"frame count {count} is impossible (limit {FRAME_COUNT_MAX})")
+        if self.flags & _REFUSED_FLAGS:
             raise FrameError(f"frame flags {self.flags:#x} are not known; a newer Plait wrote it")
-        bits = self.column_bits
-        if bits & MANDATORY_BITS & ~KNOWN_BITS:
+        if bits & _REFUSED_COLUMNS:
             raise FrameError(f"frame columns {bits:#x} are not known; a newer Plait wrote it")
+        if self.first + count > SEQUENCE_MAX or self.base + count > SEQUENCE_MAX:
+            raise FrameError(f"frame sequences {self.first} and {self.base} are over the limit of {SEQUENCE_MAX}")
+        if not 0 <= self.store_time <= TIME_MAX:
+            raise FrameError(f"frame store time {self.store_time} is no date")
+        self.size = size
+        self.count = count
+        self.column_bits = bits
         self.buffer = memoryview(buffer)[offset : offset + size]
         self._inflated: dict[int, memoryview] | None = None
-        self._places = self._read_directory(bits, size)
-
-    def _read_directory(self, bits: int, size: int) -> dict[int, tuple[int, int, int]]:
-        numbers = _columns_of(bits)
-        start = HEADER_SIZE + ENTRY_SIZE * len(numbers)
+        self._selection: Selection | None = None
+        numbers, directory, start = _LAYOUTS.get(bits) or _layout(bits)
         if start > size:
             raise FrameError(f"frame of {size} bytes has no room for {len(numbers)} columns")
-        entries = self.buffer[HEADER_SIZE:start].cast("I").tolist()
-        start += pad(start)
-        places = {}
-        for number, entry in zip(numbers, entries, strict=True):
-            length = entry & ENTRY_SIZE_MASK
-            places[number] = (entry >> ENTRY_SIZE_BITS, start, start + length)
-            start += length + (-length & 7)
+        places: dict[int, tuple[int, int, int]] = {}
+        for number, entry in zip(numbers, directory.unpack_from(buffer, offset + HEADER_SIZE), strict=True):
+            end = start + (entry & ENTRY_SIZE_MASK)
+            places[number] = (entry >> ENTRY_SIZE_BITS, start, end)
+            start = end + 7 & -8
         if start != size:
             raise FrameError(f"frame columns end at {start}, the frame at {size}")
-        return places
+        #: (codec, start, end) of each column by number, ascending.
+        self.places = places
 
     # --- checks ---------------------------------------------------------------------------------
 
@@ -170,92 +201,97 @@ class FrameView:
         return self
 
     def validate(self) -> FrameView:
-        """Every column can be read by any consumer: what a broker checks before it stores a frame."""
+        """Every row of every known column can be read by any consumer: what a broker checks before it stores a frame.
+
+        What was inflated for it is given back: a frame that waits costs its own size.
+        """
         self.verify()
-        if Column.BODY not in self._places:
+        places = self.places
+        if Column.BODY not in places:
             raise FrameError("frame has no body column")
-        if Column.RUNS in self._places:
+        if _RUNS in places:
             self.runs()
-        if Column.SELECTION in self._places:
+        if _SELECTION in places:
             self.selection()
-        for number in self._places:
+        elif self.size > ORIGINAL_SIZE_MAX:
+            raise FrameError(
+                f"frame of {self.size} bytes is over the limit of {ORIGINAL_SIZE_MAX}: no room to slice it"
+            )
+        if Column.KEY in places and Column.KEY_HASH not in places:
+            raise FrameError("frame has keys and no key hashes")
+        for number, (codec, start, end) in places.items():
             if number in VARIABLE:
-                self.variable(number)
-            elif number in FIXED_WIDTHS:
-                self.fixed(number)
-        if Column.KEY in self._places:
-            offsets, _ = self.variable(Column.KEY)
-            if int(np.diff(offsets).max()) > KEY_SIZE_MAX:
-                raise FrameError(f"an order key is longer than {KEY_SIZE_MAX} bytes")
-            if Column.KEY_HASH not in self._places:
-                raise FrameError("frame has keys and no key hashes")
+                if codec == _RAW and self.count <= check.SMALL_COUNT:
+                    check.small_rows(self.buffer[start:end], self.count, number)
+                else:
+                    offsets, data = self.variable(number)
+                    check.row_sizes(offsets, data, number)
+                    if number in TEXTS:
+                        check.text(offsets, data, number)
+                    self._inflated = None
+            elif number in TIMES:
+                check.times(self._values(number), number)
+            elif number in FIXED_TYPES:
+                self._values(number)
         return self
 
     # --- columns --------------------------------------------------------------------------------
 
     def has(self, column: int) -> bool:
-        return column in self._places
+        return column in self.places
 
     @property
     def compressed(self) -> bool:
         """Some column travels whole whatever rows are selected."""
-        return any(codec >= Codec.ZSTD for codec, _, _ in self._places.values())
+        return any(codec in _PACKED for codec, _, _ in self.places.values())
+
+    def _place(self, column: int) -> tuple[int, int, int]:
+        place = self.places.get(column)
+        if place is None:
+            raise FrameError(f"frame has no {label(column)} column")
+        return place
 
     def stored(self, column: int) -> Stored:
-        codec, start, end = self._places[column]
+        """A column's bytes as they are; ``FrameError`` where it is absent."""
+        codec, start, end = self._place(column)
         return Stored(codec, self.buffer[start:end])
 
     def columns(self) -> list[tuple[int, Stored]]:
         """All columns as they stand, unknown skippable ones included."""
-        return [(number, self.stored(number)) for number in self._places]
+        buffer = self.buffer
+        return [(number, Stored(codec, buffer[start:end])) for number, (codec, start, end) in self.places.items()]
 
     def selection(self) -> Selection | None:
         """The rows of the original frame that this one holds; None: it is an original."""
-        if Column.SELECTION not in self._places:
+        if _SELECTION not in self.places:
             return None
-        codec, data = self.stored(Column.SELECTION)
-        if codec != Codec.RAW or len(data) < SELECTION_SIZE:
-            raise FrameError("row selection is malformed")
-        original, first = data[:SELECTION_SIZE].cast("I").tolist()
-        if original > FRAME_COUNT_MAX or original < self.count:
-            raise FrameError(f"row selection of {self.count} from {original} rows is impossible")
-        if len(data) == SELECTION_SIZE:
-            if first + self.count > original:
-                raise FrameError(f"row selection {first}+{self.count} is outside {original} rows")
-            return Selection(original, np.arange(first, first + self.count))
-        bitmap = np.frombuffer(data[SELECTION_SIZE:], np.uint8)
-        if len(bitmap) != (original + 7) // 8:
-            raise FrameError("row selection bitmap has the wrong size")
-        rows = np.flatnonzero(np.unpackbits(bitmap, count=original, bitorder="little"))
-        if len(rows) != self.count:
-            raise FrameError(f"row selection marks {len(rows)} rows, the frame has {self.count}")
-        return Selection(original, rows)
+        if self._selection is None:
+            codec, data = self.stored(_SELECTION)
+            self._selection = read_selection(codec, data, self.count)
+        return self._selection
 
     def runs(self) -> UInt64s:
         """(producer, first sequence, rows, previous sequence) of each producer's part, in row order."""
-        selection = self.selection()
-        rows = selection.count if selection else self.count
-        if Column.RUNS not in self._places:
+        rows = self._original_count()
+        if _RUNS not in self.places:
             return np.array([[self.producer, self.first, rows, self.previous]], np.uint64)
-        codec, data = self.stored(Column.RUNS)
-        if codec != Codec.RAW or not data or len(data) % RUN_SIZE:
-            raise FrameError("run table is malformed")
-        table = np.frombuffer(data, "<u8").reshape(-1, 4)
-        counts = table[:, 2]
-        if int(counts.max()) > FRAME_COUNT_MAX or int(counts.sum()) != rows:
-            raise FrameError(f"run table does not add up to {rows} rows")
-        return table
+        codec, data = self.stored(_RUNS)
+        return read_runs(codec, data, rows)
+
+    def _original_count(self) -> int:
+        """Rows of the frame that this one was selected from, or of itself."""
+        selection = self.selection()
+        return selection.count if selection else self.count
 
     def _raw(self, column: int) -> tuple[memoryview, int]:
         """A column's raw bytes and its number of rows, which for a compressed one is the original frame's."""
-        codec, start, end = self._places[column]
+        codec, start, end = self._place(column)
         data = self.buffer[start:end]
-        if codec == Codec.RAW:
+        if codec == _RAW:
             return data, self.count
-        if codec not in (Codec.ZSTD, Codec.LZ4):
-            raise FrameError(f"column {column} has unknown codec {codec}")
-        selection = self.selection()
-        count = selection.count if selection else self.count
+        if codec not in _PACKED or column not in COMPRESSIBLE:
+            raise FrameError(f"{label(column)} column has codec {codec}, which it cannot have")
+        count = self._original_count()
         if self._inflated is None:
             self._inflated = {}
         raw = self._inflated.get(column)
@@ -263,51 +299,45 @@ class FrameView:
             raw = self._inflated[column] = inflate(data, Codec(codec))
         return raw, count
 
-    def variable(self, column: int) -> tuple[npt.NDArray[np.int32], memoryview]:
+    def variable(self, column: int) -> tuple[Offsets, memoryview]:
         """Offsets (starting at 0) and data of a variable column, rows selected."""
         raw, count = self._raw(column)
         split = 4 * (count + 1)
         if len(raw) < split:
-            raise FrameError(f"column {column} has no room for {count} offsets")
-        offsets = np.frombuffer(raw[:split], "<i4")
-        first = int(offsets[0])
-        if first:
-            if first < 0:
-                raise FrameError(f"column {column} has a negative offset")
-            offsets = offsets - np.int32(first)
+            raise FrameError(f"{label(column)} column has no room for {count} offsets")
+        offsets = np.frombuffer(raw, _I32, count + 1)
         data = raw[split:]
-        if int(offsets[-1]) != len(data) or (count > 1 and bool((offsets[1:] < offsets[:-1]).any())):
-            raise FrameError(f"column {column} has offsets that do not fit its {len(data)} bytes")
-        if count != self.count or self._places[column][0] != Codec.RAW:
-            return self._select_variable(offsets, data)
+        first = int(offsets[0])
+        # Ascending from a first one that is not negative: no difference of two of them overflows.
+        if (
+            first < 0
+            or int(offsets[-1]) - first != len(data)
+            or (count > 1 and bool((offsets[1:] < offsets[:-1]).any()))
+        ):
+            raise FrameError(f"{label(column)} column has offsets that do not fit its {len(data)} bytes")
+        if first:
+            offsets = offsets - _I32.type(first)
+        if self.places[column][0] != _RAW:
+            selection = self.selection()
+            if selection is not None:
+                return select_rows(offsets, data, selection.rows)
         return offsets, data
 
-    def _select_variable(
-        self, offsets: npt.NDArray[np.int32], data: memoryview
-    ) -> tuple[npt.NDArray[np.int32], memoryview]:
-        selection = self.selection()
-        if selection is None:
-            return offsets, data
-        array = wrap_binary(offsets, data).take(pa.array(selection.rows))
-        if isinstance(array, pa.ChunkedArray):
-            array = array.combine_chunks()
-        _, new_offsets, new_data = array.buffers()
-        packed = np.frombuffer(new_offsets, "<i4")[: self.count + 1]
-        return packed, memoryview(new_data or b"").cast("B")[: int(packed[-1])]
+    def _values(self, column: int) -> npt.NDArray[Any]:
+        """Values of a fixed column as stored: one a row, or one for all."""
+        codec, start, end = self._place(column)
+        dtype = FIXED_TYPES[column]
+        if codec == _CONST:
+            if end - start != dtype.itemsize:
+                raise FrameError(f"constant {label(column)} column has {end - start} bytes, not {dtype.itemsize}")
+        elif codec != _RAW or end - start != dtype.itemsize * self.count:
+            raise FrameError(f"{label(column)} column has {end - start} bytes for {self.count} rows")
+        return np.frombuffer(self.buffer[start:end], dtype)
 
     def fixed(self, column: int) -> npt.NDArray[Any]:
         """Values of a fixed column, one a row."""
-        width = FIXED_WIDTHS[column]
-        dtype = {Column.KEY_HASH: "<u8", Column.PRIORITY: "u1"}.get(Column(column), "<i8")
-        codec, start, end = self._places[column]
-        if codec == Codec.CONST:
-            if end - start != width:
-                raise FrameError(f"constant column {column} has {end - start} bytes, not {width}")
-            value = np.frombuffer(self.buffer[start:end], dtype)
-            return np.broadcast_to(value, (self.count,))
-        if codec != Codec.RAW or end - start != width * self.count:
-            raise FrameError(f"column {column} has {end - start} bytes for {self.count} rows")
-        return np.frombuffer(self.buffer[start:end], dtype)
+        values = self._values(column)
+        return values if len(values) == self.count else np.broadcast_to(values, (self.count,))
 
     def binary(self, column: int) -> pa.BinaryArray:
         """A variable column as an Arrow array over the frame's own memory."""
@@ -317,39 +347,46 @@ class FrameView:
     def sequences(self) -> npt.NDArray[np.int64]:
         """The sequence of each row."""
         selection = self.selection()
-        if selection is not None:
-            return selection.rows + self.base
-        return np.arange(self.base, self.base + self.count)
+        if selection is None:
+            return np.arange(self.base, self.base + self.count)
+        sequences: npt.NDArray[np.int64] = selection.rows + self.base
+        return sequences
 
     @property
     def end(self) -> int:
         """The sequence after the last row of the frame, or of its original."""
-        selection = self.selection() if Column.SELECTION in self._places else None
-        return self.base + (selection.count if selection else self.count)
+        return self.base + self._original_count()
 
     def message_ids(self) -> tuple[UInt64s, UInt64s]:
         """(producer id, producer sequence) of each row."""
         selection = self.selection()
-        rows = selection.count if selection else self.count
-        if Column.RUNS in self._places:
-            table = self.runs()
-            counts = table[:, 2].astype(np.int64)
-            producers = np.repeat(table[:, 0], counts)
-            starts = np.cumsum(counts) - counts
-            within = np.arange(rows, dtype=np.int64) - np.repeat(starts, counts)
-            numbers = np.repeat(table[:, 1], counts) + within.astype(np.uint64)
+        if _RUNS in self.places:
+            producers, numbers = expand_runs(self.runs())
         else:
+            rows = selection.count if selection else self.count
             producers = np.full(rows, self.producer, np.uint64)
-            numbers = np.arange(rows, dtype=np.uint64) + np.uint64(self.first)
+            numbers = np.arange(self.first, self.first + rows, dtype=np.uint64)
         if selection is not None:
             return producers[selection.rows], numbers[selection.rows]
         return producers, numbers
 
 
-def wrap_binary(offsets: npt.NDArray[np.int32], data: memoryview) -> pa.BinaryArray:
+def wrap_binary(offsets: Offsets, data: memoryview) -> pa.BinaryArray:
     """An Arrow array over existing memory."""
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
+    return pa.Array.from_buffers(_BINARY, len(offsets) - 1, buffers, 0)
+
+
+def select_rows(offsets: Offsets, data: memoryview, rows: npt.NDArray[np.int64]) -> tuple[Offsets, memoryview]:
+    """Some rows of a variable column."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        start, end = int(offsets[first]), int(offsets[last + 1])
+        return offsets[first : last + 2] - _I32.type(start), data[start:end]
+    array = wrap_binary(offsets, data).take(pa.array(rows))
+    _, new_offsets, new_data = array.buffers()
+    packed = np.frombuffer(new_offsets, _I32, len(rows) + 1)
+    return packed, memoryview(new_data or b"").cast("B")[: int(packed[-1])]
 
 
 def frames_in(buffer: memoryview | bytes) -> list[FrameView]:

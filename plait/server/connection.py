@@ -78,9 +78,7 @@ class Connection(asyncio.BufferedProtocol):
             self.server.partial_bytes += partial - self._partial
             self._partial = partial
             if self.server.partial_bytes > self.server.limits.partial_bytes_total:
-                raise LimitExceeded(
-                    "too many bytes of unfinished packets on this server; connect again later"
-                )
+                raise LimitExceeded("too many bytes of unfinished packets on this server; connect again later")
 
     def eof_received(self) -> bool:
         return False
@@ -96,9 +94,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- sending --------------------------------------------------------------------------------
 
-    def answer(
-        self, correlation: int, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0
-    ) -> None:
+    def answer(self, correlation: int, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> None:
         """Write a packet; nothing when the client is gone."""
         if self.closed or self._transport is None:
             return

@@ -130,9 +130,7 @@ class Handlers:
         if attach.group is not None:
             names.check("group", attach.group)
         if attach.delivery not in ("at_least_once", "at_most_once"):
-            raise InvalidArgument(
-                f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'"
-            )
+            raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         consumer = self._server.membership.attach(
             attach.subject,
             attach.group,
@@ -154,7 +152,8 @@ class Handlers:
             if delivery is None:
                 connection.answer(correlation, m.Pulled())
             else:
-                connection.answer(correlation, m.Pulled(delivery.ranges), delivery.parts, delivery.size)
+                more = consumer.group.has_more
+                connection.answer(correlation, m.Pulled(delivery.ranges, more), delivery.parts, delivery.size)
 
         self._broker.pull(consumer, pull.count, pull.size, pull.wait, reply)
         self._server.arm_timer()

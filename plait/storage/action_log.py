@@ -128,9 +128,7 @@ class ActionBuffer:
         return frames
 
 
-def definition_frame(
-    definitions: list[Definition], *, index: int, presumed: int, epoch: int, time: int
-) -> FrameParts:
+def definition_frame(definitions: list[Definition], *, index: int, presumed: int, epoch: int, time: int) -> FrameParts:
     """All names again, for the head of a new segment: each segment can be read alone."""
     return _frame([_encoder.encode(d) for d in definitions], DEFINITIONS, index, presumed, epoch, time)
 

@@ -94,9 +94,7 @@ class Checkpoints:
         return result
 
     def _names(self) -> list[str]:
-        return [
-            name for name in self.disk.list(DIRECTORY) if name.startswith("manifest-") and "." not in name
-        ]
+        return [name for name in self.disk.list(DIRECTORY) if name.startswith("manifest-") and "." not in name]
 
     def _read_manifest(self, path: str) -> Manifest | None:
         data = self.disk.read(path)
@@ -120,9 +118,7 @@ class Checkpoints:
         data = self.disk.read(path)
         return data if len(data) == where.size and crc32c(data) == where.crc else None
 
-    def write(
-        self, manifest: Manifest, changed: Mapping[str, bytes], dropped: Iterable[str] = ()
-    ) -> Manifest:
+    def write(self, manifest: Manifest, changed: Mapping[str, bytes], dropped: Iterable[str] = ()) -> Manifest:
         """Make a checkpoint of the last one's shards with ``changed`` ones replaced. Blocks until durable."""
         shards = dict(self.last.shards) if self.last else {}
         for shard in dropped:

@@ -103,9 +103,7 @@ class ConsumeLog:
                 self._counts[tail],
             )
         row = self._stored()[index]
-        return Record(
-            int(row["base"]), int(row["offset"]), int(row["time"]), int(row["size"]), int(row["count"])
-        )
+        return Record(int(row["base"]), int(row["offset"]), int(row["time"]), int(row["size"]), int(row["count"]))
 
     def find(self, sequence: int) -> int:
         """The index of the record that holds a sequence, or of the first one after it; len() when there is none."""

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
 from plait.errors import DamageError
+from plait.frame.builder import FrameParts
 from plait.limits import FRAME_SIZE_MAX
 from plait.storage.disk import Buffer, Disk, File
 
@@ -56,15 +57,15 @@ class Segment:
 class SyncJob:
     """What one sync makes durable; ``run`` blocks and may be called in another thread."""
 
-    __slots__ = ("end", "segments")
+    __slots__ = ("_log", "end", "segments")
 
-    def __init__(self, segments: list[tuple[Segment, int]], end: int) -> None:
+    def __init__(self, log: Log, segments: list[tuple[Segment, int]], end: int) -> None:
+        self._log = log
         self.segments = segments
         self.end = end
 
     def run(self) -> None:
-        for segment, _ in self.segments:
-            segment.file.sync()
+        self._log.run_sync([segment for segment, _ in self.segments])
 
 
 class Log:
@@ -81,11 +82,15 @@ class Log:
         self._spare: tuple[int, File] | None = None
         # The next segment may be made by a thread while the loop needs it.
         self._making = threading.Lock()
+        self._syncing = threading.Lock()
+        self._sync_error: OSError | None = None
+        self._never_allocated: list[str] = []
         self.end = 0
         self.written = 0
         self.durable = 0
-        #: Called with each new segment before its first frame: the owner appends what makes it self-contained.
-        self.on_segment: Callable[[], None] | None = None
+        #: Called before a new segment is made, with the offset where the last one ended: the frames it starts with,
+        #: which make it self-contained. They name that offset as their ``previous``.
+        self.on_segment: Callable[[int], list[FrameParts]] | None = None
         disk.make_directory(directory)
         for name in disk.list(directory):
             if name.endswith(SUFFIX) and name[: -len(SUFFIX)].isdigit():
@@ -93,7 +98,7 @@ class Log:
                 if file.size == 0:
                     # Created and never allocated: the crash came before the first frame.
                     file.close()
-                    disk.remove(f"{directory}/{name}")
+                    self._never_allocated.append(f"{directory}/{name}")
                     continue
                 self._add(Segment(int(name[: -len(SUFFIX)]), file))
 
@@ -128,13 +133,25 @@ class Log:
 
     # --- appending ------------------------------------------------------------------------------
 
-    def resume_at(self, end: int) -> None:
-        """Continue after recovery: everything before ``end`` stands, everything after is unused."""
+    def resume_at(self, end: int, known_durable: int = 0) -> None:
+        """Continue after recovery: everything before ``end`` stands, everything after is unused.
+
+        What was read back may have been in the page cache alone, left there by a process that was killed: it is
+        synced here, before anybody can be told that it is stored.
+        """
         while len(self.segments) > 1 and self.segments[-1].base > end:
             self._bases.pop()
             segment = self.segments.pop()
             segment.close()
             self._disk.remove(f"{self.directory}/{segment_name(segment.base)}")
+        for path in self._never_allocated:
+            self._disk.remove(path)
+        self._never_allocated = []
+        for segment in self.segments:
+            if segment.end > known_durable:
+                segment.file.sync()
+            segment.written = segment.synced = max(segment.base, min(end, segment.end))
+        self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = end
 
     def place_for(self, size: int) -> int:
@@ -148,17 +165,23 @@ class Log:
 
     def _roll(self, size: int) -> None:
         self.write()
-        base = self.segments[-1].end if self.segments else self.end
+        # Recovery may have set the end beyond the last segment, over bytes that were durable and are gone.
+        base = max(self.segments[-1].end, self.end) if self.segments else self.end
+        head = self.on_segment(self.end) if self.on_segment is not None else []
+        size += sum(frame.size for frame in head)
         with self._making:
-            if self._spare is not None and self._spare[0] == base and self._spare[1].size >= size:
-                file = self._spare[1]
+            spare, self._spare = self._spare, None
+            if spare is not None and spare[0] == base and spare[1].size >= size:
+                file = spare[1]
             else:
+                if spare is not None:
+                    spare[1].close()
                 file = self._create(base, max(self.segment_size, size))
-            self._spare = None
         self._add(Segment(base, file))
         self.end = self.written = self._pending_at = base
-        if self.on_segment is not None:
-            self.on_segment()
+        for frame in head:
+            self._pending.extend(frame.parts)
+            self.end += frame.size
 
     def _create(self, base: int, size: int) -> File:
         path = f"{self.directory}/{segment_name(base)}"
@@ -202,7 +225,19 @@ class Log:
     def begin_sync(self) -> SyncJob:
         """The work that makes everything written so far durable."""
         dirty = [(segment, segment.written) for segment in self.segments if segment.written > segment.synced]
-        return SyncJob(dirty, self.written)
+        return SyncJob(self, dirty, self.written)
+
+    def run_sync(self, segments: list[Segment]) -> None:
+        """Sync one after another, whoever asks. After a failure never again: the system reports it only once."""
+        with self._syncing:
+            if self._sync_error is not None:
+                raise self._sync_error
+            try:
+                for segment in segments:
+                    segment.file.sync()
+            except OSError as error:
+                self._sync_error = error
+                raise
 
     def end_sync(self, job: SyncJob) -> None:
         """The job succeeded. Two jobs may overlap: each counts for what was written before it began."""
@@ -233,14 +268,13 @@ class Log:
         return removed
 
     def zero_from(self, offset: int) -> None:
-        """Clear what stands after ``offset`` in its segment and drop the segments after it, durably."""
+        """Clear what stands after ``offset``, in its segment and in those after it, durably."""
         for segment in self.segments:
-            start = max(offset, segment.base)
-            if start >= segment.end:
-                continue
-            dirty = used_size(segment.view, start - segment.base)
+            start = max(offset, segment.base) - segment.base
+            dirty = used_size(segment.view, start) if start < segment.size else 0
+            for done in range(0, dirty, len(_ZEROS)):
+                segment.file.write([_ZEROS[: dirty - done]], start + done)
             if dirty:
-                segment.file.write([bytes(dirty)], start - segment.base)
                 segment.file.sync()
 
     def close(self) -> None:
@@ -248,18 +282,23 @@ class Log:
             segment.close()
         if self._spare is not None:
             self._spare[1].close()
+        self._spare = None
         self.segments = []
         self._bases = []
 
 
-def used_size(view: memoryview, start: int, block: int = 1 << 16) -> int:
+_ZEROS = bytes(1 << 18)
+
+
+def used_size(view: memoryview, start: int) -> int:
     """How many bytes after ``start`` are in use: up to the last byte that is not zero, rounded up to 8."""
     end = len(view)
     while end > start:
-        begin = max(start, end - block)
-        piece = bytes(view[begin:end]).rstrip(b"\0")
-        if piece:
-            used = begin + len(piece) - start
-            return used + (-used & 7)
+        begin = max(start, end - len(_ZEROS))
+        piece = bytes(view[begin:end])
+        # Most of it is zeros: comparing is many times faster than stripping.
+        if piece != _ZEROS[: len(piece)]:
+            used = begin + len(piece.rstrip(b"\0")) - start
+            return min(used + (-used & 7), len(view) - start)
         end = begin
     return 0

@@ -155,9 +155,7 @@ class ProducerTable:
             if producer in wanted
         ]
 
-    def load(
-        self, entries: Iterable[tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]]
-    ) -> None:
+    def load(self, entries: Iterable[tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]]) -> None:
         """Add what ``dump`` gave; call ``order`` after the last of several."""
         for producer, seen, partitions in entries:
             windows = self._windows.setdefault(producer, {})

@@ -81,8 +81,7 @@ class Ranges:
         if low >= high:
             return []
         removed = [
-            Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i])
-            for i in range(low, high)
+            Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i]) for i in range(low, high)
         ]
         before = (self._starts[low], start, self._attempts[low])
         after = (end, self._ends[high - 1], self._attempts[high - 1])
@@ -101,8 +100,7 @@ class Ranges:
         low = bisect_right(self._ends, start)
         high = bisect_left(self._starts, end, low)
         return [
-            Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i])
-            for i in range(low, high)
+            Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i]) for i in range(low, high)
         ]
 
     def clear(self) -> None:

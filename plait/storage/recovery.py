@@ -71,9 +71,7 @@ class LogScan:
         self.end = offset
         segment = self._log.segment_at(offset)
         size = used_size(segment.view, offset - segment.base)
-        self.damages.append(
-            Damage(self._log.directory, offset, size, "torn", "rests on messages that were lost")
-        )
+        self.damages.append(Damage(self._log.directory, offset, size, "torn", "rests on messages that were lost"))
 
     def _segment(self, segment: Segment, position: int) -> Iterator[tuple[int, FrameView]]:
         view = segment.view
@@ -97,9 +95,7 @@ class LogScan:
             if found < 0:
                 # Whether this is damage or a torn tail depends on what the later segments hold.
                 size = used_size(view, position)
-                self.damages.append(
-                    Damage(self._log.directory, segment.base + position, size, "damaged", reason)
-                )
+                self.damages.append(Damage(self._log.directory, segment.base + position, size, "damaged", reason))
                 return
             self.damages.append(
                 Damage(self._log.directory, segment.base + position, found - position, "damaged", reason)
@@ -132,9 +128,7 @@ class LogScan:
             elif tail and damage.offset + damage.size > self.durable:
                 size = self.durable - damage.offset
                 kept.append(msgspec.structs.replace(damage, size=size))
-                damage = msgspec.structs.replace(
-                    damage, offset=self.durable, size=damage.size - size, kind="torn"
-                )
+                damage = msgspec.structs.replace(damage, offset=self.durable, size=damage.size - size, kind="torn")
             kept.append(damage)
         if self.end < self.durable and not any(
             d.kind == "damaged" and d.offset <= self.end < d.offset + d.size for d in kept

@@ -125,10 +125,11 @@ class Pull(Message):
 
 
 class Pulled(Message):
-    """The payload is frames; the ranges say which attempt each row is on."""
+    """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already."""
 
     KIND: ClassVar[int] = 23
     ranges: list[AttemptRange] = []
+    more: bool = False
 
 
 class Ack(Message):

@@ -1,0 +1,1 @@
+"""The client: sending, consuming, reading and administering."""

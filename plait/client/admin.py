@@ -1,0 +1,120 @@
+"""Management of subjects and groups."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from plait.client.arguments import seconds_of, start_of
+from plait.client.node import Node
+from plait.wire import messages as m
+
+
+class SubjectInfo(msgspec.Struct, frozen=True):
+    """A subject. Times are microseconds since 1970, sizes bytes."""
+
+    subject: str
+    partition: str
+    start: int
+    end: int
+    count: int
+    size: int
+    groups: int
+    created: int
+    retention_seconds: float | None
+    retention_bytes: int | None
+
+
+class ConsumerInfo(msgspec.Struct, frozen=True):
+    """A member of a group."""
+
+    client: str
+    online: bool
+    held: int
+
+
+class GroupInfo(msgspec.Struct, frozen=True):
+    """A group's progress on one subject; ``lag`` is what is not done yet, handed out or not."""
+
+    subject: str
+    group: str
+    broadcast: bool
+    delivery: str
+    next: int
+    floor: int
+    lag: int
+    unacked: int
+    returned: int
+    redelivered: int
+    lost: int
+    online: int
+    consumers: list[ConsumerInfo]
+
+
+class SubjectDetails(msgspec.Struct, frozen=True):
+    """A subject with its groups."""
+
+    subject: SubjectInfo
+    groups: list[GroupInfo]
+
+
+class Admin:
+    """What ``plait subject`` and ``plait group`` do, as methods."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def _run(self, operation: str, kind: Any, **arguments: Any) -> Any:
+        reply: m.AdminReply = await self._node.request(m.Admin(operation, arguments))
+        return msgspec.msgpack.decode(reply.result, type=kind)
+
+    async def subjects(self) -> list[SubjectInfo]:
+        """All subjects by name."""
+        result: list[SubjectInfo] = await self._run("subject.list", list[SubjectInfo])
+        return result
+
+    async def subject(self, subject: str) -> SubjectDetails:
+        """A subject and its groups."""
+        result: SubjectDetails = await self._run("subject.describe", SubjectDetails, subject=subject)
+        return result
+
+    async def create_subject(
+        self, subject: str, *, retention: Any = None, retention_bytes: int | None = None
+    ) -> SubjectInfo:
+        """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
+        seconds = None if retention is None else seconds_of(retention)
+        result: SubjectInfo = await self._run(
+            "subject.create",
+            SubjectInfo,
+            subject=subject,
+            retention_seconds=seconds,
+            retention_bytes=retention_bytes,
+        )
+        return result
+
+    async def delete_subject(self, subject: str) -> None:
+        """Delete a subject with its messages and groups, for good."""
+        await self._run("subject.delete", None, subject=subject)
+
+    async def groups(self, subject: str | None = None) -> list[GroupInfo]:
+        """The groups of a subject, or of all."""
+        result: list[GroupInfo] = await self._run("group.list", list[GroupInfo], subject=subject)
+        return result
+
+    async def group(self, subject: str, group: str) -> GroupInfo:
+        """A group's progress."""
+        result: GroupInfo = await self._run("group.describe", GroupInfo, subject=subject, group=group)
+        return result
+
+    async def reset_group(self, subject: str, group: str, start: Any) -> int:
+        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
+        position = start_of(start, time.time_ns() // 1000)
+        result: int = await self._run("group.reset", int, subject=subject, group=group, start=position)
+        return result
+
+    async def server(self) -> dict[str, Any]:
+        """Facts about the server."""
+        result: dict[str, Any] = await self._run("server.describe", dict[str, Any])
+        return result

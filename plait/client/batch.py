@@ -1,0 +1,125 @@
+"""What ``fetch`` and ``fetch_arrow`` return."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, overload
+
+import numpy as np
+import pyarrow as pa
+
+from plait.client.delivered import Delivered
+from plait.client.types import Message
+from plait.errors import InvalidArgument
+from plait.frame.arrow import SCHEMA, record_batch
+
+if TYPE_CHECKING:
+    from plait.client.consumer import Consumer
+
+#: Rows [start, stop) of a delivered frame.
+Piece = tuple[Delivered, int, int]
+
+TABLE_SCHEMA = SCHEMA.append(pa.field("attempt", pa.int32(), nullable=False))
+
+
+class Batch(Sequence[Message]):
+    """Messages in a consumer's hands, list-like. An empty batch means that nothing came in time."""
+
+    def __init__(self, consumer: Consumer, pieces: list[Piece]) -> None:
+        self._consumer = consumer
+        self._pieces = pieces
+
+    @cached_property
+    def _messages(self) -> list[Message]:
+        messages: list[Message] = []
+        for delivered, start, stop in self._pieces:
+            messages += delivered.messages(start, stop)
+        return messages
+
+    def __len__(self) -> int:
+        return sum(stop - start for _, start, stop in self._pieces)
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Message]: ...
+    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        return self._messages[index]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._messages)
+
+    async def ack(self) -> None:
+        """All that were not nacked are done; returns when the broker has it."""
+        _ack_pieces(self._pieces)
+        await self._consumer.flush()
+
+    async def nack(self) -> None:
+        """All that were not acked go back to the group at once."""
+        _nack_pieces(self._pieces)
+        await self._consumer.flush()
+
+    def __repr__(self) -> str:
+        return f"<Batch of {len(self)} messages>"
+
+
+class ArrowBatch:
+    """Messages as an Arrow table over the memory they were received in."""
+
+    def __init__(self, consumer: Consumer, pieces: list[Piece]) -> None:
+        self._consumer = consumer
+        self._pieces = pieces
+
+    def __len__(self) -> int:
+        return sum(stop - start for _, start, stop in self._pieces)
+
+    @cached_property
+    def table(self) -> pa.Table:
+        """Columns sequence, key, body, tags, headers, send_time, store_time, producer, producer_sequence, attempt."""
+        batches = []
+        for delivered, start, stop in self._pieces:
+            rows = record_batch(delivered.frame)
+            attempts = np.full(delivered.count, delivered.attempt(0), np.int32)
+            rows = pa.RecordBatch.from_arrays([*rows.columns, pa.array(attempts)], schema=TABLE_SCHEMA)
+            batches.append(rows if stop - start == delivered.count else rows.slice(start, stop - start))
+        return pa.Table.from_batches(batches, schema=TABLE_SCHEMA)
+
+    async def ack(self) -> None:
+        """All rows that were not nacked are done; returns when the broker has it."""
+        _ack_pieces(self._pieces)
+        await self._consumer.flush()
+
+    async def nack(self, rows: Iterable[int] | None = None) -> None:
+        """The rows with these numbers (all: None) go back to the group at once."""
+        if rows is None:
+            _nack_pieces(self._pieces)
+        else:
+            ends = np.cumsum([stop - start for _, start, stop in self._pieces])
+            for row in rows:
+                if not 0 <= row < len(self):
+                    raise InvalidArgument(f"row {row} is outside a batch of {len(self)}")
+                at = int(np.searchsorted(ends, row, "right"))
+                delivered, start, stop = self._pieces[at]
+                delivered.nack_row(start + row - (int(ends[at]) - (stop - start)))
+        await self._consumer.flush()
+
+    def __repr__(self) -> str:
+        return f"<ArrowBatch of {len(self)} messages>"
+
+
+def _ack_pieces(pieces: list[Piece]) -> None:
+    for delivered, start, stop in pieces:
+        delivered.acking.append(slice(start, stop))
+        if delivered.owner is not None:
+            delivered.owner.settle_soon(delivered)
+
+
+def _nack_pieces(pieces: list[Piece]) -> None:
+    for delivered, start, stop in pieces:
+        # What was acked before stays acked.
+        if delivered.acking and delivered.owner is not None:
+            delivered.owner.settle_now(delivered)
+        delivered.nacking.append(slice(start, stop))
+        if delivered.owner is not None:
+            delivered.owner.settle_soon(delivered)

@@ -1,0 +1,233 @@
+"""``connect`` and ``Client``: one process's way to a server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import msgspec
+import pyarrow as pa
+
+from plait import names
+from plait.client.admin import Admin
+from plait.client.arguments import start_of
+from plait.client.consumer import Consumer
+from plait.client.many import send_many
+from plait.client.node import Node
+from plait.client.producer import Producer
+from plait.client.reader import Reader
+from plait.client.types import Receipt, Receipts, Ticket
+from plait.errors import Closed, ForkedClient, InvalidArgument
+from plait.limits import ClientLimits
+
+DEFAULT_ADDRESS = "plait://127.0.0.1:7450"
+
+_clients: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A forked child shares the parent's sockets and producer id: it must not use them (R9)."""
+    for client in list(_clients):
+        client.abandon_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
+
+
+def new_client_id() -> str:
+    """Unique for this process and this client, never the same for two on one host."""
+    return f"client-{os.getpid()}-{secrets.token_hex(6)}"
+
+
+def connect(
+    address: str | Sequence[str] = DEFAULT_ADDRESS,
+    *,
+    client_id: str | None = None,
+    compression: Literal["zstd", "lz4"] | None = None,
+    limits: ClientLimits | None = None,
+) -> Client:
+    """A client for ``async with``.
+
+    A ``client_id`` that you name is kept over restarts: a consumer that comes back under it finds what it held. Without
+    one, every client has an id of its own.
+    """
+    return Client(address, client_id=client_id, compression=compression, limits=limits)
+
+
+class Client:
+    """Sends, consumes and administers over one connection that is made again whenever it is lost."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        client_id: str | None = None,
+        compression: Literal["zstd", "lz4"] | None = None,
+        limits: ClientLimits | None = None,
+    ) -> None:
+        addresses = address.split(",") if isinstance(address, str) else list(address)
+        if not addresses:
+            raise InvalidArgument("no address was given; write plait://host:port")
+        if compression not in (None, "zstd", "lz4"):
+            raise InvalidArgument(f"compression {compression!r} is not known; use 'zstd' or 'lz4'")
+        self.client_id = names.check("client", client_id) if client_id is not None else new_client_id()
+        self.limits = limits or ClientLimits()
+        self._node = Node(addresses, self.client_id, self.limits)
+        self._producer = Producer(self._node, self.limits, _now, compression)
+        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._opened = False
+        #: Management of subjects and groups.
+        self.admin = Admin(self._node)
+        _clients.add(self)
+
+    async def open(self) -> Self:
+        """Connect; ``async with`` does it for you."""
+        if not self._opened:
+            self._opened = True
+            self._producer.open()
+            try:
+                await self._node.open()
+            except BaseException:
+                await self._node.close()
+                raise
+        return self
+
+    async def close(self) -> None:
+        """Send what is buffered and hang up."""
+        if isinstance(self._producer.closed, ForkedClient):
+            return
+        for consumer in list(self._consumers):
+            await consumer.close()
+        await self._producer.close()
+        await self._node.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def abandon_after_fork(self) -> None:
+        """Called in a forked child: refuse everything, touch nothing that the parent still uses."""
+        self._node.closed = True
+        self._producer.closed = ForkedClient("this client was opened before a fork; connect again in the child")
+
+    def _check_open(self) -> None:
+        if self._producer.closed is not None:
+            raise self._producer.closed
+        if not self._opened:
+            raise Closed("the client is not connected; use 'async with plait.connect(...)'")
+
+    # --- sending --------------------------------------------------------------------------------
+
+    async def send(
+        self,
+        subject: str,
+        body: Any,
+        *,
+        key: str | int | None = None,
+        tags: Iterable[str] | None = None,
+        headers: Mapping[str, str | int | float | bool] | None = None,
+        oneway: bool = False,
+    ) -> Receipt:
+        """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing."""
+        self._check_open()
+        producer = self._producer
+        queue = producer.queue(subject)
+        if oneway:
+            return await queue.send_oneway(body, key, tags, headers)
+        if producer.buffered >= producer.limits.buffer_bytes:
+            await producer.room()
+        return await queue.send(body, key, tags, headers)
+
+    def post(
+        self,
+        subject: str,
+        body: Any,
+        *,
+        key: str | int | None = None,
+        tags: Iterable[str] | None = None,
+        headers: Mapping[str, str | int | float | bool] | None = None,
+    ) -> Ticket:
+        """Buffer a message and go on. ``await ticket`` gives the receipt; ``BufferFull`` when there is no room."""
+        producer = self._producer
+        if producer.buffered >= producer.limits.buffer_bytes or producer.closed is not None or not self._opened:
+            self._check_open()
+            producer.refuse_when_full()
+        return producer.queue(subject).post(body, key, tags, headers)
+
+    async def send_many(
+        self,
+        subject: str,
+        bodies: Sequence[Any] | pa.Array | pa.ChunkedArray,
+        *,
+        keys: Sequence[str | int | None] | None = None,
+    ) -> Receipts:
+        """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array."""
+        self._check_open()
+        return await send_many(self._producer, subject, bodies, keys)
+
+    async def flush(self) -> None:
+        """Wait until everything posted is stored; raises the first error since the last flush."""
+        self._check_open()
+        await self._producer.flush()
+
+    # --- consuming ------------------------------------------------------------------------------
+
+    def consumer(
+        self,
+        subject: str,
+        group: str | None = None,
+        *,
+        broadcast: bool = False,
+        delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
+        start: Any = None,
+        prefetch: int | None = None,
+    ) -> Consumer:
+        """A member of a group, for ``async with``; no group, or ``broadcast``: every message of the subject.
+
+        A new group starts at the earliest message, a broadcast at the latest, unless ``start`` says otherwise:
+        "earliest", "latest", a sequence, a datetime, or "-5m" before now.
+        """
+        self._check_open()
+        names.check("subject", subject)
+        if group is not None and not broadcast:
+            names.check("group", group)
+        if delivery not in ("at_least_once", "at_most_once"):
+            raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
+        limits = self.limits
+        if prefetch is not None:
+            if prefetch < 1:
+                raise InvalidArgument(f"prefetch must be 1 or more, not {prefetch}")
+            span = max(2 * prefetch, 2)
+            limits = msgspec.structs.replace(limits, prefetch_count=prefetch, prefetch_span=span)
+        consumer = Consumer(
+            self._node,
+            limits,
+            subject,
+            None if broadcast else group,
+            self.client_id,
+            start_of(start, _now()),
+            delivery,
+        )
+        self._consumers.add(consumer)
+        return consumer
+
+    def reader(self, subject: str, *, start: Any = "latest") -> Reader:
+        """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
+        self._check_open()
+        names.check("subject", subject)
+        return Reader(self._node, self.limits, subject, start_of(start, _now()))

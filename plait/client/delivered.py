@@ -1,0 +1,205 @@
+"""A frame in a consumer's hands: its columns, read when asked for, and which of its rows are done."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import repeat
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.client.encoding import decode_headers, decode_tags
+from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
+from plait.frame.columns import Column
+from plait.frame.view import FrameView
+
+#: (start, end, epoch) of sequences.
+EpochRange = tuple[int, int, int]
+
+
+def to_datetime(micros: int) -> datetime:
+    return datetime.fromtimestamp(micros / 1_000_000, UTC)
+
+
+class Owner(Protocol):
+    """Who collects acks and nacks."""
+
+    def settle_soon(self, delivered: Delivered) -> None: ...
+
+
+class Delivered:
+    """One frame, or part of one, that a pull brought."""
+
+    __slots__ = (
+        "_attempts",
+        "_bodies",
+        "_headers",
+        "_ids",
+        "_tags",
+        "acking",
+        "count",
+        "epoch",
+        "frame",
+        "nacking",
+        "open_count",
+        "owner",
+        "partition",
+        "position",
+        "rows_done",
+        "size",
+        "subject",
+        "taken",
+    )
+
+    def __init__(
+        self,
+        frame: FrameView,
+        subject: str,
+        partition: PartitionName,
+        owner: Owner | None,
+        attempts: list[tuple[int, int, int]],
+    ) -> None:
+        self.frame = frame
+        self.subject = subject
+        self.partition = partition
+        self.owner = owner
+        self.count = frame.count
+        self.size = frame.size
+        self.epoch = frame.epoch
+        self._attempts = attempts
+        #: Rows handed to the user; the rest waits in the consumer's buffer.
+        self.taken = 0
+        #: Rows pulled before this frame's first, counted over the consumer's life: what the span is measured in.
+        self.position = 0
+        self.open_count = frame.count
+        self.rows_done: npt.NDArray[np.bool_] | None = None
+        self.acking: list[int | slice] = []
+        self.nacking: list[int | slice] = []
+        self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
+        self._tags: list[bytes] | None = None
+        self._headers: list[bytes] | None = None
+        self._bodies: list[bytes] | None = None
+
+    # --- messages -------------------------------------------------------------------------------
+
+    def messages(self, start: int, stop: int) -> list[Message]:
+        """Rows [start, stop) as messages."""
+        frame = self.frame
+        if start == 0 and stop == self.count:
+            bodies = frame.binary(Column.BODY).to_pylist()
+        else:
+            bodies = frame.binary(Column.BODY).slice(start, stop - start).to_pylist()
+        keys = self._keys(start, stop)
+        sequences = frame.sequences()[start:stop].tolist()
+        return list(map(Message, bodies, keys, sequences, repeat(self), range(start, stop)))
+
+    def _keys(self, start: int, stop: int) -> list[str | None] | repeat[None]:
+        if not self.frame.has(Column.KEY):
+            return repeat(None)
+        texts = self.frame.binary(Column.KEY).slice(start, stop - start).cast("string").to_pylist()
+        return [text or None for text in texts] if "" in texts else texts
+
+    def tags(self, row: int) -> list[str]:
+        if not self.frame.has(Column.TAGS):
+            return []
+        if self._tags is None:
+            self._tags = self.frame.binary(Column.TAGS).to_pylist()
+        return decode_tags(self._tags[row])
+
+    def headers(self, row: int) -> dict[str, HeaderValue]:
+        if not self.frame.has(Column.HEADERS):
+            return {}
+        if self._headers is None:
+            self._headers = self.frame.binary(Column.HEADERS).to_pylist()
+        return decode_headers(self._headers[row])
+
+    def message_id(self, row: int) -> MessageId:
+        if self._ids is None:
+            self._ids = self.frame.message_ids()
+        producers, numbers = self._ids
+        return MessageId(int(producers[row]), int(numbers[row]))
+
+    def send_time(self, row: int) -> datetime | None:
+        if not self.frame.has(Column.SEND_TIME):
+            return None
+        return to_datetime(int(self.frame.fixed(Column.SEND_TIME)[row]))
+
+    @property
+    def store_time(self) -> datetime:
+        return to_datetime(self.frame.store_time)
+
+    def attempt(self, row: int) -> int:
+        if len(self._attempts) == 1:
+            return self._attempts[0][2]
+        sequence = int(self.frame.sequences()[row])
+        for start, end, attempt in self._attempts:
+            if start <= sequence < end:
+                return attempt
+        return 1
+
+    # --- settling -------------------------------------------------------------------------------
+
+    def ack_row(self, row: int) -> Acknowledgement:
+        self.acking.append(row)
+        if self.owner is not None:
+            self.owner.settle_soon(self)
+        return ACKNOWLEDGED
+
+    def nack_row(self, row: int) -> Acknowledgement:
+        self.nacking.append(row)
+        if self.owner is not None:
+            self.owner.settle_soon(self)
+        return ACKNOWLEDGED
+
+    def collect(self) -> tuple[list[EpochRange], list[EpochRange]]:
+        """(acks, nacks) as sequence ranges of rows that were open, which they no longer are."""
+        nacks = self._settle(self.nacking)
+        acks = self._settle(self.acking)
+        self.nacking, self.acking = [], []
+        return acks, nacks
+
+    def _settle(self, items: list[int | slice]) -> list[EpochRange]:
+        if not items:
+            return []
+        if self.rows_done is None:
+            whole = items[0]
+            if isinstance(whole, slice) and whole.start == 0 and whole.stop == self.count and len(items) == 1:
+                self.rows_done = np.ones(self.count, bool)
+                self.open_count = 0
+                return self._ranges(None)
+            self.rows_done = np.zeros(self.count, bool)
+        marked = np.zeros(self.count, bool)
+        rows = [item for item in items if not isinstance(item, slice)]
+        if rows:
+            marked[rows] = True
+        for item in items:
+            if isinstance(item, slice):
+                marked[item] = True
+        marked &= ~self.rows_done
+        self.rows_done |= marked
+        self.open_count = self.count - int(self.rows_done.sum())
+        return self._ranges(marked)
+
+    def _ranges(self, mask: npt.NDArray[np.bool_] | None) -> list[EpochRange]:
+        base, epoch = self.frame.base, self.epoch
+        if not self.frame.has(Column.SELECTION):
+            if mask is None:
+                return [(base, base + self.count, epoch)]
+            edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + base
+            return [(start, end, epoch) for start, end in edges.reshape(-1, 2).tolist()]
+        sequences = self.frame.sequences()
+        if mask is not None:
+            sequences = sequences[mask]
+        if not len(sequences):
+            return []
+        breaks = np.flatnonzero(np.diff(sequences) != 1) + 1
+        starts = sequences[np.concatenate([[0], breaks])]
+        ends = sequences[np.concatenate([breaks - 1, [len(sequences) - 1]])] + 1
+        return [(start, end, epoch) for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
+
+    def open_ranges(self) -> list[EpochRange]:
+        """The rows that are neither acked nor nacked, or whose ack has not been collected."""
+        if self.rows_done is None:
+            return self._ranges(None)
+        return self._ranges(~self.rows_done)

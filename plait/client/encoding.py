@@ -1,0 +1,96 @@
+"""From what users pass to what frames hold: bodies, order keys, tags and headers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from plait import names
+from plait.errors import CodecError, InvalidArgument, TooLarge
+from plait.frame.columns import TAG_SEPARATOR
+from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
+
+_json = msgspec.json.Encoder()
+_headers = msgspec.msgpack.Encoder()
+_decode_headers = msgspec.msgpack.Decoder(dict[str, str | bool | int | float])
+
+
+def encode_body(body: Any) -> bytes:
+    """bytes as they are, str as UTF-8, anything else as JSON: dicts, msgspec structs, dataclasses, pydantic models."""
+    if isinstance(body, bytes):
+        encoded = body
+    elif isinstance(body, str):
+        encoded = body.encode()
+    elif isinstance(body, bytearray | memoryview):
+        encoded = bytes(body)
+    elif hasattr(body, "model_dump_json"):
+        encoded = body.model_dump_json().encode()
+    else:
+        try:
+            encoded = _json.encode(body)
+        except (TypeError, ValueError) as error:
+            raise CodecError(f"a body of type {type(body).__name__} cannot be encoded: {error}") from None
+    if len(encoded) > BODY_SIZE_MAX:
+        raise TooLarge(f"a body of {len(encoded)} bytes is over the limit of {BODY_SIZE_MAX}; store it elsewhere")
+    return encoded
+
+
+def encode_key(key: Any) -> str:
+    """An order key as text: str as it is, int as its decimal text."""
+    if isinstance(key, str):
+        text = key
+    elif isinstance(key, int) and not isinstance(key, bool):
+        text = str(key)
+    else:
+        raise InvalidArgument(f"key {key!r} is a {type(key).__name__}; use str or int")
+    if not text:
+        raise InvalidArgument("key '' is empty; leave it out for a message without a key")
+    if len(text) > KEY_SIZE_MAX // 4 and len(text.encode()) > KEY_SIZE_MAX:
+        raise TooLarge(f"a key of {len(text.encode())} bytes is over the limit of {KEY_SIZE_MAX}")
+    return text
+
+
+def encode_tags(tags: Iterable[str] | str | None) -> bytes:
+    """Tags joined, with a separator at each end; empty for none."""
+    if not tags:
+        return b""
+    tags = [tags] if isinstance(tags, str) else list(tags)
+    if len(tags) > TAGS_MAX:
+        raise TooLarge(f"{len(tags)} tags are over the limit of {TAGS_MAX}")
+    for tag in tags:
+        names.check_tag(tag)
+    return (TAG_SEPARATOR + TAG_SEPARATOR.join(tags) + TAG_SEPARATOR).encode()
+
+
+def decode_tags(encoded: bytes) -> list[str]:
+    """What ``encode_tags`` made."""
+    return encoded.decode().strip(TAG_SEPARATOR).split(TAG_SEPARATOR) if encoded else []
+
+
+def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
+    """Typed headers as a msgpack map; empty for none."""
+    if not headers:
+        return b""
+    for name, value in headers.items():
+        if not isinstance(name, str) or not name:
+            raise InvalidArgument(f"header name {name!r} is not a non-empty str")
+        if not isinstance(value, str | int | float):
+            raise InvalidArgument(f"header {name!r} is a {type(value).__name__}; use str, int, float or bool")
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+            raise InvalidArgument(f"header {name!r} does not fit 64 bits")
+    encoded = _headers.encode(dict(headers))
+    if len(encoded) > HEADERS_SIZE_MAX:
+        raise TooLarge(f"headers of {len(encoded)} bytes are over the limit of {HEADERS_SIZE_MAX}")
+    return encoded
+
+
+def decode_headers(encoded: bytes) -> dict[str, str | int | float | bool]:
+    """What ``encode_headers`` made."""
+    if not encoded:
+        return {}
+    try:
+        return _decode_headers.decode(encoded)
+    except msgspec.MsgspecError as error:
+        raise CodecError(f"headers do not decode: {error}") from None

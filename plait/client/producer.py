@@ -1,0 +1,169 @@
+"""Sending: rows into frames, frames to the broker, and every frame's fate back to who asked.
+
+Sequences count over all subjects of one producer id; each subject has a queue that sends its frames in order and
+names each one's predecessor, so that a resend after a lost connection stores nothing twice (R7).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from plait import names
+from plait.client.queue import SubjectQueue
+from plait.client.types import PartitionName
+from plait.errors import BufferFull, Closed, PlaitError, Timeout
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+from plait.wire.dial import Link
+
+if TYPE_CHECKING:
+    from plait.client.node import Node
+
+
+def new_producer_id() -> int:
+    """A number nobody else has: 63 random bits, never 0."""
+    return secrets.randbits(63) | 1
+
+
+class Producer:
+    """All sending of one client."""
+
+    def __init__(self, node: Node, limits: ClientLimits, clock_now: Callable[[], int], compression: str | None) -> None:
+        self.node = node
+        self.limits = limits
+        self.now = clock_now
+        self.compression = compression
+        self.id = new_producer_id()
+        self.next = 1
+        #: Oneway rows have an id of their own: a lost one must not break the order of the others.
+        self.oneway_id = new_producer_id()
+        self.oneway_next = 1
+        #: Bytes of rows that are buffered or under way.
+        self.buffered = 0
+        self.closed: PlaitError | None = None
+        self._queues: dict[str, SubjectQueue] = {}
+        self._room: deque[asyncio.Future[None]] = deque()
+        self._urgent: list[SubjectQueue] = []
+        node.on_link.append(self._new_link)
+
+    def open(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    def queue(self, subject: str) -> SubjectQueue:
+        """The queue of a subject."""
+        queue = self._queues.get(subject)
+        if queue is None:
+            names.check("subject", subject)
+            queue = self._queues[subject] = SubjectQueue(self, subject)
+        return queue
+
+    def take(self, count: int) -> int:
+        """The next ``count`` producer sequences; the first of them."""
+        first = self.next
+        self.next += count
+        return first
+
+    def take_oneway(self, count: int) -> int:
+        first = self.oneway_next
+        self.oneway_next += count
+        return first
+
+    def renew(self) -> None:
+        """Another producer id: the broker does not know this one any more (R9)."""
+        self.id = new_producer_id()
+        self.next = 1
+        for queue in self._queues.values():
+            queue.last = 0
+
+    # --- the turn -------------------------------------------------------------------------------
+
+    def soon(self, queue: SubjectQueue) -> None:
+        """Send the queue's open rows at the end of this loop turn."""
+        if not self._urgent:
+            self.loop.call_soon(self._end_turn)
+        self._urgent.append(queue)
+
+    def _end_turn(self) -> None:
+        queues, self._urgent = self._urgent, []
+        for queue in queues:
+            queue.urgent = False
+            queue.seal()
+
+    # --- room -----------------------------------------------------------------------------------
+
+    def refuse_when_full(self) -> None:
+        """For ``post``, which does not wait."""
+        if self.closed is not None:
+            raise self.closed
+        if self.buffered >= self.limits.buffer_bytes:
+            raise BufferFull(
+                f"{self.buffered} bytes wait to be stored (limit {self.limits.buffer_bytes}); "
+                "await client.flush() or use send()"
+            )
+
+    async def room(self) -> None:
+        """Wait until the buffer takes more."""
+        while self.buffered >= self.limits.buffer_bytes:
+            if self.closed is not None:
+                raise self.closed
+            future: asyncio.Future[None] = self.loop.create_future()
+            self._room.append(future)
+            try:
+                await asyncio.wait_for(future, self.limits.send_seconds)
+            except TimeoutError:
+                raise Timeout(
+                    f"the send buffer stayed full for {self.limits.send_seconds:g} s; the server takes nothing"
+                ) from None
+        if self.closed is not None:
+            raise self.closed
+
+    def released(self, size: int) -> None:
+        """Rows are settled: their bytes are free."""
+        self.buffered -= size
+        while self._room and self.buffered < self.limits.buffer_bytes:
+            future = self._room.popleft()
+            if not future.done():
+                future.set_result(None)
+                break
+
+    # --- connection -----------------------------------------------------------------------------
+
+    def _new_link(self, link: Link) -> None:
+        for queue in self._queues.values():
+            queue.new_link(link)
+
+    async def route(self, subject: str) -> tuple[int, PartitionName]:
+        """Where the subject's rows go."""
+        routed: m.Routed = await self.node.request(m.Route(subject))
+        link = self.node.link
+        group = link.welcome.group if link and link.welcome else ""
+        return routed.partition, PartitionName(routed.name, group)
+
+    async def flush(self) -> None:
+        """Until the fate of everything posted so far is known; raises the first error since the last flush."""
+        errors = [await queue.flush() for queue in list(self._queues.values())]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    async def close(self) -> None:
+        """Send what is buffered, then refuse more."""
+        try:
+            await asyncio.wait_for(self.flush(), self.limits.send_seconds)
+        except (TimeoutError, PlaitError):
+            pass
+        self.abandon(Closed("the client is closed"))
+
+    def abandon(self, error: PlaitError) -> None:
+        """Settle everything that is open with an error."""
+        self.closed = error
+        for queue in self._queues.values():
+            queue.abandon(error)
+        while self._room:
+            future = self._room.popleft()
+            if not future.done():
+                future.set_result(None)

@@ -1,0 +1,373 @@
+"""One subject's frames on their way to its partition, in order.
+
+A frame is under way until the broker answers. When the link is lost, the frames under way are sent again in order over
+the next one. When the broker refuses a frame for good, its rows fail to their caller and the frames behind it are
+signed anew as successors of what the broker really has, because each names its predecessor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from plait.client.rows import OpenRows
+from plait.client.types import MessageId, PartitionName, PendingBatch, Receipt, Ticket
+from plait.errors import OutOfSequence, PlaitError, StaleRoute, Timeout, Unavailable, UnknownProducer
+from plait.frame.builder import FrameParts
+from plait.frame.header import FLAG_UNSEQUENCED
+from plait.wire import messages as m
+from plait.wire.dial import Link
+
+if TYPE_CHECKING:
+    from plait.client.producer import Producer
+
+
+class Frame:
+    """A sealed frame and who waits for it."""
+
+    __slots__ = ("batch", "deadline", "parts", "size", "under_way")
+
+    def __init__(self, parts: FrameParts, batch: PendingBatch, size: int, deadline: float) -> None:
+        self.parts = parts
+        self.batch = batch
+        #: Buffer bytes that its rows take.
+        self.size = size
+        self.deadline = deadline
+        #: Sent over the present link and not answered.
+        self.under_way = False
+
+
+class SubjectQueue:
+    """See the module."""
+
+    __slots__ = (
+        "_frames",
+        "_idle",
+        "_link",
+        "_linger",
+        "_oneway",
+        "_partition",
+        "_routing",
+        "_rows",
+        "_timer",
+        "_under_way",
+        "error",
+        "last",
+        "name",
+        "producer",
+        "subject",
+        "urgent",
+    )
+
+    def __init__(self, producer: Producer, subject: str) -> None:
+        self.producer = producer
+        self.subject = subject
+        #: Producer sequence of the last row sealed for this partition: the next frame's predecessor.
+        self.last = 0
+        #: Its open rows leave at the end of this turn.
+        self.urgent = False
+        #: The first error of a posted frame since the last flush.
+        self.error: PlaitError | None = None
+        self.name: PartitionName | None = None
+        self._partition: int | None = None
+        self._routing: asyncio.Task[None] | None = None
+        self._rows = OpenRows()
+        self._oneway = OpenRows()
+        self._linger: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._frames: deque[Frame] = deque()
+        self._under_way = 0
+        self._link: Link | None = producer.node.link
+        self._idle: list[asyncio.Future[None]] = []
+
+    # --- rows in --------------------------------------------------------------------------------
+
+    def post(
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+    ) -> Ticket:
+        """Add a row that leaves when the frame is full or has lingered."""
+        rows = self._rows
+        self.producer.buffered += rows.add(body, key, tags, headers)
+        row = len(rows.bodies) - 1
+        ticket = Ticket(rows.batch, row)
+        limits = self.producer.limits
+        if rows.size >= limits.frame_bytes or row + 1 >= limits.frame_count:
+            self.seal()
+        elif row == 0 and self._linger is None:
+            self._linger = self.producer.loop.call_later(limits.linger_seconds, self.seal)
+        return ticket
+
+    def send(
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+    ) -> Ticket:
+        """Add a row that leaves at the end of this loop turn, with all others of the turn."""
+        rows = self._rows
+        self.producer.buffered += rows.add(body, key, tags, headers)
+        ticket = Ticket(rows.batch, len(rows.bodies) - 1)
+        if rows.size >= self.producer.limits.frame_bytes or len(rows.bodies) >= self.producer.limits.frame_count:
+            self.seal()
+        elif not self.urgent:
+            self.urgent = True
+            self.producer.soon(self)
+        return ticket
+
+    async def send_oneway(
+        self,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+    ) -> Receipt:
+        """Add a row that leaves at the end of this turn, once, without an answer."""
+        while self.name is None or self._partition is None:
+            self._partition, self.name = await self.producer.route(self.subject)
+        rows = self._oneway
+        rows.add(body, key, tags, headers)
+        number = self.producer.take_oneway(1)
+        if len(rows.bodies) == 1:
+            rows.batch.first = number
+        if rows.size >= self.producer.limits.frame_bytes:
+            self._seal_oneway()
+        elif not self.urgent:
+            self.urgent = True
+            self.producer.soon(self)
+        return Receipt(MessageId(self.producer.oneway_id, number), self.name, None)
+
+    def _seal_oneway(self) -> None:
+        rows, self._oneway = self._oneway, OpenRows()
+        link = self.producer.node.link
+        if link is None or self._partition is None:
+            return
+        producer = self.producer
+        parts = rows.build(
+            producer.oneway_id, rows.batch.first, 0, producer.now(), producer.compression, FLAG_UNSEQUENCED
+        )
+        link.notify(m.Send(self._partition, oneway=True), parts.parts, parts.size)
+
+    def seal(self) -> None:
+        """Make a frame of the open rows and send it as soon as the window allows."""
+        if self._oneway.bodies:
+            self._seal_oneway()
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        rows = self._rows
+        if not rows.bodies:
+            return
+        self._rows = OpenRows()
+        producer = self.producer
+        try:
+            parts = rows.build(
+                producer.id, producer.take(len(rows.bodies)), self.last, producer.now(), producer.compression
+            )
+        except PlaitError as error:
+            rows.batch.settle(None, error)
+            producer.released(rows.size)
+            return
+        self.push(parts, rows.batch, rows.size)
+
+    def push(self, parts: FrameParts, batch: PendingBatch, size: int) -> None:
+        """Queue a sealed frame that follows ``last``."""
+        self.last = parts.last
+        deadline = self.producer.loop.time() + self.producer.limits.send_seconds
+        self._frames.append(Frame(parts, batch, size, deadline))
+        if self._timer is None:
+            self._timer = self.producer.loop.call_at(deadline, self._expire)
+        self._pump()
+
+    # --- frames out -----------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """As many frames wait as may be under way: the sender had better wait too."""
+        return len(self._frames) >= self.producer.limits.in_flight_frames
+
+    def _pump(self) -> None:
+        """Send frames until the window is full."""
+        link = self._link
+        if link is None or link.closed or self._under_way >= len(self._frames):
+            return
+        if self._partition is None:
+            self._find_route()
+            return
+        window = self.producer.limits.in_flight_frames
+        for frame in self._frames:
+            if self._under_way >= window:
+                return
+            if not frame.under_way:
+                self._send(link, frame)
+
+    def _send(self, link: Link, frame: Frame) -> None:
+        frame.under_way = True
+        self._under_way += 1
+        assert self._partition is not None
+        link.call(
+            m.Send(self._partition),
+            lambda answer, _, error: self._answered(link, frame, answer, error),
+            frame.parts.parts,
+            frame.parts.size,
+        )
+
+    def _find_route(self) -> None:
+        if self._routing is None:
+            self._routing = self.producer.loop.create_task(self._route(), name=f"plait-route-{self.subject}")
+
+    async def _route(self) -> None:
+        try:
+            self._partition, self.name = await self.producer.route(self.subject)
+        except Unavailable:
+            # The next link asks again.
+            pass
+        except PlaitError as error:
+            if not error.retryable:
+                self.abandon(error)
+        finally:
+            self._routing = None
+        self._pump()
+
+    def new_link(self, link: Link) -> None:
+        """The connection was made again: what was under way is sent again, in order."""
+        self._link = link
+        self._under_way = 0
+        for frame in self._frames:
+            frame.under_way = False
+        self._pump()
+
+    # --- answers --------------------------------------------------------------------------------
+
+    def _answered(self, link: Link, frame: Frame, answer: Any, error: PlaitError | None) -> None:
+        if link is not self._link or not frame.under_way:
+            return
+        frame.under_way = False
+        self._under_way -= 1
+        if error is None:
+            if self._frames and self._frames[0] is frame:
+                self._frames.popleft()
+            else:
+                self._remove(frame)
+            frame.batch.partition = self.name
+            self._settle(frame, answer.sequence, None)
+            self._pump()
+        elif isinstance(error, Unavailable):
+            # The link is gone; the next one sends the frame again.
+            return
+        elif isinstance(error, OutOfSequence):
+            self._wait_for_repair(int(error.details.get("last", 0)))
+        elif isinstance(error, StaleRoute):
+            self._partition = None
+            self.last = 0
+            self._wait_for_repair(0)
+        elif isinstance(error, UnknownProducer):
+            self._lose_producer(error)
+        else:
+            self._remove(frame)
+            self._settle(frame, None, error)
+            self._pump()
+
+    def _wait_for_repair(self, last: int) -> None:
+        """Frames were refused because one before them was: chain the rest anew once all answers are in."""
+        if self._under_way:
+            return
+        for frame in self._frames:
+            frame.parts.follow(last)
+            last = frame.parts.last
+        self.last = last
+        self._pump()
+
+    def _lose_producer(self, error: UnknownProducer) -> None:
+        """What is under way is in doubt; what comes next has a new producer id."""
+        doubtful, self._frames = self._frames, deque()
+        self._under_way = 0
+        self.producer.renew()
+        for frame in doubtful:
+            frame.under_way = False
+            self._settle(frame, None, error)
+
+    def _remove(self, frame: Frame) -> None:
+        try:
+            self._frames.remove(frame)
+        except ValueError:
+            pass
+
+    def _settle(self, frame: Frame, sequence: int | None, error: PlaitError | None) -> None:
+        if error is not None and self.error is None:
+            self.error = error
+        frame.batch.settle(sequence, error)
+        self.producer.released(frame.size)
+        if self._idle:
+            self._tell_idle()
+
+    def _expire(self) -> None:
+        """Rows that got no answer in time fail to their caller; their fate is unknown."""
+        self._timer = None
+        now = self.producer.loop.time()
+        expired = [frame for frame in self._frames if frame.deadline <= now]
+        for frame in expired:
+            self._remove(frame)
+            if frame.under_way:
+                frame.under_way = False
+                self._under_way -= 1
+            reason = self.producer.node.last_error
+            detail = f": {reason}" if reason and self.producer.node.link is None else ""
+            limit = self.producer.limits.send_seconds
+            self._settle(frame, None, Timeout(f"no answer for a send to {self.subject!r} within {limit:g} s{detail}"))
+        if self._frames:
+            self._timer = self.producer.loop.call_at(self._frames[0].deadline, self._expire)
+
+    # --- waiting --------------------------------------------------------------------------------
+
+    def _tell_idle(self) -> None:
+        idle, self._idle = self._idle, []
+        for future in idle:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait_for_room(self) -> None:
+        """Until fewer frames wait than may be under way."""
+        while self.full and self.producer.closed is None:
+            await self._next_settled()
+
+    async def _next_settled(self) -> None:
+        future: asyncio.Future[None] = self.producer.loop.create_future()
+        self._idle.append(future)
+        await future
+
+    async def flush(self) -> PlaitError | None:
+        """Until everything so far is settled; the first error since the last flush."""
+        self.seal()
+        batches = [frame.batch for frame in self._frames]
+        for batch in batches:
+            await batch.wait()
+        error, self.error = self.error, None
+        return error
+
+    def abandon(self, error: PlaitError) -> None:
+        """Everything open fails."""
+        if self._linger is not None:
+            self._linger.cancel()
+            self._linger = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._routing is not None and error.code == "closed":
+            self._routing.cancel()
+        rows, self._rows = self._rows, OpenRows()
+        frames, self._frames = self._frames, deque()
+        self._under_way = 0
+        for frame in frames:
+            frame.under_way = False
+            self._settle(frame, None, error)
+        if rows.bodies:
+            rows.batch.settle(None, error)
+            self.producer.released(rows.size)
+        self._tell_idle()

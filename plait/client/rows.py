@@ -1,0 +1,107 @@
+"""The open rows of a subject: what was added since the last frame left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+from xxhash import xxh3_64_intdigest
+
+from plait.client.encoding import encode_body, encode_headers, encode_key, encode_tags
+from plait.client.types import PendingBatch
+from plait.frame.builder import FrameParts, build_frame
+
+
+def hash_keys(keys: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
+    """xxh3_64 of each key's UTF-8 text; the frozen rule that maps keys to logical partitions."""
+    return np.fromiter(map(xxh3_64_intdigest, map(str.encode, keys)), np.uint64, count)
+
+
+class OpenRows:
+    """Columns that grow by a row at a time; a column exists from the first row that has it."""
+
+    __slots__ = ("batch", "bodies", "headers", "keys", "size", "tags")
+
+    def __init__(self) -> None:
+        self.bodies: list[bytes] = []
+        self.keys: list[str] | None = None
+        self.tags: list[bytes] | None = None
+        self.headers: list[bytes] | None = None
+        self.size = 0
+        self.batch = PendingBatch()
+
+    def add(
+        self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
+    ) -> int:
+        """Append a row; its size. Nothing is added when something is wrong with it."""
+        if type(body) is not bytes or len(body) > 1_000_000:
+            body = encode_body(body)
+        if key is not None and (type(key) is not str or not 0 < len(key) < 256):
+            key = encode_key(key)
+        bodies = self.bodies
+        row = len(bodies)
+        size = len(body) + 16
+        if tags is not None:
+            encoded = encode_tags(tags)
+            size += len(encoded)
+            if self.tags is None:
+                self.tags = [b""] * row
+        if headers is not None:
+            encoded_headers = encode_headers(headers)
+            size += len(encoded_headers)
+            if self.headers is None:
+                self.headers = [b""] * row
+        if self.tags is not None:
+            self.tags.append(encoded if tags is not None else b"")
+        if self.headers is not None:
+            self.headers.append(encoded_headers if headers is not None else b"")
+        if key is not None:
+            if self.keys is None:
+                self.keys = [""] * row
+            self.keys.append(key)  # type: ignore[arg-type]
+            size += len(key)  # type: ignore[arg-type]
+        elif self.keys is not None:
+            self.keys.append("")
+        bodies.append(body)
+        self.size += size
+        return size
+
+    def build(
+        self, producer: int, first: int, previous: int, send_time: int, compression: str | None, flags: int = 0
+    ) -> FrameParts:
+        """The rows as a frame."""
+        count = len(self.bodies)
+        keys = self.keys
+        batch = self.batch
+        batch.producer, batch.first, batch.count = producer, first, count
+        return build_frame(
+            self.bodies,
+            producer=producer,
+            first=first,
+            previous=previous,
+            send_time=send_time,
+            keys=None if keys is None else pa.array(keys, pa.string()),
+            key_hashes=None if keys is None else hash_keys(keys, count),
+            tags=self.tags,
+            headers=self.headers,
+            compression=compression,
+            flags=flags,
+        )
+
+
+def encode_keys(keys: Iterable[str | int | None], count: int) -> list[str]:
+    """Keys of ``send_many``: checked, None as the empty text."""
+    encoded = ["" if key is None else encode_key(key) for key in keys]
+    if len(encoded) != count:
+        from plait.errors import InvalidArgument
+
+        raise InvalidArgument(f"{len(encoded)} keys do not fit {count} bodies")
+    return encoded
+
+
+def no_keys(count: int) -> Iterable[None]:
+    return repeat(None, count)

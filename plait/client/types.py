@@ -1,0 +1,215 @@
+"""What users hold in their hands: ids, receipts, tickets and messages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import msgspec
+
+from plait.errors import PlaitError
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from plait.client.delivered import Delivered
+
+HeaderValue = str | int | float | bool
+
+
+class MessageId(NamedTuple):
+    """Identifies a message for ever: who sent it, and its number there."""
+
+    producer: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.producer:016x}-{self.sequence}"
+
+
+class PartitionName(NamedTuple):
+    """Where a message is stored; prints as ``name@group``."""
+
+    name: str
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.group}"
+
+
+class Receipt(msgspec.Struct, frozen=True, gc=False):
+    """The broker has the message. ``sequence`` is None when a repeated send was stored too long ago to know."""
+
+    message_id: MessageId
+    partition: PartitionName
+    sequence: int | None
+
+
+class PendingBatch:
+    """The rows of one frame on their way, and who waits for them. One shared result, a future only when awaited."""
+
+    __slots__ = ("count", "error", "first", "partition", "producer", "sequence", "settled", "waiters")
+
+    def __init__(self) -> None:
+        self.producer = 0
+        self.first = 0
+        self.count = 0
+        self.partition: PartitionName | None = None
+        self.sequence: int | None = None
+        self.settled = False
+        self.error: PlaitError | None = None
+        self.waiters: list[asyncio.Future[None]] | None = None
+
+    def receipt(self, row: int) -> Receipt:
+        """The receipt of a row; raises what went wrong instead."""
+        if self.error is not None:
+            raise self.error
+        assert self.partition is not None
+        sequence = None if self.sequence is None else self.sequence + row
+        return Receipt(MessageId(self.producer, self.first + row), self.partition, sequence)
+
+    def settle(self, sequence: int | None, error: PlaitError | None) -> None:
+        """The fate of all rows is known."""
+        self.settled = True
+        self.sequence = sequence
+        self.error = error
+        waiters, self.waiters = self.waiters, None
+        for waiter in waiters or ():
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until the fate of the rows is known; cancelling one waiter leaves the others."""
+        if self.settled:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self.waiters is None:
+            self.waiters = [future]
+        else:
+            self.waiters.append(future)
+        await future
+
+
+class Ticket(msgspec.Struct, gc=False):
+    """A posted message; ``await ticket`` gives its receipt."""
+
+    _batch: PendingBatch
+    _row: int
+
+    def __await__(self) -> Generator[Any, None, Receipt]:
+        if not self._batch.settled:
+            yield from self._batch.wait().__await__()
+        return self._batch.receipt(self._row)
+
+    @property
+    def done(self) -> bool:
+        """Its fate is known."""
+        return self._batch.settled
+
+
+class Receipts(Sequence[Receipt]):
+    """The receipts of ``send_many``, made when looked at."""
+
+    def __init__(self, batches: list[PendingBatch]) -> None:
+        self._batches = batches
+        self._count = sum(batch.count for batch in batches)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Receipt: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Receipt]: ...
+    def __getitem__(self, index: int | slice) -> Receipt | list[Receipt]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(self._count))]
+        row = index + self._count if index < 0 else index
+        for batch in self._batches:
+            if 0 <= row < batch.count:
+                return batch.receipt(row)
+            row -= batch.count
+        raise IndexError(f"receipt {index} of {self._count}")
+
+    def __iter__(self) -> Iterator[Receipt]:
+        for batch in self._batches:
+            for row in range(batch.count):
+                yield batch.receipt(row)
+
+    def __repr__(self) -> str:
+        return f"<{self._count} receipts>"
+
+
+class Message(msgspec.Struct, gc=False):
+    """A message in a consumer's hands. What is rarely looked at is read from its frame when asked for."""
+
+    body: bytes
+    key: str | None
+    sequence: int
+    _delivered: Delivered
+    _row: int
+
+    @property
+    def subject(self) -> str:
+        return self._delivered.subject
+
+    @property
+    def partition(self) -> PartitionName:
+        return self._delivered.partition
+
+    @property
+    def tags(self) -> list[str]:
+        return self._delivered.tags(self._row)
+
+    @property
+    def headers(self) -> dict[str, HeaderValue]:
+        return self._delivered.headers(self._row)
+
+    @property
+    def message_id(self) -> MessageId:
+        return self._delivered.message_id(self._row)
+
+    @property
+    def send_time(self) -> datetime | None:
+        """When the producer sent it, by its clock."""
+        return self._delivered.send_time(self._row)
+
+    @property
+    def store_time(self) -> datetime:
+        """When the broker stored it."""
+        return self._delivered.store_time
+
+    @property
+    def attempt(self) -> int:
+        """1 at the first delivery to this group."""
+        return self._delivered.attempt(self._row)
+
+    @property
+    def epoch(self) -> int:
+        """The broker's epoch that stored it."""
+        return self._delivered.epoch
+
+    def ack(self) -> Acknowledgement:
+        """It is done. Sent with the acks of the same moment; ``await consumer.flush()`` waits for the broker."""
+        return self._delivered.ack_row(self._row)
+
+    def nack(self) -> Acknowledgement:
+        """It failed: another consumer of the group, or this one, gets it again at once."""
+        return self._delivered.nack_row(self._row)
+
+    def __repr__(self) -> str:
+        body = self.body if len(self.body) <= 40 else self.body[:37] + b"..."
+        return f"<Message {self.subject}#{self.sequence} key={self.key!r} body={body!r}>"
+
+
+class Acknowledgement:
+    """Nothing to wait for: the ack is in the client's buffer. May be awaited, need not be."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[Any, None, None]:
+        return iter(())  # type: ignore[return-value]
+
+
+ACKNOWLEDGED = Acknowledgement()

@@ -1,0 +1,186 @@
+"""Dialling a server: one connection, requests matched to their answers.
+
+``Link`` is the client's end of a socket. It never reconnects: when it is lost, every open request fails with
+``Unavailable`` and whoever owns it decides what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable
+from plait.wire import messages as m
+from plait.wire.packets import SHARED_SIZE, Buffer, Receiver, pack
+
+DEFAULT_PORT = 7450
+SCHEME = "plait://"
+
+#: Called once with the answer and its payload, or with the error.
+OnAnswer = Callable[[Any, memoryview, PlaitError | None], None]
+
+_EMPTY = memoryview(b"")
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """(host, port) of ``plait://host[:port]``."""
+    text = address.removeprefix(SCHEME).rstrip("/")
+    host, _, port = text.rpartition(":") if ":" in text and not text.endswith("]") else (text, "", "")
+    host = host.strip("[]")
+    if not host or (port and not port.isdigit()) or (port and not 0 < int(port) < 65536) or "/" in host:
+        raise InvalidArgument(f"address {address!r} is not understood; write plait://host:port")
+    return host, int(port) if port else DEFAULT_PORT
+
+
+class Link(asyncio.BufferedProtocol):
+    """A connection that is up, or was."""
+
+    def __init__(self) -> None:
+        self._receiver = Receiver(memoryview(bytearray(SHARED_SIZE)))
+        self._transport: asyncio.Transport | None = None
+        self._calls: dict[int, OnAnswer] = {}
+        self._next = 1
+        self._resume: asyncio.Future[None] | None = None
+        self.welcome: m.Welcome | None = None
+        self.closed = False
+        self.error: PlaitError | None = None
+        #: Called once when the connection is gone.
+        self.on_lost: Callable[[], None] = lambda: None
+
+    # --- asyncio --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.set_write_buffer_limits(high=4 * 1024 * 1024)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(self.error or Unavailable("the connection to the server was lost"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._receiver.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        try:
+            for packet in self._receiver.received(nbytes):
+                message = m.decode(packet.kind, packet.head)
+                call = self._calls.pop(packet.correlation, None)
+                if isinstance(message, m.Failure):
+                    error = m.error_of(message)
+                    if packet.correlation == 0:
+                        self.error = error
+                        self.abort()
+                        return
+                    if call is not None:
+                        call(None, _EMPTY, error)
+                elif call is not None:
+                    call(message, packet.payload, None)
+        except ProtocolError as error:
+            self.error = error
+            self.abort()
+
+    def pause_writing(self) -> None:
+        if self._resume is None:
+            self._resume = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        if self._resume is not None:
+            if not self._resume.done():
+                self._resume.set_result(None)
+            self._resume = None
+
+    def _lose(self, error: PlaitError) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.error = error
+        self.resume_writing()
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            call(None, _EMPTY, error)
+        self.on_lost()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def call(self, message: m.Message, on_answer: OnAnswer, payload: Sequence[Buffer] = (), size: int = 0) -> None:
+        """Send a request; ``on_answer`` is called from the loop, at once when the link is down already."""
+        if self.closed or self._transport is None:
+            on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
+            return
+        number = self._next
+        self._next = number + 1 if number < 0xFFFF_FFFF else 1
+        self._calls[number] = on_answer
+        self._write(message, number, payload, size)
+
+    def notify(self, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> None:
+        """Send a packet that has no answer."""
+        if not self.closed and self._transport is not None:
+            self._write(message, 0, payload, size)
+
+    def _write(self, message: m.Message, number: int, payload: Sequence[Buffer], size: int) -> None:
+        head = pack(message.KIND, number, m.encode(message), size)
+        assert self._transport is not None
+        if payload:
+            self._transport.writelines([head, *payload])
+        else:
+            self._transport.write(head)
+
+    async def request(self, message: m.Message) -> Any:
+        """Send a request and wait for its answer; raises what the server answered."""
+        answer, _ = await self.request_payload(message)
+        return answer
+
+    async def request_payload(self, message: m.Message) -> tuple[Any, memoryview]:
+        """Like ``request``, with the payload of the answer."""
+        future: asyncio.Future[tuple[Any, memoryview]] = asyncio.get_running_loop().create_future()
+
+        def answered(answer: Any, payload: memoryview, error: PlaitError | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result((answer, payload))
+
+        self.call(message, answered)
+        return await future
+
+    async def drained(self) -> None:
+        """Wait until the socket takes more."""
+        if self._resume is not None:
+            await asyncio.shield(self._resume)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def dial(address: str, client: str, seconds: float) -> Link:
+    """Connect and say hello within ``seconds``; ``Unavailable`` or what the server answered."""
+    host, port = parse_address(address)
+    loop = asyncio.get_running_loop()
+    link: Link | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            _, link = await loop.create_connection(Link, host, port)
+            link.welcome = await link.request(m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, client))
+    except TimeoutError:
+        if link is not None:
+            link.abort()
+        raise Unavailable(f"no answer from {SCHEME}{host}:{port} within {seconds:g} s") from None
+    except OSError as error:
+        raise Unavailable(
+            f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?"
+        ) from None
+    except BaseException:
+        if link is not None:
+            with contextlib.suppress(RuntimeError):
+                link.abort()
+        raise
+    return link
