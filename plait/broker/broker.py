@@ -33,13 +33,12 @@ from plait.errors import (
     SubjectExists,
     SubjectNotFound,
 )
-from plait.frame.builder import build_frame
+from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
-from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.action_log import Action, ActionBuffer, ConsumerDefinition, Definition, definition_frame
-from plait.storage.catalog import CATALOG, PartitionRow, SubjectSettings, encode_row
+from plait.storage.action_log import Action, ActionBuffer, ConsumerDefinition, Definition, head_frames
+from plait.storage.catalog import PartitionRow, SubjectSettings, catalog_frame
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog
@@ -48,7 +47,7 @@ from plait.storage.log import Log, SyncJob
 from plait.storage.producers import ProducerTable
 
 MESSAGE_DIRECTORY = "message"
-#: Rows of one catalog or definition frame at the head of a segment.
+#: Rows of one catalog frame at the head of a segment.
 HEAD_ROWS = 5_000
 
 
@@ -251,23 +250,31 @@ class Broker:
         self.snapshots.drop_consume_log(partition)
 
     def _append_rows(self, rows: list[PartitionRow]) -> None:
-        frame = build_frame([encode_row(row) for row in rows], producer=0, first=1)
+        frame = self._catalog_frame(rows)
         try:
             self.message_log.place_for(frame.size)
         except OSError as error:
             raise self._disk_error(error) from error
-        now = self.clock.now()
-        frame.stamp_with(pack_stamp(CATALOG, 0, now, self.message_log.durable, self.epoch))
         self.message_log.append(frame.parts, frame.size)
         self._mark()
 
-    def _message_segment_head(self) -> None:
+    def _catalog_frame(self, rows: list[PartitionRow], previous_end: int = 0) -> FrameParts:
+        return catalog_frame(
+            rows,
+            time=self.clock.now(),
+            durable=self.message_log.durable,
+            epoch=self.epoch,
+            previous_end=previous_end,
+        )
+
+    def _message_segment_head(self, previous_end: int) -> list[FrameParts]:
         """Each segment names all partitions, so that it can be read alone."""
         rows = [partition.row for partition in self.partitions.values()]
-        for start in range(0, len(rows), HEAD_ROWS):
-            self._append_rows(rows[start : start + HEAD_ROWS])
+        starts = range(0, len(rows), HEAD_ROWS)
+        return [self._catalog_frame(rows[start : start + HEAD_ROWS], previous_end) for start in starts]
 
-    def _action_segment_head(self) -> None:
+    def _action_segment_head(self, previous_end: int) -> list[FrameParts]:
+        """Each segment names all groups and consumers, for the same reason."""
         definitions: list[Definition] = []
         for partition in self.partitions.values():
             for group in partition.groups.values():
@@ -275,16 +282,16 @@ class Broker:
                 definitions.extend(
                     ConsumerDefinition(consumer.id, group.id, consumer.client) for consumer in group.consumers.values()
                 )
-        for start in range(0, len(definitions), HEAD_ROWS):
-            frame = definition_frame(
-                definitions[start : start + HEAD_ROWS],
-                index=self.action_index,
-                presumed=self.message_log.end,
-                epoch=self.epoch,
-                time=self.clock.now(),
-            )
-            self.action_index += 1
-            self.action_log.append(frame.parts, frame.size)
+        frames = head_frames(
+            definitions,
+            index=self.action_index,
+            presumed=self.message_log.end,
+            epoch=self.epoch,
+            time=self.clock.now(),
+            previous_end=previous_end,
+        )
+        self.action_index += len(frames)
+        return frames
 
     # --- sends ----------------------------------------------------------------------------------
 

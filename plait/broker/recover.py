@@ -81,10 +81,10 @@ class Recovery:
         for offset, frame in messages:
             self._message(offset, frame)
         settle(broker.disk, broker.message_log, messages)
-        actions = LogScan(broker.action_log, action_start, stamps_durable=False)
+        actions = LogScan(broker.action_log, action_start, action_start, stamps_durable=False)
         for offset, frame in actions:
             if frame.durable > messages.end:
-                actions.stop_before(offset)
+                actions.stop_before(offset, "rests on messages that were lost")
                 break
             self._action(frame)
         settle(broker.disk, broker.action_log, actions)

@@ -54,6 +54,9 @@ EVENT = np.dtype(
 )
 EVENT_SIZE = EVENT.itemsize
 assert EVENT_SIZE == 40
+#: Rows of one frame: keeps it far below the limit of a frame's size, however much one loop turn brings.
+EVENTS_MAX = 100_000
+DEFINITIONS_MAX = 5_000
 
 
 class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
@@ -95,8 +98,9 @@ class ActionBuffer:
     @property
     def size_bound(self) -> int:
         """At least the bytes that ``drain`` will give."""
-        definitions = sum(map(len, self._definitions)) + 8 * len(self._definitions)
-        return 512 + definitions + (EVENT_SIZE + 4) * len(self._events)
+        definitions, events = len(self._definitions), len(self._events)
+        frames = 2 + definitions // DEFINITIONS_MAX + events // EVENTS_MAX
+        return 256 * frames + sum(map(len, self._definitions)) + 8 * definitions + (EVENT_SIZE + 4) * events
 
     def event(
         self,
@@ -116,27 +120,35 @@ class ActionBuffer:
 
     def drain(self, *, index: int, presumed: int, epoch: int, time: int) -> list[FrameParts]:
         """Frames for what is buffered, definitions first; ``presumed`` is the message-log end they rest on."""
-        frames = []
-        if self._definitions:
-            frames.append(_frame(self._definitions, DEFINITIONS, index, presumed, epoch, time))
-        if self._events:
-            data = np.array(self._events, EVENT).tobytes()
-            rows = [data[i : i + EVENT_SIZE] for i in range(0, len(data), EVENT_SIZE)]
-            frames.append(_frame(rows, EVENTS, index + len(frames), presumed, epoch, time))
-        self._events = []
-        self._definitions = []
+        stamp = (presumed, epoch, time)
+        definitions, self._definitions = self._definitions, []
+        events, self._events = self._events, []
+        frames = _frames(definitions, DEFINITIONS, DEFINITIONS_MAX, index, stamp)
+        data = np.array(events, EVENT).tobytes()
+        rows = [data[i : i + EVENT_SIZE] for i in range(0, len(data), EVENT_SIZE)]
+        frames += _frames(rows, EVENTS, EVENTS_MAX, index + len(frames), stamp)
         return frames
 
 
-def definition_frame(definitions: list[Definition], *, index: int, presumed: int, epoch: int, time: int) -> FrameParts:
-    """All names again, for the head of a new segment: each segment can be read alone."""
-    return _frame([_encoder.encode(d) for d in definitions], DEFINITIONS, index, presumed, epoch, time)
+def head_frames(
+    definitions: list[Definition], *, index: int, presumed: int, epoch: int, time: int, previous_end: int
+) -> list[FrameParts]:
+    """All names again, for the head of a new segment: it can be read alone. ``previous_end``: see ``Log.on_segment``."""
+    rows = [_encoder.encode(definition) for definition in definitions]
+    return _frames(rows, DEFINITIONS, DEFINITIONS_MAX, index, (presumed, epoch, time), previous_end)
 
 
-def _frame(rows: list[bytes], kind: int, index: int, presumed: int, epoch: int, time: int) -> FrameParts:
-    frame = build_frame(rows, producer=0, first=index)
-    frame.stamp_with(pack_stamp(kind, index, time, presumed, epoch))
-    return frame
+def _frames(
+    rows: list[bytes], kind: int, rows_max: int, index: int, stamp: tuple[int, int, int], previous_end: int = 0
+) -> list[FrameParts]:
+    presumed, epoch, time = stamp
+    frames = []
+    for start in range(0, len(rows), rows_max):
+        frame = build_frame(rows[start : start + rows_max], producer=0, first=index, previous=previous_end)
+        frame.stamp_with(pack_stamp(kind, index, time, presumed, epoch))
+        frames.append(frame)
+        index += 1
+    return frames
 
 
 def read_events(frame: FrameView) -> npt.NDArray[Any]:

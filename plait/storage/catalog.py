@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import msgspec
 
+from plait.frame.builder import FrameParts, build_frame
 from plait.frame.columns import Column
+from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 
 #: The partition id of catalog frames.
@@ -39,8 +41,11 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PartitionRow)
 
 
-def encode_row(row: PartitionRow) -> bytes:
-    return _encoder.encode(row)
+def catalog_frame(rows: list[PartitionRow], *, time: int, durable: int, epoch: int, previous_end: int = 0) -> FrameParts:
+    """A frame that defines partitions. At the head of a segment it says where the one before ended."""
+    frame = build_frame([_encoder.encode(row) for row in rows], producer=0, first=1, previous=previous_end)
+    frame.stamp_with(pack_stamp(CATALOG, 0, time, durable, epoch))
+    return frame
 
 
 def read_rows(frame: FrameView) -> list[PartitionRow]:

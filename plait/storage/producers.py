@@ -42,6 +42,17 @@ class Window:
         #: (after, through): sequences that were lost to damage between stored ones; a resend of them is new.
         self.holes: list[tuple[int, int]] = []
 
+    def holds(self, first: int, last: int) -> bool:
+        """All of [first, last] is stored: it is in the runs that are remembered, or older than all of them."""
+        if last > self.last:
+            return False
+        frames = sorted(self.frames)
+        missing = max(first, frames[0].first) if frames else last + 1
+        for frame in frames:
+            if frame.first <= missing <= frame.last:
+                missing = frame.last + 1
+        return missing > last
+
 
 class ProducerTable:
     """All producers of a broker; the order of the dictionary is the order of last use."""
@@ -73,15 +84,13 @@ class ProducerTable:
         for after, through in window.holes:
             if previous == after and last <= through:
                 return Verdict.NEW
-        if last <= window.last:
-            return Verdict.DUPLICATE
-        return Verdict.GAP
+        return Verdict.DUPLICATE if window.holds(first, last) else Verdict.GAP
 
-    def receipt(self, producer: int, partition: int, first: int) -> int | None:
-        """The sequence that a stored row got; None when it is too long ago to know."""
+    def receipt(self, producer: int, partition: int, first: int, count: int = 1) -> int | None:
+        """The sequence that the first of stored rows got; None when it is too long ago to know, or they lie apart."""
         window = self.window(producer, partition)
         for frame in reversed(window.frames if window else []):
-            if frame.first <= first <= frame.last:
+            if frame.first <= first and first + count - 1 <= frame.last:
                 return frame.base + first - frame.first
         return None
 
@@ -103,7 +112,7 @@ class ProducerTable:
         if first <= window.last:
             self._fill(window, previous, last)
         else:
-            if previous > window.last and window.last:
+            if previous > window.last:
                 window.holes.append((window.last, previous))
             window.last = last
         window.frames.append(StoredFrame(first, last, base))

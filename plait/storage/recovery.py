@@ -3,6 +3,12 @@
 The rule (R18): a bad frame below an offset that is known durable, or before a valid frame, is *damage*: its bytes are
 copied to quarantine/, reported and left in place, and reading goes on behind it. A bad frame with nothing valid
 after it is a *torn tail*: the bytes are kept aside and cut, so that they can never be taken for frames later.
+
+A power loss leaves any subset of the sectors that were under way, so a torn tail may hold whole frames behind missing
+ones. It is told from damage by what is missing: a sector that never reached the disk reads as zeros, and the
+first frame of a segment names where the segment before ended. Where nothing proves that the missing bytes were ever
+durable, everything behind them was under way too, and was not acknowledged: it is part of the tail. So what is left is
+always a beginning of what was written, and a producer that sends the rest again finds its order kept.
 """
 
 from __future__ import annotations
@@ -20,6 +26,8 @@ from plait.storage.log import Log, Segment, used_size
 QUARANTINE = "quarantine"
 #: At most this much of one damaged region is copied aside; the region itself stays in the log.
 QUARANTINE_SIZE_MAX = 64 << 20
+#: What a disk writes whole or not at all.
+SECTOR_SIZE = 512
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -53,58 +61,117 @@ class LogScan:
         #: The frames' ``durable`` field speaks of this log (in the action log it speaks of the message log).
         self._stamps_durable = stamps_durable
         self._plausible = plausible or (lambda offset, frame: True)
-        self._start = start
+        self.start = start
         self.durable = durable
         self.end = start
         self.damages: list[Damage] = []
+        self._stopped = False
 
     def __iter__(self) -> Iterator[tuple[int, FrameView]]:
         """(offset, frame) of every valid frame in order."""
         for segment in list(self._log.segments):
-            if segment.end <= self._start:
-                continue
-            yield from self._segment(segment, max(self._start - segment.base, 0))
+            if segment.end > self.start and not self._stopped:
+                yield from self._segment(segment, max(self.start - segment.base, 0))
         self._finish()
 
-    def stop_before(self, offset: int) -> None:
-        """The reader refuses the frame at ``offset``: what follows is a tail to be cut."""
+    def stop_before(self, offset: int, reason: str) -> None:
+        """What stands from ``offset`` on, in all segments, is a tail to be cut."""
+        self._stopped = True
         self.end = offset
-        segment = self._log.segment_at(offset)
-        size = used_size(segment.view, offset - segment.base)
-        self.damages.append(Damage(self._log.directory, offset, size, "torn", "rests on messages that were lost"))
+        for segment in self._log.segments:
+            start = max(offset, segment.base)
+            size = used_size(segment.view, start - segment.base) if start < segment.end else 0
+            if size:
+                self.damages.append(Damage(self._log.directory, start, size, "torn", reason))
 
     def _segment(self, segment: Segment, position: int) -> Iterator[tuple[int, FrameView]]:
         view = segment.view
+        used_end = -1
         while position + HEADER_SIZE <= segment.size:
-            reason = ""
+            offset = segment.base + position
             try:
                 frame = FrameView(view, position).verify()
             except FrameError as error:
                 reason = str(error)
             else:
-                offset = segment.base + position
+                if position == 0 and self._follows_missing(segment, frame):
+                    return
                 yield offset, frame
+                if self._stopped:
+                    return
                 if self._stamps_durable:
                     self.durable = max(self.durable, frame.durable)
                 position += frame.size
                 self.end = offset + frame.size
                 continue
-            if not used_size(view, position):
+            if used_end < 0:
+                used_end = position + used_size(view, position)
+            if position >= used_end:
                 return
-            found = self._next_valid(segment, position + 8)
-            if found < 0:
-                # Whether this is damage or a torn tail depends on what the later segments hold.
-                size = used_size(view, position)
-                self.damages.append(Damage(self._log.directory, segment.base + position, size, "damaged", reason))
+            behind = self._behind_bad(segment, position, used_end)
+            if self._never_durable(segment, position, behind):
+                self.stop_before(offset, reason)
                 return
-            self.damages.append(
-                Damage(self._log.directory, segment.base + position, found - position, "damaged", reason)
-            )
-            position = found
+            # Whether this is damage or a torn tail depends on whether a valid frame follows: ``_finish`` knows.
+            self.damages.append(Damage(self._log.directory, offset, behind - position, "damaged", reason))
+            position = behind
 
-    def _next_valid(self, segment: Segment, position: int) -> int:
+    def _follows_missing(self, segment: Segment, frame: FrameView) -> bool:
+        """The first frame of a segment says that the one before ended later than it was found to end."""
+        if frame.producer != 0 or frame.previous <= self.end:
+            return False
+        if any(damage.offset >= self.end for damage in self.damages):
+            return False
+        if self._durable_from(segment, 0) <= self.end:
+            self.stop_before(segment.base, "follows frames that never reached the disk")
+            return True
+        size = frame.previous - self.end
+        self.damages.append(Damage(self._log.directory, self.end, size, "damaged", "durable bytes are missing"))
+        return False
+
+    def _never_durable(self, segment: Segment, position: int, behind: int) -> bool:
+        """A part of the bad region never reached the disk, and nothing says that it had to."""
+        offset = segment.base + position
+        return (
+            offset >= self.durable
+            and _missing_sector(segment.view, position, behind)
+            and offset >= self._durable_from(segment, behind)
+        )
+
+    def _durable_from(self, segment: Segment, position: int) -> int:
+        """The highest offset that is known durable, when all headers from here on are heard as well."""
+        highest = self.durable
+        if not self._stamps_durable:
+            return highest
+        for other in self._log.segments:
+            if other.base < segment.base:
+                continue
+            at = position if other is segment else 0
+            used_end = at + used_size(other.view, at)
+            while at + HEADER_SIZE <= used_end:
+                try:
+                    frame = FrameView(other.view, at).verify()
+                except FrameError:
+                    at = self._behind_bad(other, at, used_end)
+                else:
+                    if frame.durable <= other.base + at:
+                        highest = max(highest, frame.durable)
+                    at += frame.size
+        return highest
+
+    def _behind_bad(self, segment: Segment, position: int, used_end: int) -> int:
+        """Where to go on after a bad frame."""
+        try:
+            frame = FrameView(segment.view, position)
+        except FrameError:
+            found = self._next_valid(segment, position + 8, used_end)
+            return found if found >= 0 else used_end
+        # Header and directory agree, so the size can be believed: what looks like a frame inside is a message body.
+        return position + frame.size
+
+    def _next_valid(self, segment: Segment, position: int, used_end: int) -> int:
         """Where the next believable frame starts, or -1."""
-        data = bytes(segment.view[position : position + used_size(segment.view, position)])
+        data = bytes(segment.view[position:used_end])
         at = data.find(PREFIX)
         while at >= 0:
             if (position + at) & 7 == 0:
@@ -128,45 +195,63 @@ class LogScan:
             elif tail and damage.offset + damage.size > self.durable:
                 size = self.durable - damage.offset
                 kept.append(msgspec.structs.replace(damage, size=size))
-                damage = msgspec.structs.replace(damage, offset=self.durable, size=damage.size - size, kind="torn")
+                damage = msgspec.structs.replace(
+                    damage, offset=self.durable, size=damage.size - size, kind="torn"
+                )
             kept.append(damage)
         if self.end < self.durable and not any(
             d.kind == "damaged" and d.offset <= self.end < d.offset + d.size for d in kept
         ):
-            kept.append(
-                Damage(
-                    self._log.directory,
-                    self.end,
-                    self.durable - self.end,
-                    "damaged",
-                    "durable bytes are missing",
-                )
-            )
+            size = self.durable - self.end
+            kept.append(Damage(self._log.directory, self.end, size, "damaged", "durable bytes are missing"))
         self.damages = kept
         self.end = max(self.end, self.durable)
 
 
+def _missing_sector(view: memoryview, start: int, end: int) -> bool:
+    """Some sector of [start, end) was not written since the segment was made: from ``start`` on it is zeros."""
+    for sector in range(start - start % SECTOR_SIZE, end, SECTOR_SIZE):
+        piece = bytes(view[max(start, sector) : sector + SECTOR_SIZE])
+        if piece.count(0) == len(piece):
+            return True
+    return False
+
+
 def settle(disk: Disk, log: Log, scan: LogScan) -> None:
-    """Keep the bad bytes aside, cut the torn tail, and set the log to go on where the scan ended."""
+    """Keep the bad bytes aside, cut the torn tail, and set the log to go on, durably, where the scan ended."""
     for damage in scan.damages:
         keep_aside(disk, log, damage)
     log.zero_from(scan.end)
-    log.resume_at(scan.end)
+    log.resume_at(scan.end, scan.start)
 
 
 def keep_aside(disk: Disk, log: Log, damage: Damage) -> None:
-    """Copy a region to quarantine/, once."""
-    path = f"{QUARANTINE}/{log.directory}-{damage.offset:020d}-{damage.kind}"
-    if disk.exists(path) or damage.size == 0:
+    """Copy a region to quarantine/, whole and once; what is not there any more cannot be kept."""
+    data = _bytes_of(log, damage)
+    if not data:
         return
-    segment = log.segment_at(damage.offset)
-    start = damage.offset - segment.base
-    data = bytes(segment.view[start : start + min(damage.size, QUARANTINE_SIZE_MAX)])
+    name = f"{QUARANTINE}/{log.directory}-{damage.offset:020d}-{damage.kind}"
+    path, number = name, 1
+    while disk.exists(path):
+        if disk.read(path) == data:
+            return
+        # The same place was hit before, with other bytes.
+        path, number = f"{name}.{number}", number + 1
     disk.make_directory(QUARANTINE)
-    file = disk.open(path, create=True)
+    file = disk.open(f"{QUARANTINE}/new", create=True)
     try:
+        file.truncate(0)
         file.write([data], 0)
         file.sync()
     finally:
         file.close()
+    disk.rename(f"{QUARANTINE}/new", path)
     disk.sync_directory(QUARANTINE)
+
+
+def _bytes_of(log: Log, damage: Damage) -> bytes:
+    for segment in log.segments:
+        if segment.base <= damage.offset < segment.end:
+            start = damage.offset - segment.base
+            return bytes(segment.view[start : start + min(damage.size, QUARANTINE_SIZE_MAX)])
+    return b""
