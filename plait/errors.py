@@ -207,6 +207,13 @@ class VersionMismatch(ProtocolError):
     code = "version_mismatch"
 
 
+class InternalError(PlaitError):
+    """The server met a defect of its own; its log has the details. Nothing is known of the request's effect."""
+
+    code = "internal"
+    exit_code = 70
+
+
 # --- data ----------------------------------------------------------------------------------------
 
 

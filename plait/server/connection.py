@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from plait.broker.group import Consumer
-from plait.errors import LimitExceeded, PlaitError, ProtocolError
+from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError
 from plait.wire import messages as m
 from plait.wire.packets import Buffer, Packet, Receiver, pack
 
 if TYPE_CHECKING:
     from plait.server.host import Server
+
+log = logging.getLogger("plait.server")
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -39,9 +42,9 @@ class Connection(asyncio.BufferedProtocol):
     # --- asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=self.server.limits.outgoing_bytes_per_connection)
+        # uvloop's transports are none by inheritance, only by what they do.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=self.server.limits.outgoing_bytes_per_connection)
         if len(self.server.connections) >= self.server.limits.connections:
             self.fail(0, LimitExceeded(f"this server has its {self.server.limits.connections} connections"))
             self.close()
@@ -70,6 +73,11 @@ class Connection(asyncio.BufferedProtocol):
             self._account_partial()
         except PlaitError as error:
             self.fail(0, error)
+            self.close()
+        except Exception as error:
+            # A defect of ours must cost one connection, not the server; the log has what is needed to mend it.
+            log.exception("a request of %s failed", self.client or "a new client")
+            self.fail(0, InternalError(f"the server failed on this request ({type(error).__name__}); see its log"))
             self.close()
 
     def _account_partial(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable
 from plait.wire import messages as m
@@ -52,9 +52,9 @@ class Link(asyncio.BufferedProtocol):
     # --- asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=4 * 1024 * 1024)
+        # uvloop's transports are none by inheritance, only by what they do.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=4 * 1024 * 1024)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose(self.error or Unavailable("the connection to the server was lost"))
