@@ -29,6 +29,7 @@ from plait.errors import (
     FrameError,
     LimitExceeded,
     PlaitError,
+    ReadOnly,
     StorageFailed,
     SubjectExists,
     SubjectNotFound,
@@ -54,11 +55,13 @@ HEAD_ROWS = 5_000
 class Commit:
     """What one loop turn wrote, and who is told when it counts."""
 
-    __slots__ = ("action_end", "appended", "durable_replies", "message_end", "replies")
+    __slots__ = ("action_end", "appended", "durable_replies", "message_end", "replies", "since")
 
-    def __init__(self, appended: Appended, replies: list[Callable[[], None]]) -> None:
+    def __init__(self, appended: Appended, since: float) -> None:
         self.appended = appended
-        self.replies = replies
+        #: When it was written, on the monotonic clock.
+        self.since = since
+        self.replies: list[Callable[[], None]] = []
         self.durable_replies: list[Callable[[], None]] = []
         self.message_end = 0
         self.action_end = 0
@@ -108,13 +111,12 @@ class Broker:
         self._replies: list[Callable[[], None]] = []
         self._durable_replies: list[Callable[[], None]] = []
         self._unsynced: deque[Commit] = deque()
-        self._unsynced_since = 0.0
-        self._sync_since: float | None = None
+        #: Syncs under way, and when each began.
+        self._syncs: dict[SyncWork, float] = {}
         self._actions = ActionBuffer()
         self._actions_stalled = False
         self._low_space = ""
         self._dirty = False
-        self._in_segment_head = False
         #: Attached consumers by session number.
         self.sessions: dict[int, Consumer] = {}
         self._next_session = 1
@@ -138,9 +140,9 @@ class Broker:
         report = Recovery(self).run()
         self.message_log.on_segment = self._message_segment_head
         self.action_log.on_segment = self._action_segment_head
-        if not report.clean:
-            # The new epoch must be certain before anything carries it.
-            self.checkpoint(clean=False)
+        # The epoch must be certain before anything carries it; and from here on the last stop is not a clean one any
+        # more, even if a power loss takes everything that follows.
+        self.checkpoint(clean=False)
         return report
 
     def stop(self) -> None:
@@ -150,8 +152,8 @@ class Broker:
             work = self.begin_sync()
             work.run()
             self.end_sync(work)
-            for group in [g for p in self.partitions.values() for g in p.groups.values()]:
-                for waiter in group.waiters:
+            for partition in self.partitions.values():
+                for waiter in [*partition.readers, *(w for g in partition.waiting for w in g.waiters)]:
                     self._time_out(waiter)
             self.commit()
             self.checkpoint(clean=True)
@@ -159,16 +161,22 @@ class Broker:
         self.action_log.close()
 
     def checkpoint(self, *, clean: bool = False) -> None:
-        """Make a checkpoint here and now. Blocks."""
+        """Make a checkpoint here and now. Blocks; raises OSError when it could not be written."""
         work = self.begin_checkpoint(clean=clean)
         work.run()
         self.end_checkpoint(work)
+        if work.error is not None:
+            raise work.error
 
     def begin_checkpoint(self, *, clean: bool = False) -> CheckpointWork:
+        """Copy the state; run the work's ``run`` where blocking is fine, then call ``end_checkpoint``."""
         self.commit()
+        if self.failed is not None:
+            raise self.failed
         return self.snapshots.begin(clean=clean)
 
     def end_checkpoint(self, work: CheckpointWork) -> None:
+        """The work is done. Where it could not be written (``work.error``), the next checkpoint makes up for it."""
         self.snapshots.end(work)
 
     # --- bookkeeping used by recovery -----------------------------------------------------------
@@ -313,21 +321,19 @@ class Broker:
 
     def _refuse_when_full(self) -> None:
         if self.read_only:
-            from plait.errors import ReadOnly
-
             raise ReadOnly("this broker is read-only; sends are refused")
         if self._low_space:
             raise DiskFull(self._low_space)
 
     def _refuse_when_busy(self) -> None:
-        if self._sync_since is None:
+        if not self._syncs:
             return
-        now = self.clock.monotonic()
-        if now - self._sync_since > self.limits.log_busy_seconds:
-            raise FlowControl(
-                f"the log has been busy for {now - self._sync_since:.1f} s; nothing was stored, send again later"
-            )
-        if self._unsynced and now - self._unsynced_since > self.limits.queue_head_seconds + (now - self._sync_since):
+        begun = min(self._syncs.values())
+        busy = self.clock.monotonic() - begun
+        if busy > self.limits.log_busy_seconds:
+            raise FlowControl(f"the log has been busy for {busy:.1f} s; nothing was stored, send again later")
+        # How long the oldest one waited before its sync began: the time a sync takes is the disk's.
+        if self._unsynced and begun - self._unsynced[0].since > self.limits.queue_head_seconds:
             raise FlowControl("the send queue is too long; nothing was stored, send again later")
 
     # --- the end of a loop turn -----------------------------------------------------------------
@@ -343,10 +349,8 @@ class Broker:
             return
         self._dirty = False
         pending, self._pending = self._pending, {}
-        replies, self._replies = self._replies, []
         appended = Appended()
-        commit = Commit(appended, replies)
-        commit.durable_replies, self._durable_replies = self._durable_replies, []
+        commit = Commit(appended, self.clock.monotonic())
         now = self.clock.now()
         for partition, submissions in pending.items():
             try:
@@ -358,16 +362,20 @@ class Broker:
                     if submission.reply is not None and id(submission.reply) not in answered:
                         appended.replies.append((submission.reply, None, refusal))
             self.touch(partition)
+        if self.failed is not None:
+            return
         try:
             self._write(now)
         except OSError as error:
             self._fail(error)
             return
+        if not self._actions_stalled:
+            # Otherwise their events are not in the log yet: they wait for the commit that brings them.
+            commit.replies, self._replies = self._replies, []
+            commit.durable_replies, self._durable_replies = self._durable_replies, []
         commit.message_end = self.message_log.written
         commit.action_end = self.action_log.written
         if self.config.flush == "sync" or commit.durable_replies:
-            if not self._unsynced:
-                self._unsynced_since = self.clock.monotonic()
             self._unsynced.append(commit)
             if self.config.flush == "sync":
                 return
@@ -381,7 +389,7 @@ class Broker:
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
-                # Kept in memory and written when there is room; until then pulls and acks are refused.
+                # Kept in memory and written when there is room; until then pulls and acks are refused or unanswered.
                 self._actions_stalled = True
             else:
                 frames = self._actions.drain(
@@ -413,23 +421,27 @@ class Broker:
 
     @property
     def syncing(self) -> bool:
-        return self._sync_since is not None
+        return bool(self._syncs)
 
     def begin_sync(self) -> SyncWork:
         """Everything written so far; run its ``run`` where blocking is fine, then call ``end_sync``."""
-        self._sync_since = self.clock.monotonic()
-        return SyncWork(self.message_log.begin_sync(), self.action_log.begin_sync())
+        if self.failed is not None:
+            raise self.failed
+        work = SyncWork(self.message_log.begin_sync(), self.action_log.begin_sync())
+        self._syncs[work] = self.clock.monotonic()
+        return work
 
     def end_sync(self, work: SyncWork) -> None:
-        """The sync succeeded: answer who waited for it."""
-        self._sync_since = None
+        """The sync succeeded: answer who waited for it. After a failure nobody is answered any more."""
+        self._syncs.pop(work, None)
+        if self.failed is not None:
+            return
         message, action = work.jobs
         self.message_log.end_sync(message)
         self.action_log.end_sync(action)
         while self._unsynced:
             commit = self._unsynced[0]
             if commit.message_end > message.end or commit.action_end > action.end:
-                self._unsynced_since = self.clock.monotonic()
                 break
             self._unsynced.popleft()
             if self.config.flush == "sync":
@@ -455,14 +467,15 @@ class Broker:
         """Look at the watermarks; between looks their last state holds."""
         free, total = self.disk.space()
         used_share = 1 - free / total if total else 1.0
-        if free < self.config.disk_free_min:
-            self._low_space = f"only {free >> 20} MiB of disk are free (floor {self.config.disk_free_min >> 20} MiB); sends are refused"
-        elif used_share > self.config.disk_used_max:
-            self._low_space = (
-                f"the disk is {used_share:.0%} full (watermark {self.config.disk_used_max:.0%}); sends are refused"
-            )
+        floor, watermark = self.config.disk_free_min, self.config.disk_used_max
+        if free < floor:
+            self._low_space = f"{free >> 20} MiB of disk are free (floor {floor >> 20} MiB); sends are refused"
+        elif used_share > watermark:
+            self._low_space = f"the disk is {used_share:.0%} full (watermark {watermark:.0%}); sends are refused"
         else:
             self._low_space = ""
+        if self._actions_stalled:
+            self._mark()
 
     # --- pulls ----------------------------------------------------------------------------------
 
@@ -476,19 +489,19 @@ class Broker:
     ) -> None:
         """Rows for a consumer, now or when there are some within ``wait`` seconds; None when there were none."""
         group = consumer.group
-        self._refuse_when_stalled()
+        self.refuse_when_stalled()
         count = max(1, min(count, self.limits.pull_count))
         size = min(size, self.limits.pull_bytes)
-        if not group.waiters:
-            delivery = group.take(self.message_log, consumer, count, size, self)
-            if delivery is not None:
-                self._deliver(group, delivery, reply)
-                return
+        # Who waits already was served as far as there were rows for it: nobody is overtaken here.
+        delivery = group.take(self.message_log, consumer, count, size, self)
+        if delivery is not None:
+            self._deliver(group, delivery, reply)
+            return
         if wait <= 0:
             reply(None)
             return
-        waiter = Waiter(consumer, count, size, reply)
-        group.wait(waiter)
+        waiter = Waiter(group.waiters, consumer, count, size, reply)
+        group.partition.waiting[group] = None
         self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out)
 
     def read(
@@ -506,8 +519,7 @@ class Broker:
         if batch.count or wait <= 0:
             reply(batch)
             return
-        waiter = Waiter(None, count, size, reply, max(sequence, batch.end))
-        partition.readers[waiter] = None
+        waiter = Waiter(partition.readers, None, count, size, reply, max(sequence, batch.end))
         self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out)
 
     def _deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
@@ -520,29 +532,26 @@ class Broker:
 
     def _wake(self, partition: Partition) -> None:
         for group in list(partition.waiting):
-            group.serve(
-                self.message_log,
-                self,
-                lambda waiter, delivery, g=group: self._deliver(g, delivery, waiter.reply),
-            )
+            self.wake_group(group)
         for waiter in list(partition.readers):
             batch = partition.read(self.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size)
-            if batch.count:
-                del partition.readers[waiter]
-                waiter.done = True
+            if batch.count and waiter.leave():
                 waiter.reply(batch)
 
-    def _time_out(self, waiter: Waiter) -> None:
-        if not waiter.done:
-            waiter.done = True
+    @staticmethod
+    def _time_out(waiter: Waiter) -> None:
+        if waiter.leave():
             waiter.reply(None)
 
     def wake_group(self, group: Group) -> None:
-        """Rows came back to a group: serve who waits."""
+        """There may be rows for a group: serve who waits."""
         if group.waiters:
             group.serve(self.message_log, self, lambda waiter, delivery: self._deliver(group, delivery, waiter.reply))
+        if not group.waiters:
+            group.partition.waiting.pop(group, None)
 
-    def _refuse_when_stalled(self) -> None:
+    def refuse_when_stalled(self) -> None:
+        """Raise while decisions about consumption cannot be recorded."""
         if self.failed is not None:
             raise self.failed
         if self._actions_stalled:
@@ -552,14 +561,16 @@ class Broker:
 
     def ack(self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None) -> None:
         """(start, end, epoch) ranges are done."""
-        self._refuse_when_stalled()
+        self.refuse_when_stalled()
         for start, end, epoch in ranges:
             consumer.group.ack(consumer, start, end, epoch, self)
         self.answer_after_commit(reply)
+        # A consumer with too many separate ranges in its hands may go on now.
+        self.wake_group(consumer.group)
 
     def nack(self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None) -> None:
         """(start, end, epoch) ranges go back to the group at once."""
-        self._refuse_when_stalled()
+        self.refuse_when_stalled()
         for start, end, epoch in ranges:
             consumer.group.nack(consumer, start, end, epoch, self)
         self.answer_after_commit(reply)

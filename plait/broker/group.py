@@ -6,8 +6,8 @@ the action log and a change of the group's ``PullLog``, in that order, so that r
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 from plait.broker.partition import Partition
@@ -77,7 +77,8 @@ class Group:
         self.partition = partition
         self.pull_log = PullLog(definition.start)
         self.consumers: dict[str, Consumer] = {}
-        self.waiters: deque[Waiter] = deque()
+        #: Suspended pulls, the longest waiting first.
+        self.waiters: dict[Waiter, None] = {}
         self.ranges_max = ranges_max
         #: Messages handed out again, and messages that retention or damage took first.
         self.redelivered_count = 0
@@ -108,12 +109,12 @@ class Group:
     def take(self, log: Log, consumer: Consumer, count: int, size: int, journal: Journal) -> Delivery | None:
         """Rows for a consumer, recorded as held by it; None when there are none."""
         delivery = Delivery()
-        for _ in range(PIECES_MAX):
+        while len(delivery.ranges) < PIECES_MAX:
             if delivery.count >= count or (delivery.count and delivery.size >= size):
                 break
             if self.pull_log.returned:
                 start, end, attempt = self.pull_log.returned.head()
-            elif self.pull_log.ranges_of(consumer.id) < self.ranges_max:
+            elif not self._at_limit(consumer):
                 start, end, attempt = self.pull_log.next, self.partition.visible, 0
             else:
                 break
@@ -139,6 +140,9 @@ class Group:
             delivery.size += batch.size
         return delivery if delivery.count else None
 
+    def _at_limit(self, consumer: Consumer) -> bool:
+        return self.pull_log.ranges_of(consumer.id) >= self.ranges_max
+
     def _after_hole(self, start: int, end: int) -> int:
         index = self.partition.consume_log.find(start)
         if index >= len(self.partition.consume_log):
@@ -146,6 +150,12 @@ class Group:
         return max(start + 1, min(end, self.partition.consume_log.record(index).base))
 
     def _hand(self, consumer: Consumer, start: int, end: int, attempt: int, journal: Journal) -> None:
+        self._record(consumer, start, end, attempt, journal)
+        if attempt > 1:
+            self.redelivered_count += end - start
+
+    def _record(self, consumer: Consumer, start: int, end: int, attempt: int, journal: Journal) -> None:
+        """The rows are in the consumer's hands."""
         if self.definition.delivery == "at_most_once":
             journal.event(Action.ACK, self, consumer.id, start, end, attempt)
             self.pull_log.acked(consumer.id, start, end)
@@ -153,8 +163,6 @@ class Group:
         if self.logs_pulls:
             journal.event(Action.PULL, self, consumer.id, start, end, attempt)
         self.pull_log.pulled(consumer.id, start, end, attempt)
-        if attempt > 1:
-            self.redelivered_count += end - start
 
     def _skip(self, start: int, end: int, journal: Journal) -> None:
         journal.event(Action.SKIP, self, 0, start, end, 0)
@@ -199,9 +207,9 @@ class Group:
         fresh = [(max(start, self.pull_log.next), end) for start, end in claimed if end > self.pull_log.next]
         self.offline(consumer, journal)
         for start, end, attempt in [*kept, *free]:
-            self._hand(consumer, start, end, max(attempt, 1), journal)
+            self._record(consumer, start, end, max(attempt, 1), journal)
         for start, end in fresh:
-            self._hand(consumer, start, end, 1, journal)
+            self._record(consumer, start, end, 1, journal)
 
     def reset(self, sequence: int, journal: Journal) -> None:
         """The group goes on from ``sequence``."""
@@ -210,8 +218,16 @@ class Group:
 
     # --- replay ---------------------------------------------------------------------------------
 
+    def forget_strangers(self) -> None:
+        """What is in the hands of consumers that nobody knows any more goes back to the group."""
+        known = {consumer.id for consumer in self.consumers.values()}
+        for consumer_id in self.pull_log.held.keys() - known:
+            self.pull_log.offline(consumer_id)
+
     def replay(self, action: int, consumer: int, start: int, end: int, attempt: int) -> None:
         """Apply an event of the action log."""
+        if start >= end and action in (Action.PULL, Action.ACK, Action.NACK, Action.SKIP):
+            return
         if action == Action.PULL:
             self.pull_log.pulled(consumer, start, end, attempt)
         elif action == Action.ACK:
@@ -227,21 +243,17 @@ class Group:
 
     # --- waiting --------------------------------------------------------------------------------
 
-    def wait(self, waiter: Waiter) -> None:
-        self.waiters.append(waiter)
-        self.partition.waiting[self] = None
-
     def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
         """Give rows to waiting pulls, the longest waiting first, until rows or pulls run out."""
-        while self.waiters:
-            waiter = self.waiters[0]
-            if waiter.done:
-                self.waiters.popleft()
-                continue
+        passed = 0
+        while passed < len(self.waiters):
+            waiter = next(islice(self.waiters, passed, None))
             delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)
-            if delivery is None:
+            if delivery is not None:
+                waiter.leave()
+                send(waiter, delivery)
+            elif self._at_limit(waiter.consumer):
+                # There may be rows for the others.
+                passed += 1
+            else:
                 return
-            self.waiters.popleft()
-            waiter.done = True
-            send(waiter, delivery)
-        self.partition.waiting.pop(self, None)

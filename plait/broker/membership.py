@@ -62,6 +62,7 @@ class Membership:
     ) -> Consumer:
         """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session."""
         broker = self._broker
+        broker.refuse_when_stalled()
         if len(broker.sessions) >= broker.limits.consumers:
             raise LimitExceeded(f"this broker has its {broker.limits.consumers} consumers; close some first")
         partition = broker.partition_of(subject)
@@ -149,9 +150,8 @@ class Membership:
             self._broker.sessions.pop(session, None)
 
     def _drop_waiters(self, group: Group, consumer: Consumer) -> None:
-        for waiter in group.waiters:
-            if waiter.consumer is consumer:
-                waiter.done = True
+        for waiter in [waiter for waiter in group.waiters if waiter.consumer is consumer]:
+            waiter.leave()
 
     def lose_silent(self) -> list[tuple[Consumer, int]]:
         """Give up who was not heard from; (consumer, messages returned) of each. Call it every second."""
@@ -204,8 +204,9 @@ class Membership:
         group = self.group(subject, name)
         online = [consumer.client for consumer in group.consumers.values() if consumer.connected]
         if online:
+            named = ", ".join(online[:3])
             raise GroupBusy(
-                f"group {name!r} of {subject!r} has {len(online)} online consumers ({', '.join(online[:3])}); stop them first"
+                f"group {name!r} of {subject!r} has {len(online)} online consumers ({named}); stop them first"
             )
         sequence = resolve_start(group.partition, start)
         group.reset(sequence, self._broker)

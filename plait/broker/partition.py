@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from plait.errors import FrameError
+from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
@@ -96,10 +96,16 @@ class Partition:
         end = min(end, self.visible)
         index = self.consume_log.find(max(start, self.start))
         records = len(self.consume_log)
+        kept_from = log.start
         run_start = run_end = -1
         parts = batch.parts
         while index < records and batch.count < count and (batch.size < size or not batch.count):
             base, offset, _, frame_size, frame_count = self.consume_log.record(index)
+            if offset < kept_from:
+                # Retention took the segment, and a crash the memory of it.
+                index = self._expire_before(kept_from)
+                batch.end = max(start, self.start)
+                continue
             index += 1
             if base >= end:
                 break
@@ -112,7 +118,7 @@ class Partition:
                 frame = FrameView(log.view(offset, frame_size)).verify()
                 if frame.base != base or frame.partition != self.row.id:
                     raise FrameError(f"frame at {offset} is not the one that sequence {base} was stored in")
-            except FrameError:
+            except (FrameError, DamageError):
                 batch.damaged.append((first, frame_end))
                 batch.end = frame_end
                 continue
@@ -137,6 +143,22 @@ class Partition:
             batch.count += last - first
             batch.end = last
         return batch
+
+    def _expire_before(self, offset: int) -> int:
+        """The message log starts at ``offset``: so do the rows; the index of the first record that is left."""
+        index = self.consume_log.find_offset(offset)
+        first = self.consume_log.record(index).base if index < len(self.consume_log) else self.next
+        self.start = max(self.start, first)
+        return index
+
+    def stored_until(self, epoch: int) -> int:
+        """The end of the rows that ``epoch`` and those before it stored: what an event of it can speak of."""
+        end = self.next
+        for first, number in reversed(self.epochs):
+            if number <= epoch:
+                break
+            end = first
+        return end
 
     def sequence_at_time(self, time: int) -> int:
         """The first visible sequence stored at or after ``time`` (microseconds)."""

@@ -88,8 +88,11 @@ class Recovery:
                 break
             self._action(frame)
         settle(broker.disk, broker.action_log, actions)
+        for group in self._groups.values():
+            group.forget_strangers()
         untouched = messages.end == message_start and actions.end == action_start
-        clean = manifest is not None and manifest.clean and untouched and not messages.damages
+        damages = [*messages.damages, *actions.damages]
+        clean = manifest is not None and manifest.clean and untouched and not damages
         broker.epoch = max(self._epoch_max + (0 if clean else 1), 1)
         for partition in broker.partitions.values():
             partition.visible = partition.next
@@ -99,7 +102,7 @@ class Recovery:
             scanned_bytes=messages.end - message_start,
             frames=self._frames,
             events=self._events,
-            damages=[*messages.damages, *actions.damages],
+            damages=damages,
             rejected_checkpoints=broker.checkpoints.rejected,
             rebuilt_consume_logs=len(rebuild),
         )
@@ -126,7 +129,8 @@ class Recovery:
         """Read the whole message log once for the partitions whose consume log is lost."""
         wanted = {partition.id: partition for partition in partitions}
         rows: dict[int, list[tuple[int, int, int, int, int]]] = {p: [] for p in wanted}
-        for offset, frame in LogScan(self._broker.message_log, self._broker.message_log.start):
+        log = self._broker.message_log
+        for offset, frame in LogScan(log, log.start, end):
             if offset >= end:
                 break
             if frame.partition in wanted:
@@ -138,10 +142,10 @@ class Recovery:
     # --- message log ----------------------------------------------------------------------------
 
     def _plausible(self, offset: int, frame: FrameView) -> bool:
-        if frame.durable > offset or frame.epoch < self._epoch_max:
+        if frame.durable > offset or frame.epoch < max(self._epoch_max, 1):
             return False
         if frame.partition == CATALOG:
-            return True
+            return frame.producer == 0
         partition = self._broker.partitions.get(frame.partition)
         return partition is not None and frame.base >= partition.next
 
@@ -165,11 +169,17 @@ class Recovery:
         known = broker.partitions.get(row.id)
         if row.deleted:
             if known is not None:
+                for group in known.groups.values():
+                    self._groups.pop(group.id, None)
                 broker.drop_partition(known)
-        elif known is not None:
+                broker.snapshots.drop_consume_log(known)
+        elif known is None:
+            partition = Partition(row, ConsumeLog(broker.disk, row.id))
+            broker.add_partition(partition)
+            broker.touch(partition)
+        elif known.row != row:
             known.row = row
-        else:
-            broker.add_partition(Partition(row, ConsumeLog(broker.disk, row.id)))
+            broker.touch(known)
 
     # --- action log -----------------------------------------------------------------------------
 
@@ -179,12 +189,12 @@ class Recovery:
         broker.action_index = max(broker.action_index, frame.base + 1)
         if frame.partition == DEFINITIONS:
             for definition in read_definitions(frame):
-                self._definition(definition)
+                self._definition(definition, frame.epoch)
         elif frame.partition == EVENTS:
             for event in read_events(frame).tolist():
                 self._event(event)
 
-    def _definition(self, definition: GroupDefinition | ConsumerDefinition) -> None:
+    def _definition(self, definition: GroupDefinition | ConsumerDefinition, epoch: int) -> None:
         broker = self._broker
         if isinstance(definition, GroupDefinition):
             broker.next_group = max(broker.next_group, definition.id + 1)
@@ -192,6 +202,7 @@ class Recovery:
             if partition is None or definition.id in self._groups:
                 return
             group = Group(definition, partition, broker.limits.consumer_ranges)
+            group.pull_log.reset(min(definition.start, partition.stored_until(epoch)))
             partition.groups[group.name] = group
             self._groups[group.id] = group
             broker.add_group(group)
@@ -205,7 +216,7 @@ class Recovery:
             broker.touch(owner.partition)
 
     def _event(self, event: tuple[Any, ...]) -> None:
-        action, _, attempt, group_id, consumer, _, start, end, time = event
+        action, _, attempt, group_id, consumer, epoch, start, end, time = event
         self._events += 1
         group = self._groups.get(group_id)
         if group is None:
@@ -221,4 +232,6 @@ class Recovery:
                     del group.consumers[client]
         else:
             group.used = max(group.used, time)
-            group.replay(action, consumer, start, end, attempt)
+            # Rows may have been lost to damage and their sequences given to others since: the event is not about those.
+            limit = group.partition.stored_until(epoch)
+            group.replay(action, consumer, min(start, limit), min(end, limit), attempt)

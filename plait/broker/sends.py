@@ -12,7 +12,7 @@ from plait.broker.partition import Partition
 from plait.errors import OutOfSequence, PlaitError, UnknownProducer
 from plait.frame.builder import Buffer
 from plait.frame.coalesce import can_coalesce, coalesce
-from plait.frame.columns import Column
+from plait.frame.columns import FIXED_WIDTHS, Column
 from plait.frame.header import FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack_stamp
 from plait.frame.view import FrameView
 from plait.storage.log import Log
@@ -20,6 +20,8 @@ from plait.storage.producers import ProducerTable, Verdict
 
 #: Joined frames stay below this, so that a reader's slice stays cheap.
 JOINED_SIZE_MAX = 256 * 1024
+#: Bytes a row that constant columns may grow to when frames are joined.
+CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
 
 #: Called once with the first sequence (None: stored before, sequence not remembered) or the error.
 SendReply = Callable[[int | None, PlaitError | None], None]
@@ -79,7 +81,10 @@ class Appender:
             self._store(partition, run, epoch, now, appended)
 
     def _store(self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended) -> None:
-        bound = sum(s.frame.size for s in run) + 64 * len(run) + 256
+        bound = sum(s.frame.size for s in run)
+        if len(run) > 1:
+            # Joined frames share a header and get a run table; a value that held for all rows is repeated for each.
+            bound += 256 + sum(64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
         self._log.place_for(bound)
         base = partition.next
         fresh: list[Submission] = []
@@ -118,7 +123,7 @@ class Appender:
 
     def _refuse(self, partition: Partition, frame: FrameView, verdict: Verdict) -> tuple[int | None, PlaitError | None]:
         if verdict is Verdict.DUPLICATE:
-            return self._producers.receipt(frame.producer, partition.id, frame.first), None
+            return self._producers.receipt(frame.producer, partition.id, frame.first, frame.count), None
         if verdict is Verdict.UNKNOWN:
             return None, UnknownProducer(
                 f"producer {frame.producer:016x} is not known for {partition.row.subject!r}: "

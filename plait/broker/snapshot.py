@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from plait.broker import state
 from plait.storage.checkpoint import KEEP, Checkpoints, Manifest
+from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker, SyncWork
     from plait.broker.partition import Partition
+
+
+class Changed(NamedTuple):
+    """What a checkpoint has to write anew: ids of partitions and of producers."""
+
+    partitions: set[int]
+    producers: set[int]
 
 
 class CheckpointWork:
@@ -24,6 +32,7 @@ class CheckpointWork:
         shards: dict[str, bytes],
         consume: list[tuple[ConsumeLog, int, bytes]],
         garbage: list[str],
+        changed: Changed,
     ) -> None:
         self._checkpoints = checkpoints
         self.sync = sync
@@ -31,18 +40,31 @@ class CheckpointWork:
         self.shards = shards
         self.consume = consume
         self._garbage = garbage
+        self.changed = changed
+        #: The checkpoint is durable.
+        self.written = False
+        #: Why it is not.
+        self.error: OSError | None = None
 
     def run(self) -> None:
-        """Logs first, then what is derived from them, then the manifest that says so."""
+        """Logs first, then what is derived from them, then the manifest that says so.
+
+        Raises OSError when the logs could not be synced. A checkpoint that cannot be written, as on a full disk, is
+        no such failure: the one before still counts, and ``error`` says why.
+        """
         self.sync.run()
-        for log, at, data in self.consume:
-            log.write_records(at, data)
-        disk = self._checkpoints.disk
-        if self.consume:
-            disk.sync_directory("consume")
-        self._checkpoints.write(self.manifest, self.shards)
-        for path in self._garbage:
-            disk.remove(path)
+        try:
+            for log, at, data in self.consume:
+                log.write_records(at, data)
+            disk = self._checkpoints.disk
+            if self.consume:
+                disk.sync_directory(CONSUME_DIRECTORY)
+            self._checkpoints.write(self.manifest, self.shards)
+            self.written = True
+            for path in self._garbage:
+                disk.remove(path)
+        except OSError as error:
+            self.error = error
 
 
 class Snapshots:
@@ -56,7 +78,12 @@ class Snapshots:
         self._garbage: list[tuple[int, str]] = []
         self._last_message_end = 0
         self._last_time = broker.clock.monotonic()
-        self.running = False
+        self._work: CheckpointWork | None = None
+
+    @property
+    def running(self) -> bool:
+        """A checkpoint is being written."""
+        return self._work is not None
 
     @property
     def due(self) -> bool:
@@ -73,7 +100,9 @@ class Snapshots:
     def begin(self, *, clean: bool) -> CheckpointWork:
         """Copy the state. Everything committed is in it; nothing after."""
         broker = self._broker
-        self.running = True
+        if self._work is not None:
+            # Whoever ran it did not come back to say so.
+            self._finish(self._work)
         last = broker.checkpoints.last
         number = last.number + 1 if last else 1
         dirty, self.dirty = self.dirty, set()
@@ -119,14 +148,25 @@ class Snapshots:
         )
         garbage = [path for after, path in self._garbage if number > after + KEEP]
         self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
-        return CheckpointWork(broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage)
+        self._work = CheckpointWork(
+            broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage, Changed(dirty, producers)
+        )
+        return self._work
 
     def end(self, work: CheckpointWork) -> None:
-        """The checkpoint is durable."""
-        for log, at, data in work.consume:
-            log.flushed_to(at, data)
-        self.running = False
+        """The work was run."""
+        if work is self._work:
+            self._finish(work)
         self._broker.end_sync(work.sync)
+
+    def _finish(self, work: CheckpointWork) -> None:
+        self._work = None
+        if work.written:
+            for log, at, data in work.consume:
+                log.flushed_to(at, data)
+        else:
+            self.dirty |= work.changed.partitions
+            self._broker.producers.dirty |= work.changed.producers
 
     def drop_consume_log(self, partition: Partition) -> None:
         """The file goes once no kept checkpoint needs it."""

@@ -22,11 +22,15 @@ SHARDS = 64
 
 
 class ConsumerState(msgspec.Struct, array_like=True):
+    """A consumer in a checkpoint."""
+
     id: int
     client: str
 
 
 class GroupState(msgspec.Struct, array_like=True):
+    """A group's position in a checkpoint."""
+
     definition: GroupDefinition
     next: int
     returned: list[Range]
@@ -38,6 +42,8 @@ class GroupState(msgspec.Struct, array_like=True):
 
 
 class PartitionState(msgspec.Struct, array_like=True):
+    """A partition in a checkpoint; the first ``flushed`` records of its consume log are in a file."""
+
     row: PartitionRow
     start: int
     next: int

@@ -25,6 +25,8 @@ class SubjectView(msgspec.Struct, frozen=True):
 
 
 class ConsumerView(msgspec.Struct, frozen=True):
+    """A consumer as listings show it."""
+
     client: str
     online: bool
     held: int

@@ -8,17 +8,35 @@ from typing import Any
 
 
 class Waiter:
-    """A pull or read that found nothing and stays until rows come or its time is up."""
+    """A pull or read that found nothing and stays in its queue until rows come or its time is up."""
 
-    __slots__ = ("consumer", "count", "done", "reply", "sequence", "size")
+    __slots__ = ("_queue", "consumer", "count", "done", "reply", "sequence", "size")
 
-    def __init__(self, consumer: Any, count: int, size: int, reply: Callable[..., None], sequence: int = 0) -> None:
+    def __init__(
+        self,
+        queue: dict[Waiter, None],
+        consumer: Any,
+        count: int,
+        size: int,
+        reply: Callable[..., None],
+        sequence: int = 0,
+    ) -> None:
+        self._queue = queue
         self.consumer = consumer
         self.count = count
         self.size = size
         self.reply = reply
         self.sequence = sequence
         self.done = False
+        queue[self] = None
+
+    def leave(self) -> bool:
+        """Wait no longer; False if that was so already. Only who made it leave may answer it."""
+        if self.done:
+            return False
+        self.done = True
+        del self._queue[self]
+        return True
 
 
 class Deadlines:

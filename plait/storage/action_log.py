@@ -133,7 +133,7 @@ class ActionBuffer:
 def head_frames(
     definitions: list[Definition], *, index: int, presumed: int, epoch: int, time: int, previous_end: int
 ) -> list[FrameParts]:
-    """All names again, for the head of a new segment: it can be read alone. ``previous_end``: see ``Log.on_segment``."""
+    """All names again, for the head of a new segment, which says where the one before ended (``Log.on_segment``)."""
     rows = [_encoder.encode(definition) for definition in definitions]
     return _frames(rows, DEFINITIONS, DEFINITIONS_MAX, index, (presumed, epoch, time), previous_end)
 

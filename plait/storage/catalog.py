@@ -41,7 +41,9 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(PartitionRow)
 
 
-def catalog_frame(rows: list[PartitionRow], *, time: int, durable: int, epoch: int, previous_end: int = 0) -> FrameParts:
+def catalog_frame(
+    rows: list[PartitionRow], *, time: int, durable: int, epoch: int, previous_end: int = 0
+) -> FrameParts:
     """A frame that defines partitions. At the head of a segment it says where the one before ended."""
     frame = build_frame([_encoder.encode(row) for row in rows], producer=0, first=1, previous=previous_end)
     frame.stamp_with(pack_stamp(CATALOG, 0, time, durable, epoch))

@@ -10,7 +10,7 @@ Promise: finding a record costs a binary search, whatever the backlog.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,7 @@ class Record(NamedTuple):
     offset: int
     time: int
     size: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
 
     @property
     def end(self) -> int:
@@ -121,6 +121,14 @@ class ConsumeLog:
             return 0
         row = stored[index]
         return index + 1 if sequence >= int(row["base"]) + int(row["count"]) else index
+
+    def find_offset(self, offset: int) -> int:
+        """The index of the first record at or after a message-log offset; len() when there is none."""
+        if self.flushed:
+            at = int(np.searchsorted(self._stored()["offset"], np.uint64(offset), "left"))
+            if at < self.flushed:
+                return at
+        return self.flushed + bisect_left(self._offsets, offset)
 
     def find_time(self, time: int) -> int:
         """The index of the first record stored at or after ``time``; len() when there is none."""

@@ -195,9 +195,7 @@ class LogScan:
             elif tail and damage.offset + damage.size > self.durable:
                 size = self.durable - damage.offset
                 kept.append(msgspec.structs.replace(damage, size=size))
-                damage = msgspec.structs.replace(
-                    damage, offset=self.durable, size=damage.size - size, kind="torn"
-                )
+                damage = msgspec.structs.replace(damage, offset=self.durable, size=damage.size - size, kind="torn")
             kept.append(damage)
         if self.end < self.durable and not any(
             d.kind == "damaged" and d.offset <= self.end < d.offset + d.size for d in kept
