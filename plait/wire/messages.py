@@ -26,7 +26,7 @@ class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
     KIND: ClassVar[int] = 0
 
 
-class Hello(Message):
+class Hello(Message, frozen=True):
     """The first packet of a client: which versions it speaks and who it is."""
 
     KIND: ClassVar[int] = 1
@@ -36,7 +36,7 @@ class Hello(Message):
     capabilities: list[str] = []
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     """The answer: the version both use, and the server's facts."""
 
     KIND: ClassVar[int] = 2
@@ -49,7 +49,7 @@ class Welcome(Message):
     capabilities: list[str] = []
 
 
-class Failure(Message):
+class Failure(Message, frozen=True):
     """Any request may be answered by this."""
 
     KIND: ClassVar[int] = 3
@@ -58,30 +58,34 @@ class Failure(Message):
     details: dict[str, Any] = {}
 
 
-class Done(Message):
+class Done(Message, frozen=True):
+    """The request is carried out; there is nothing to add."""
+
     KIND: ClassVar[int] = 4
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Sent every second; keeps the connection and all its consumers alive."""
 
     KIND: ClassVar[int] = 5
 
 
-class Route(Message):
+class Route(Message, frozen=True):
     """Where do rows of this subject go?"""
 
     KIND: ClassVar[int] = 10
     subject: str
 
 
-class Routed(Message):
+class Routed(Message, frozen=True):
+    """The partition that takes the rows."""
+
     KIND: ClassVar[int] = 11
     partition: int
     name: str
 
 
-class Send(Message):
+class Send(Message, frozen=True):
     """The payload is one frame. A oneway send has no answer."""
 
     KIND: ClassVar[int] = 12
@@ -89,14 +93,14 @@ class Send(Message):
     oneway: bool = False
 
 
-class Sent(Message):
+class Sent(Message, frozen=True):
     """Rows are stored from this sequence; None: they were stored earlier, their sequence is not remembered."""
 
     KIND: ClassVar[int] = 13
     sequence: int | None
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Become a member of a group; no group: broadcast. ``holds`` names what is still in the client's hands."""
 
     KIND: ClassVar[int] = 20
@@ -108,7 +112,9 @@ class Attach(Message):
     holds: list[EpochRange] = []
 
 
-class Attached(Message):
+class Attached(Message, frozen=True):
+    """The member's session: every later request names it."""
+
     KIND: ClassVar[int] = 21
     session: int
     partition: int
@@ -116,7 +122,9 @@ class Attached(Message):
     group: str
 
 
-class Pull(Message):
+class Pull(Message, frozen=True):
+    """Rows for a member: at most ``count``, about ``size`` bytes, within ``wait`` seconds."""
+
     KIND: ClassVar[int] = 22
     session: int
     count: int
@@ -124,7 +132,7 @@ class Pull(Message):
     wait: float
 
 
-class Pulled(Message):
+class Pulled(Message, frozen=True):
     """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already."""
 
     KIND: ClassVar[int] = 23
@@ -132,24 +140,30 @@ class Pulled(Message):
     more: bool = False
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
+    """These ranges are done."""
+
     KIND: ClassVar[int] = 24
     session: int
     ranges: list[EpochRange]
 
 
-class Nack(Message):
+class Nack(Message, frozen=True):
+    """These ranges go back to the group at once."""
+
     KIND: ClassVar[int] = 25
     session: int
     ranges: list[EpochRange]
 
 
-class Detach(Message):
+class Detach(Message, frozen=True):
+    """Leave the group; what is unacked goes back at once."""
+
     KIND: ClassVar[int] = 26
     session: int
 
 
-class Read(Message):
+class Read(Message, frozen=True):
     """Rows without a group. ``start`` as in attach, or a sequence to go on from."""
 
     KIND: ClassVar[int] = 30
@@ -160,7 +174,7 @@ class Read(Message):
     wait: float
 
 
-class ReadReply(Message):
+class ReadReply(Message, frozen=True):
     """The payload is frames; go on from ``next``."""
 
     KIND: ClassVar[int] = 31
@@ -169,7 +183,7 @@ class ReadReply(Message):
     next: int
 
 
-class Admin(Message):
+class Admin(Message, frozen=True):
     """A management request by name."""
 
     KIND: ClassVar[int] = 40
@@ -177,7 +191,9 @@ class Admin(Message):
     arguments: dict[str, Any] = {}
 
 
-class AdminReply(Message):
+class AdminReply(Message, frozen=True):
+    """The result of a management request."""
+
     KIND: ClassVar[int] = 41
     result: msgspec.Raw
 

@@ -8,7 +8,7 @@ one of the packet's own size once a large one has begun, so that large payloads 
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,7 +67,7 @@ class Receiver:
         if self._own is None:
             return self._shared
         if self._filled == len(self._own):
-            grown = memoryview(np.empty(min(self._size, 2 * len(self._own)), np.uint8)).cast("B")
+            grown = _memory(min(self._size, 2 * len(self._own)))
             grown[: self._filled] = self._own
             self._own = grown
         return self._own[self._filled :]
@@ -85,7 +85,7 @@ class Receiver:
         if self._rest:
             data = memoryview(self._rest + data)
             self._rest = b""
-        packets = []
+        packets: list[Packet] = []
         position, end = 0, len(data)
         while end - position >= HEADER_SIZE:
             size = int.from_bytes(data[position : position + 4], "little")
@@ -104,8 +104,14 @@ class Receiver:
         self._filled = len(data)
         # Not the declared size at once: a peer that only declares must not cost memory.
         room = min(size, max(GROWTH_FIRST, 2 * len(data)))
-        self._own = memoryview(np.empty(room, np.uint8)).cast("B")
+        self._own = _memory(room)
         self._own[: len(data)] = data
+
+
+def _memory(size: int) -> memoryview:
+    """Uninitialised memory: zeroing a large buffer that is about to be overwritten costs as much as receiving it."""
+    empty: Any = np.empty(size, np.uint8)
+    return memoryview(empty).cast("B")
 
 
 def _packet(data: memoryview) -> Packet:
