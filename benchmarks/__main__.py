@@ -1,0 +1,81 @@
+"""`python -m benchmarks`: every bar of the core, measured in one run, as a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import scale as scale_suite
+from benchmarks import spark_scan, throughput
+from benchmarks.peers.suite import machine_facts
+from benchmarks.plot import plot
+from benchmarks.result import Result
+
+RESULTS = Path(__file__).parent / "results"
+
+Suite = Callable[[bool], Iterator[Result]]
+
+SUITES: dict[str, Suite] = {
+    "batches": lambda smoke: throughput.batch_paths(_scale(smoke)),
+    "redis": lambda smoke: throughput.against_redis(_scale(smoke)),
+    "sync": lambda smoke: throughput.sync_flush(_scale(smoke)),
+    "latency": lambda smoke: throughput.latency(_scale(smoke)),
+    "backlog": scale_suite.backlog,
+    "subjects": scale_suite.many_subjects,
+    "restart": scale_suite.restart,
+    "idle": scale_suite.idle_consumers,
+    "spark": spark_scan.results,
+}
+
+
+def _scale(smoke: bool) -> throughput.Scale:
+    return throughput.SMOKE if smoke else throughput.Scale()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("suites", nargs="*", help=f"any of {', '.join(SUITES)}; all without")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: shows that it works, proves nothing")
+    parser.add_argument("--json", type=Path, default=RESULTS / "core.json")
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.suites if name not in SUITES]
+    if unknown:
+        parser.error(f"no such suite: {', '.join(unknown)}; there are {', '.join(SUITES)}")
+    console = Console()
+    results: list[Result] = []
+    for name in arguments.suites or SUITES:
+        console.print(f"[bold]{name}[/] …")
+        for result in SUITES[name](arguments.smoke):
+            results.append(result)
+            mark = "[green]met[/]" if result.met else "[red]missed[/]"
+            console.print(f"  {result.name}: {result.figure:.3g} {result.unit} (bar {result.bar:g}) {mark}")
+    console.print(_table(results))
+    if not arguments.smoke:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        document = {"machine": machine_facts(), "time": int(time.time()), "results": [r.as_json() for r in results]}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        plot(results, arguments.json.with_suffix(".png"))
+        return 0 if all(result.met for result in results) else 1
+    return 0
+
+
+def _table(results: list[Result]) -> Table:
+    table = Table(title="Plait against its bars")
+    for column in ("what", "figure", "bar", ""):
+        table.add_column(column)
+    for result in results:
+        side = "≤" if result.at_most else "≥"
+        mark = "[green]met[/]" if result.met else "[red]missed[/]"
+        table.add_row(result.name, f"{result.figure:.3g} {result.unit}", f"{side} {result.bar:g}", mark)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())
