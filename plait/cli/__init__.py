@@ -1,0 +1,16 @@
+"""The command line: ``plait serve | send | tail | subject | group | bench | doctor``.
+
+Commands import what they need when they run, so that ``plait --help`` answers at once. What goes wrong on purpose ends
+in one line on standard error and the error's stable exit code (docs/errors.md).
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """The ``plait`` command."""
+    from plait.cli.run import run
+
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,5 @@
+"""``python -m plait.cli`` is ``plait``."""
+
+from plait.cli import main
+
+main()

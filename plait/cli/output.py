@@ -1,0 +1,100 @@
+"""Printing: tables for people, JSON for programs, and values in words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+#: Wide enough that nothing is cut where no terminal sets a width.
+_UNLIMITED = 10_000
+
+
+def console(*, stderr: bool = False) -> Console:
+    """The terminal, or a file or pipe that gets whole lines and no colours."""
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _UNLIMITED, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One value, indented."""
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n")
+
+
+def print_json_line(value: Any) -> None:
+    """One value on one line, for streams of them."""
+    sys.stdout.write(msgspec.json.encode(value).decode() + "\n")
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), title: str | None = None
+) -> None:
+    """A table; the columns named in ``right`` are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    print_lines(table)
+
+
+def print_facts(facts: Iterable[tuple[str, str]]) -> None:
+    """Names and values, one a line."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    print_lines(table)
+
+
+def print_lines(renderable: Any) -> None:
+    """Anything rich can draw, without the spaces that would fill up its last column."""
+    out = console()
+    with out.capture() as capture:
+        out.print(renderable)
+    for line in capture.get().splitlines():
+        sys.stdout.write(line.rstrip() + "\n")
+
+
+def printable(text: str) -> str:
+    """Text that cannot steer the terminal: control characters are shown as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shown_body(body: bytes) -> str:
+    """A body for people: as text where it is text."""
+    return printable(body.decode("utf-8", "backslashreplace"))
+
+
+def words_of_size(size: int) -> str:
+    amount = float(size)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            return f"{amount:.0f} {unit}" if unit == "B" or amount >= 100 else f"{amount:.1f} {unit}"
+        amount /= 1024
+    raise AssertionError
+
+
+def words_of_seconds(seconds: float | None) -> str:
+    """A duration; None is for ever."""
+    if seconds is None:
+        return "for ever"
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("m", 60.0)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{seconds:g}s"
+
+
+def words_of_time(micros: int) -> str:
+    """A stored time in UTC, to the second."""
+    return datetime.fromtimestamp(micros / 1_000_000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
