@@ -25,6 +25,8 @@ from plait.errors import DataDirError
 
 #: pwritev takes at most this many buffers a call (Linux IOV_MAX).
 IOV_MAX = 1024
+#: Asking a file system for more pieces of a file than this takes longer than reading it.
+DATA_PIECES_MAX = 1000
 
 #: A memoryview is one of single bytes, so that its length is its size.
 Buffer = bytes | bytearray | memoryview
@@ -158,6 +160,20 @@ class RealFile:
         self._check_open()
         os.fdatasync(self._fd)
 
+    def data_size(self) -> int:
+        """Up to the end of what was ever written; allocated space behind it reads as zeros.
+
+        Where the file system does not tell, or in too many pieces, it is the whole file.
+        """
+        end = 0
+        try:
+            for _ in range(DATA_PIECES_MAX):
+                end = os.lseek(self._fd, os.lseek(self._fd, end, os.SEEK_DATA), os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return end
+        return self._size
+
     def view(self) -> memoryview:
         self._check_open()
         if self._view is None or len(self._view) != self._size:
@@ -185,10 +201,11 @@ class RealFile:
 
 
 class RealDisk:
-    """A directory of the machine."""
+    """A directory of the machine. A read-only one changes nothing, and needs no right to: every other call fails."""
 
-    def __init__(self, root: str | os.PathLike[str]) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.root = Path(root)
+        self.read_only = read_only
         self._lock_fd = -1
         self._durable_directories: set[Path] = set()
 
@@ -196,8 +213,15 @@ class RealDisk:
         return os.path.join(self.root, path)
 
     def open(self, path: str, *, create: bool = False) -> RealFile:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0)
+        if create:
+            self._check_writable()
+        access = os.O_RDONLY if self.read_only else os.O_RDWR
+        flags = access | os.O_CLOEXEC | (os.O_CREAT if create else 0)
         return RealFile(os.open(self._at(path), flags, 0o640))
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise OSError(errno.EROFS, f"{self.root} was opened read-only")
 
     def read(self, path: str) -> bytes:
         with open(self._at(path), "rb") as file:
@@ -214,6 +238,9 @@ class RealDisk:
 
     def make_directory(self, path: str) -> None:
         target = self.root / path
+        if self.read_only and target.is_dir():
+            return
+        self._check_writable()
         for directory in reversed([target, *target.parents]):
             existed = directory.is_dir()
             if existed and (directory in self._durable_directories or self.root not in directory.parents):
@@ -225,13 +252,16 @@ class RealDisk:
             self._durable_directories.add(directory)
 
     def rename(self, source: str, target: str) -> None:
+        self._check_writable()
         os.replace(self._at(source), self._at(target))
 
     def remove(self, path: str) -> None:
+        self._check_writable()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._at(path))
 
     def sync_directory(self, path: str) -> None:
+        self._check_writable()
         _sync_directory(self.root / path)
 
     def space(self) -> tuple[int, int]:
@@ -240,6 +270,7 @@ class RealDisk:
 
     def lock(self) -> None:
         """One server per data directory: hold an exclusive lock until ``unlock`` or the process ends."""
+        self._check_writable()
         self.make_directory("")
         fd = os.open(self._at("LOCK"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
         try:

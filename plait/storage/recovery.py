@@ -13,7 +13,8 @@ always a beginning of what was written, and a producer that sends the rest again
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -21,7 +22,7 @@ from plait.errors import FrameError
 from plait.frame.header import HEADER_SIZE, PREFIX
 from plait.frame.view import FrameView
 from plait.storage.disk import Disk
-from plait.storage.log import Log, Segment, used_size
+from plait.storage.log import Log, used_size
 
 QUARANTINE = "quarantine"
 #: At most this much of one damaged region is copied aside; the region itself stays in the log.
@@ -41,6 +42,28 @@ class Damage(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ReadableSegment(Protocol):
+    """What a scan needs of one file of a log."""
+
+    @property
+    def base(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def view(self) -> memoryview: ...
+
+
+class ReadableLog(Protocol):
+    """What a scan needs of a log, which may be one that another process writes."""
+
+    @property
+    def directory(self) -> str: ...
+    @property
+    def segments(self) -> Sequence[ReadableSegment]: ...
+
+
 #: Says whether a frame found after damage can be the log's own, not one inside somebody's message body.
 Plausible = Callable[[int, FrameView], bool]
 
@@ -50,7 +73,7 @@ class LogScan:
 
     def __init__(
         self,
-        log: Log,
+        log: ReadableLog,
         start: int,
         durable: int = 0,
         plausible: Plausible | None = None,
@@ -84,7 +107,7 @@ class LogScan:
             if size:
                 self.damages.append(Damage(self._log.directory, start, size, "torn", reason))
 
-    def _segment(self, segment: Segment, position: int) -> Iterator[tuple[int, FrameView]]:
+    def _segment(self, segment: ReadableSegment, position: int) -> Iterator[tuple[int, FrameView]]:
         view = segment.view
         used_end = -1
         while position + HEADER_SIZE <= segment.size:
@@ -116,7 +139,7 @@ class LogScan:
             self.damages.append(Damage(self._log.directory, offset, behind - position, "damaged", reason))
             position = behind
 
-    def _follows_missing(self, segment: Segment, frame: FrameView) -> bool:
+    def _follows_missing(self, segment: ReadableSegment, frame: FrameView) -> bool:
         """The first frame of a segment says that the one before ended later than it was found to end."""
         if frame.producer != 0 or frame.previous <= self.end:
             return False
@@ -129,7 +152,7 @@ class LogScan:
         self.damages.append(Damage(self._log.directory, self.end, size, "damaged", "durable bytes are missing"))
         return False
 
-    def _never_durable(self, segment: Segment, position: int, behind: int) -> bool:
+    def _never_durable(self, segment: ReadableSegment, position: int, behind: int) -> bool:
         """A part of the bad region never reached the disk, and nothing says that it had to."""
         offset = segment.base + position
         return (
@@ -138,7 +161,7 @@ class LogScan:
             and offset >= self._durable_from(segment, behind)
         )
 
-    def _durable_from(self, segment: Segment, position: int) -> int:
+    def _durable_from(self, segment: ReadableSegment, position: int) -> int:
         """The highest offset that is known durable, when all headers from here on are heard as well."""
         highest = self.durable
         if not self._stamps_durable:
@@ -159,7 +182,7 @@ class LogScan:
                     at += frame.size
         return highest
 
-    def _behind_bad(self, segment: Segment, position: int, used_end: int) -> int:
+    def _behind_bad(self, segment: ReadableSegment, position: int, used_end: int) -> int:
         """Where to go on after a bad frame."""
         try:
             frame = FrameView(segment.view, position)
@@ -169,7 +192,7 @@ class LogScan:
         # Header and directory agree, so the size can be believed: what looks like a frame inside is a message body.
         return position + frame.size
 
-    def _next_valid(self, segment: Segment, position: int, used_end: int) -> int:
+    def _next_valid(self, segment: ReadableSegment, position: int, used_end: int) -> int:
         """Where the next believable frame starts, or -1."""
         data = bytes(segment.view[position:used_end])
         at = data.find(PREFIX)
