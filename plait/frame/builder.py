@@ -165,17 +165,17 @@ def variable_parts(rows: Rows) -> tuple[Buffer, Buffer]:
 
 
 def _join(rows: Sequence[bytes] | Sequence[str]) -> tuple[Buffer, Buffer] | None:
-    """Offsets and data of a few rows; None where they are something else than bytes or text."""
+    """Offsets and data of a few rows; None where they need a closer look than this."""
     try:
         encoded: Any = [row.encode() for row in rows] if type(rows[0]) is str else rows  # type: ignore[union-attr]
-        data = b"".join(encoded)
         ends = list(accumulate(map(len, encoded), initial=0))
+        if ends[-1] > COLUMN_SIZE_MAX:
+            raise TooLarge(f"a column of {ends[-1]} bytes is over any frame's limit; send fewer rows")
+        data = b"".join(encoded)
     except (AttributeError, TypeError, UnicodeEncodeError):
         return None
     # A memoryview's length counts items, not bytes.
-    if ends[-1] != len(data) or len(data) > COLUMN_SIZE_MAX:
-        return None
-    return _OFFSETS[len(rows)].pack(*ends), data
+    return (_OFFSETS[len(rows)].pack(*ends), data) if len(data) == ends[-1] else None
 
 
 def build_frame(

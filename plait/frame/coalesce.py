@@ -46,14 +46,8 @@ def coalesce(frames: Sequence[FrameView]) -> FrameParts:
     for number in head.places:
         join = join_variable if number in VARIABLE else _join_fixed
         columns.append((number, Codec.RAW, join(frames, number)))
-    return assemble(
-        columns,
-        count=total,
-        producer=head.producer,
-        first=head.first,
-        previous=0,
-        flags=flags & FLAG_UNSEQUENCED,
-    )
+    # The run table says whose rows these are; the header has nobody to name.
+    return assemble(columns, count=total, producer=0, first=0, previous=0, flags=flags & FLAG_UNSEQUENCED)
 
 
 def _join_fixed(frames: Sequence[FrameView], number: int) -> list[Buffer]:

@@ -13,7 +13,7 @@ offset type field                    meaning
 4      u32  size                     whole frame, header and padding included; a multiple of 8
 8      u32  count                    rows
 12     u32  columns                  bit set: low 16 mandatory, high 16 skippable
-16     u64  producer                 producer id
+16     u64  producer                 producer id (0 with a run table, as are the next two)
 24     u64  first                    producer sequence of row 0; the rows count up from it
 32     u64  previous                 the producer's last sequence in this partition before this frame
 40     u32  crc                      CRC-32C of bytes 0-39 and 80-size

@@ -116,7 +116,7 @@ def _cut_variable(data: memoryview, count: int, start: int, stop: int, number: i
         offsets = data[:split].cast("i")
         origin = split - offsets[0]
         begin, end = origin + offsets[start], origin + offsets[stop]
-        if split <= begin <= end <= len(data):
+        if split <= begin <= end <= len(data) == origin + offsets[count]:
             return [data[4 * start : 4 * (stop + 1)], data[begin:end]]
     raise FrameError(f"{label(number)} column has offsets that do not fit its {len(data)} bytes")
 

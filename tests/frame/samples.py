@@ -1,0 +1,263 @@
+"""Frames to test with: a model of rows in plain Python, frames made from it, and what a frame reads back as."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+from crc32c import crc32c
+from hypothesis import strategies as st
+
+from plait.frame.builder import FrameParts, assemble, build_frame
+from plait.frame.columns import TAG_SEPARATOR, Codec, Column
+from plait.frame.header import HEADER_SIZE, STAMP_CRC_OFFSET, STAMP_OFFSET, TIME_MAX, pack_stamp
+from plait.frame.view import FrameView
+
+NOW = 1_700_000_000_000_000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One message as a reader sees it; None where the frame has no such column."""
+
+    sequence: int
+    producer: int
+    number: int
+    body: bytes
+    key: bytes | None = None
+    key_hash: int | None = None
+    tags: bytes | None = None
+    headers: bytes | None = None
+    send_time: int | None = None
+    deliver_at: int | None = None
+    priority: int | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What to build a frame of. A single time or priority is stored once for all rows."""
+
+    bodies: list[bytes]
+    keys: list[bytes] | None = None
+    key_hashes: list[int] | None = None
+    tags: list[bytes] | None = None
+    headers: list[bytes] | None = None
+    send_time: int | list[int] | None = None
+    deliver_at: int | list[int] | None = None
+    priority: int | list[int] | None = None
+    compression: str | None = None
+    producer: int = 7
+    first: int = 1
+    previous: int = 0
+    flags: int = 0
+    base: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.bodies)
+
+    def rows(self) -> list[Row]:
+        """What readers of the frame shall see."""
+        return [
+            Row(
+                sequence=self.base + i,
+                producer=self.producer,
+                number=self.first + i,
+                body=body,
+                key=_at(self.keys, i),
+                key_hash=_at(self.key_hashes, i),
+                tags=_at(self.tags, i),
+                headers=_at(self.headers, i),
+                send_time=_at(self.send_time, i),
+                deliver_at=_at(self.deliver_at, i),
+                priority=_at(self.priority, i),
+            )
+            for i, body in enumerate(self.bodies)
+        ]
+
+    def build(self) -> FrameParts:
+        """The frame, stamped."""
+        hashes = self.key_hashes
+        times = self.send_time
+        frame = build_frame(
+            self.bodies,
+            producer=self.producer,
+            first=self.first,
+            previous=self.previous,
+            send_time=np.array(times, np.int64) if isinstance(times, list) else times,
+            keys=self.keys,
+            key_hashes=None if hashes is None else np.array(hashes, np.uint64),
+            tags=self.tags,
+            headers=self.headers,
+            flags=self.flags,
+            compression=self.compression,
+        )
+        # The builder has no arguments for these: clients cannot set them yet, the format knows them.
+        if self.deliver_at is not None:
+            frame = with_column(frame, Column.DELIVER_AT, *_fixed(self.deliver_at, "<i8"))
+        if self.priority is not None:
+            frame = with_column(frame, Column.PRIORITY, *_fixed(self.priority, "u1"))
+        frame.stamp_with(pack_stamp(3, self.base, NOW, 4096, 2))
+        return frame
+
+    def view(self) -> FrameView:
+        return FrameView(self.build().tobytes())
+
+
+def with_column(frame: FrameParts, number: int, codec: int, data: bytes) -> FrameParts:
+    """The same frame with a column put in its place, or in place of the one it has."""
+    view = FrameView(frame.tobytes())
+    columns = [(n, stored.codec, [bytes(stored.data)]) for n, stored in view.columns() if n != number]
+    columns.append((number, codec, [data]))
+    return assemble(
+        sorted(columns),  # type: ignore[arg-type]
+        count=view.count,
+        producer=view.producer,
+        first=view.first,
+        previous=view.previous,
+        flags=view.flags,
+        stamp=frame.stamp,
+    )
+
+
+def rows_of(frame: FrameView) -> list[Row]:
+    """Everything a frame holds, row by row."""
+    producers, numbers = frame.message_ids()
+    columns = [
+        frame.sequences().tolist(),
+        producers.tolist(),
+        numbers.tolist(),
+        frame.binary(Column.BODY).to_pylist(),
+        _variable(frame, Column.KEY),
+        _numbers(frame, Column.KEY_HASH),
+        _variable(frame, Column.TAGS),
+        _variable(frame, Column.HEADERS),
+        _numbers(frame, Column.SEND_TIME),
+        _numbers(frame, Column.DELIVER_AT),
+        _numbers(frame, Column.PRIORITY),
+    ]
+    return [Row(*values) for values in zip(*columns, strict=True)]
+
+
+def resign(frame: bytes | bytearray) -> bytes:
+    """The bytes with both checksums made to fit: what a sender with bad intentions does."""
+    changed = bytearray(frame)
+    crc = crc32c(bytes(changed[HEADER_SIZE:]), crc32c(bytes(changed[:40])))
+    changed[40:44] = struct.pack("<I", crc)
+    changed[STAMP_CRC_OFFSET:HEADER_SIZE] = struct.pack("<I", crc32c(bytes(changed[STAMP_OFFSET:STAMP_CRC_OFFSET])))
+    return bytes(changed)
+
+
+def tag_row(*tags: str) -> bytes:
+    """Tags as a row holds them."""
+    return (TAG_SEPARATOR + TAG_SEPARATOR.join(tags) + TAG_SEPARATOR).encode() if tags else b""
+
+
+def full_draft(count: int = 5, compression: str | None = None) -> Draft:
+    """A frame with every column, rows without key, tags and headers among them."""
+    return Draft(
+        bodies=[b"body %d " % i * (i % 7) * (40 if compression else 1) for i in range(count)],
+        keys=[f"kéy-{i}".encode() if i % 3 else b"" for i in range(count)],
+        key_hashes=[(i * 0x9E3779B97F4A7C15) % (1 << 64) for i in range(count)],
+        tags=[tag_row(*["new", "größe"][: i % 3]) for i in range(count)],
+        headers=[b"\x81\xa1a%c" % (i % 128) if i % 2 else b"" for i in range(count)],
+        send_time=[NOW + i for i in range(count)],
+        deliver_at=[NOW + 1000 * i for i in range(count)],
+        priority=[i % 10 for i in range(count)],
+        compression=compression,
+        producer=0xFEDCBA9876543210,
+        first=1000,
+        previous=990,
+        base=1 << 40,
+    )
+
+
+def _at(values: list | int | None, index: int):  # type: ignore[type-arg]
+    return values[index] if isinstance(values, list) else values
+
+
+def _fixed(values: int | list[int], dtype: str) -> tuple[Codec, bytes]:
+    codec = Codec.RAW if isinstance(values, list) else Codec.CONST
+    return codec, np.array(values, dtype).tobytes()
+
+
+def _variable(frame: FrameView, column: int) -> list[bytes | None]:
+    return frame.binary(column).to_pylist() if frame.has(column) else [None] * frame.count
+
+
+def _numbers(frame: FrameView, column: int) -> list[int | None]:
+    return frame.fixed(column).tolist() if frame.has(column) else [None] * frame.count
+
+
+# --- strategies ----------------------------------------------------------------------------------
+
+times = st.integers(0, TIME_MAX)
+texts = st.text(max_size=6).map(str.encode)
+tag_rows = st.lists(st.text("abé✓", min_size=1, max_size=4), max_size=3).map(lambda tags: tag_row(*tags))
+
+
+@st.composite
+def drafts(draw: st.DrawFn, count_max: int = 40, compressed: bool | None = None, plain: bool = False) -> Draft:
+    """Frames with any set of columns; ``plain``: only what can be coalesced with each other."""
+    count = draw(st.integers(1, count_max))
+    compression = None if plain or compressed is False else draw(st.sampled_from(["zstd", "lz4", None]))
+    if compressed and compression is None:
+        compression = "zstd"
+    # Long enough to be compressed, and of a kind that gets shorter by it.
+    repeat = 100 if compression else 1
+
+    def column(rows: st.SearchStrategy) -> st.SearchStrategy:
+        return st.lists(rows, min_size=count, max_size=count)
+
+    def optional(rows: st.SearchStrategy) -> st.SearchStrategy:
+        return st.none() | column(rows)
+
+    keys = draw(optional(texts))
+    hashes = column(st.integers(0, (1 << 64) - 1))
+    return Draft(
+        bodies=[body * repeat for body in draw(column(st.binary(max_size=12)))],
+        keys=keys,
+        key_hashes=draw(hashes if keys is not None else st.none() | hashes),
+        tags=draw(optional(tag_rows)),
+        headers=draw(optional(st.binary(max_size=8))),
+        send_time=draw(st.none() | times | column(times)),
+        deliver_at=draw(st.none() | times | column(times)),
+        priority=draw(st.none() | st.integers(0, 255) | column(st.integers(0, 255))),
+        compression=compression,
+        producer=draw(st.integers(0, (1 << 64) - 1)),
+        first=draw(st.integers(0, (1 << 62) - count)),
+        previous=draw(st.integers(0, (1 << 64) - 1)),
+        flags=draw(st.integers(0, 1)) if not plain else 0,
+        base=draw(st.integers(0, (1 << 62) - count)),
+    )
+
+
+@st.composite
+def alike(draw: st.DrawFn, frames_max: int = 6) -> list[Draft]:
+    """Frames of several producers with the same columns."""
+    frames = draw(
+        st.lists(drafts(count_max=draw(st.sampled_from([1, 8])), plain=True), min_size=1, max_size=frames_max)
+    )
+    head = frames[0]
+    return [head, *(_with_columns_of(frame, head) for frame in frames[1:])]
+
+
+def _with_columns_of(frame: Draft, head: Draft) -> Draft:
+    count = frame.count
+    return replace(
+        frame,
+        keys=None if head.keys is None else frame.keys or [b"k"] * count,
+        key_hashes=None if head.key_hashes is None else frame.key_hashes or [9] * count,
+        tags=None if head.tags is None else frame.tags or [b""] * count,
+        headers=None if head.headers is None else frame.headers or [b"h"] * count,
+        send_time=None if head.send_time is None else NOW if frame.send_time is None else frame.send_time,
+        deliver_at=None if head.deliver_at is None else NOW if frame.deliver_at is None else frame.deliver_at,
+        priority=None if head.priority is None else 5 if frame.priority is None else frame.priority,
+    )
+
+
+def arrow_bytes() -> int:
+    """What Arrow holds at this moment, inflated columns included."""
+    return pa.default_memory_pool().bytes_allocated()

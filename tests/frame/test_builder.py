@@ -1,0 +1,193 @@
+"""What can be given as rows, and what is refused before a frame is made of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.errors import InvalidArgument, TooLarge
+from plait.frame import FrameView, build_frame
+from plait.frame.builder import SMALL_COUNT, Rows
+from plait.frame.columns import ORIGINAL_SIZE_MAX, Column
+from plait.frame.header import SEQUENCE_MAX, TIME_MAX
+from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, MIB
+
+ROWS = [b"one", b"", "drü".encode(), b"\x1f" * 40]
+TEXT = [row.decode() for row in ROWS]
+
+KINDS = {
+    "list": ROWS,
+    "tuple": tuple(ROWS),
+    "text": TEXT,
+    "bytearrays": [bytearray(row) for row in ROWS],
+    "memoryviews": [memoryview(row) for row in ROWS],
+    "text and bytes": [TEXT[0], *ROWS[1:]],
+    "bytes and text": [*ROWS[:2], *TEXT[2:]],
+    "binary": pa.array(ROWS, pa.binary()),
+    "string": pa.array(TEXT, pa.string()),
+    "large binary": pa.array(ROWS, pa.large_binary()),
+    "large string": pa.array(TEXT, pa.large_string()),
+    "binary view": pa.array(ROWS, pa.binary_view()),
+    "dictionary": pa.array(TEXT).dictionary_encode(),
+    "sliced": pa.array([b"before", *ROWS, b"after"])[1:-1],
+    "sliced text": pa.array(["before", *TEXT, "after"])[1:-1],
+    "sliced large": pa.array([b"before", *ROWS, b"after"], pa.large_binary())[1:-1],
+    "null outside": pa.array([None, *ROWS, None])[1:-1],
+    "chunked": pa.chunked_array([ROWS[:1], ROWS[1:3], [], ROWS[3:]], pa.binary()),
+    "one chunk": pa.chunked_array([pa.array([b"before", *ROWS])[1:]]),
+    "chunked text": pa.chunked_array([TEXT[:1], TEXT[1:]], pa.large_string()),
+}
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("repeat", [1, SMALL_COUNT])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_stored_whatever_holds_them(kind: str, repeat: int, compression: str | None):
+    rows = KINDS[kind]
+    if repeat > 1:
+        rows = pa.concat_arrays([rows] * repeat) if isinstance(rows, pa.Array) else rows
+        rows = pa.chunked_array(rows.chunks * repeat) if isinstance(rows, pa.ChunkedArray) else rows
+        rows = list(rows) * repeat if isinstance(rows, list | tuple) else rows
+    count = len(ROWS) * repeat
+    frame = build_frame(
+        rows,
+        producer=1,
+        first=1,
+        keys=rows,
+        key_hashes=np.arange(count, dtype=np.uint64),
+        tags=rows,
+        headers=rows,
+        compression=compression,
+    )
+    view = FrameView(frame.tobytes()).validate()
+    assert frame.count == view.count == count
+    for column in (Column.KEY, Column.BODY, Column.TAGS, Column.HEADERS):
+        assert view.binary(column).to_pylist() == ROWS * repeat
+
+
+@pytest.mark.parametrize("count", [1, SMALL_COUNT + 1])
+def test_views_of_numbers_are_stored_as_their_bytes(count: int):
+    view = memoryview(np.arange(3, dtype=np.int32))
+    frame = build_frame([view] * count, producer=1, first=1)
+    assert FrameView(frame.tobytes()).validate().binary(Column.BODY).to_pylist() == [view.tobytes()] * count
+
+
+@given(st.lists(st.binary(max_size=5), min_size=1, max_size=150), st.data())
+def test_any_part_of_an_array_is_stored(rows: list[bytes], data: st.DataObject):
+    start = data.draw(st.integers(0, len(rows) - 1))
+    stop = data.draw(st.integers(start + 1, len(rows)))
+    frame = build_frame(pa.array(rows, pa.binary())[start:stop], producer=1, first=1)
+    assert FrameView(frame.tobytes()).validate().binary(Column.BODY).to_pylist() == rows[start:stop]
+
+
+def test_arrays_are_not_copied():
+    array = pa.array([b"x" * 1000] * 100)
+    addresses = {buffer.address: buffer.size for buffer in array.buffers() if buffer}
+    parts = build_frame(array, producer=1, first=1).parts
+    wrapped = [np.frombuffer(part, np.uint8).ctypes.data for part in parts if isinstance(part, memoryview)]
+    assert sorted(wrapped) == sorted(addresses)
+
+
+@pytest.mark.parametrize("count", [1, SMALL_COUNT, SMALL_COUNT + 1])
+@pytest.mark.parametrize("wrong", [None, 1, 1.5, [b"x"], "\udc80"], ids=lambda value: repr(value)[:12])
+def test_rows_that_are_not_bytes_are_refused(wrong: object, count: int):
+    rows: list = [b"x"] * (count - 1) + [wrong]  # type: ignore[type-arg]
+    with pytest.raises(InvalidArgument, match=r"null rows|not all bytes"):
+        build_frame(rows, producer=1, first=1)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pa.array([1, 2]),
+        pa.array([[b"a"], [b"b"]]),
+        pa.chunked_array([[1], [2]]),
+        pa.array([{"a": 1}, {"a": 2}]),
+    ],
+    ids=lambda rows: str(rows.type),
+)
+def test_arrays_of_other_types_are_refused(rows: Rows):
+    with pytest.raises(InvalidArgument, match="are not bytes"):
+        build_frame(rows, producer=1, first=1)
+
+
+@pytest.mark.parametrize(
+    "rows", [pa.array([b"a", None]), pa.nulls(2), pa.chunked_array([[b"a"], [None]], pa.binary()), [b"a", None]]
+)
+def test_null_rows_are_refused(rows: Rows):
+    with pytest.raises(InvalidArgument):
+        build_frame(rows, producer=1, first=1)
+    with pytest.raises(InvalidArgument):
+        build_frame([b"a", b"b"], producer=1, first=1, headers=rows)
+
+
+@pytest.mark.parametrize("count", [0, FRAME_COUNT_MAX + 1])
+def test_no_rows_and_too_many_rows_are_refused(count: int):
+    with pytest.raises(InvalidArgument, match=f"1 to {FRAME_COUNT_MAX} rows, not {count}"):
+        build_frame([b""] * count, producer=1, first=1)
+
+
+@pytest.mark.parametrize("column", ["keys", "tags", "headers", "key_hashes", "send_time"])
+def test_columns_of_other_lengths_are_refused(column: str):
+    values = np.zeros(3, np.int64) if column in ("key_hashes", "send_time") else [b"a"] * 3
+    with pytest.raises(InvalidArgument, match="3 rows, bodies have 2"):
+        build_frame([b"a", b"b"], producer=1, first=1, **{column: values})  # type: ignore[arg-type]
+
+
+def test_fixed_columns_of_any_layout_are_stored():
+    hashes = np.arange(20, dtype=np.uint64)[::2]
+    times = np.arange(10, dtype=">i4")
+    frame = build_frame([b"a"] * 10, producer=1, first=1, key_hashes=hashes, send_time=times)
+    view = FrameView(frame.tobytes()).validate()
+    assert view.fixed(Column.KEY_HASH).tolist() == hashes.tolist()
+    assert view.fixed(Column.SEND_TIME).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("time", [-1, TIME_MAX + 1, 1 << 80])
+def test_a_send_time_that_is_no_date_is_refused(time: int):
+    with pytest.raises(InvalidArgument, match=f"send time {time} is no date"):
+        build_frame([b"a"], producer=1, first=1, send_time=time)
+
+
+@pytest.mark.parametrize(
+    ("producer", "first", "previous", "flags"),
+    [
+        (-1, 1, 0, 0),
+        (1 << 64, 1, 0, 0),
+        (1, -1, 0, 0),
+        (1, SEQUENCE_MAX, 0, 0),
+        (1, 1, -1, 0),
+        (1, 1, 1 << 64, 0),
+        (1, 1, 0, 256),
+    ],
+)
+def test_numbers_that_do_not_fit_the_header_are_refused(producer: int, first: int, previous: int, flags: int):
+    with pytest.raises(InvalidArgument):
+        build_frame([b"a"], producer=producer, first=first, previous=previous, flags=flags)
+
+
+def test_the_last_sequence_is_the_last_rows():
+    assert build_frame([b"a"] * 3, producer=1, first=5).last == 7
+
+
+def test_frames_over_the_limit_are_refused():
+    room = ORIGINAL_SIZE_MAX - 80 - 8 - 8
+    assert build_frame([bytes(room)], producer=1, first=1).size == ORIGINAL_SIZE_MAX
+    for rows in ([bytes(room + 1)], [bytes(MIB)] * 18, [bytes(COLUMN_SIZE_MAX)] * 2, [bytes(MIB)] * 65):
+        with pytest.raises(TooLarge, match=r"limit; send fewer|limit of"):
+            build_frame(rows, producer=1, first=1)
+
+
+def test_chunks_that_no_frame_could_hold_are_not_put_together():
+    chunk = pa.array([bytes(COLUMN_SIZE_MAX)])
+    with pytest.raises(TooLarge, match="over any frame's limit"):
+        build_frame(pa.chunked_array([chunk] * 40), producer=1, first=1)
+
+
+def test_the_parts_are_the_frame():
+    frame = build_frame([b"hello", b"you"], producer=1, first=1, send_time=5)
+    assert sum(map(len, frame.parts)) == frame.size == len(frame.tobytes())
+    assert b"".join(frame.parts) == frame.tobytes()

@@ -1,0 +1,102 @@
+"""Frames joined into one hold the rows of all, in order, each with its own message id."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.errors import InvalidArgument
+from plait.frame import FrameView, build_frame, can_coalesce, coalesce, slice_mask, slice_rows
+from plait.frame.coalesce import COALESCE_SIZE_MAX
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED, pack_stamp
+from tests.frame.samples import NOW, Draft, Row, alike, full_draft, rows_of, with_column
+
+BASE = 500
+
+
+def joined(frames: list[Draft]) -> FrameView:
+    """The frames as one, stored at ``BASE``."""
+    parts = coalesce([draft.view().validate() for draft in frames])
+    parts.stamp_with(pack_stamp(3, BASE, NOW, 0, 1))
+    return FrameView(parts.tobytes())
+
+
+def rows_in_order(frames: list[Draft]) -> list[Row]:
+    rows = [row for draft in frames for row in draft.rows()]
+    return [replace(row, sequence=BASE + i) for i, row in enumerate(rows)]
+
+
+@given(alike())
+def test_joined_frames_hold_all_rows_in_order(frames: list[Draft]):
+    frame = joined(frames).validate()
+    assert rows_of(frame) == rows_in_order(frames)
+    assert frame.runs().tolist() == [[d.producer, d.first, d.count, d.previous] for d in frames]
+    assert (frame.producer, frame.first, frame.previous) == (0, 0, 0)
+    assert frame.end == BASE + sum(draft.count for draft in frames)
+
+
+@given(st.data(), alike())
+def test_a_slice_of_joined_frames_is_the_slice_of_their_rows(data: st.DataObject, frames: list[Draft]):
+    frame = joined(frames)
+    start = data.draw(st.integers(0, frame.count - 1))
+    stop = data.draw(st.integers(start + 1, frame.count))
+    sliced = FrameView(slice_rows(frame, start, stop).tobytes()).validate()
+    assert rows_of(sliced) == rows_in_order(frames)[start:stop]
+    assert sliced.has(Column.RUNS) == (len(sliced.runs()) > 1)
+    again = data.draw(st.integers(0, sliced.count - 1))
+    assert rows_of(FrameView(slice_rows(sliced, again, sliced.count).tobytes())) == rows_of(sliced)[again:]
+
+
+@given(st.data(), alike())
+def test_a_mask_of_joined_frames_selects_their_rows(data: st.DataObject, frames: list[Draft]):
+    frame = joined(frames)
+    mask = data.draw(st.lists(st.booleans(), min_size=frame.count, max_size=frame.count).filter(any))
+    masked = FrameView(slice_mask(frame, np.array(mask)).tobytes()).validate()
+    assert rows_of(masked) == [row for row, chosen in zip(rows_in_order(frames), mask, strict=True) if chosen]
+
+
+def test_rows_built_from_parts_of_arrays_join_like_others():
+    array = pa.array([b"skipped", b"one", b"", b"three"])[1:]
+    frames = [FrameView(build_frame(array, producer=p, first=1).tobytes()) for p in (1, 2)]
+    assert frames[0].stored(Column.BODY).data[:4] != b"\0\0\0\0"
+    both = FrameView(coalesce(frames).tobytes()).validate()
+    assert both.binary(Column.BODY).to_pylist() == [b"one", b"", b"three"] * 2
+
+
+def test_constant_and_single_values_join():
+    frames = [Draft([b"a"], send_time=5), Draft([b"b", b"c"], send_time=6), Draft([b"d", b"e"], send_time=[7, 8])]
+    assert joined(frames).fixed(Column.SEND_TIME).tolist() == [5, 6, 6, 7, 8]
+
+
+@pytest.mark.parametrize("flags", [0, FLAG_UNSEQUENCED])
+def test_joined_frames_are_unsequenced_when_their_parts_are(flags: int):
+    assert joined([Draft([b"a"], flags=flags), Draft([b"b"], flags=flags)]).flags == flags
+
+
+def test_small_raw_frames_of_one_producer_can_be_joined():
+    assert can_coalesce(full_draft(5).view())
+    size = COALESCE_SIZE_MAX - 80 - 8 - 8
+    assert can_coalesce(Draft([b"x" * size]).view())
+    assert not can_coalesce(Draft([b"x" * (size + 1)]).view())
+
+
+def test_what_cannot_be_put_one_after_another_is_not_joined():
+    frame = full_draft(5).build()
+    assert not can_coalesce(full_draft(5, "zstd").view())
+    assert not can_coalesce(full_draft(5, "lz4").view())
+    assert not can_coalesce(joined([Draft([b"a"]), Draft([b"b"])]))
+    assert not can_coalesce(FrameView(slice_mask(full_draft(5).view(), np.arange(5) == 2).tobytes()))
+    assert not can_coalesce(FrameView(with_column(frame, 25, 0, b"newer").tobytes()))
+
+
+def test_frames_with_other_columns_or_flags_are_not_joined():
+    plain, keyed = Draft([b"a"]), Draft([b"a"], keys=[b"k"], key_hashes=[1])
+    for other in (keyed, replace(plain, flags=FLAG_UNSEQUENCED)):
+        with pytest.raises(InvalidArgument, match="different columns or flags"):
+            coalesce([plain.view(), other.view()])

@@ -1,0 +1,188 @@
+"""A slice of a frame is the slice of its rows: nothing is changed, invented or lost."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.errors import FrameError
+from plait.frame import FrameView, build_frame, slice_mask, slice_rows
+from plait.frame.columns import ORIGINAL_SIZE_MAX, Codec, Column
+from plait.frame.header import HEADER_SIZE
+from plait.frame.slicing import SPANS_MAX
+from plait.limits import FRAME_SIZE_MAX
+from tests.frame.samples import NOW, Draft, drafts, full_draft, resign, rows_of, with_column
+
+
+def ranges(count: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(0, count - 1), st.integers(1, count)).filter(lambda r: r[0] < r[1])
+
+
+def masks(count: int) -> st.SearchStrategy[list[bool]]:
+    return st.lists(st.booleans(), min_size=count, max_size=count).filter(any)
+
+
+@given(st.data(), drafts())
+def test_a_row_range_is_the_slice_of_the_rows(data: st.DataObject, draft: Draft):
+    start, stop = data.draw(ranges(draft.count))
+    sliced = FrameView(slice_rows(draft.view(), start, stop).tobytes()).validate()
+    assert rows_of(sliced) == draft.rows()[start:stop]
+    assert (sliced.partition, sliced.store_time, sliced.durable, sliced.epoch) == (3, NOW, 4096, 2)
+    assert sliced.flags == draft.flags
+
+
+@given(st.data(), drafts())
+def test_a_mask_selects_its_rows(data: st.DataObject, draft: Draft):
+    mask = data.draw(masks(draft.count))
+    sliced = FrameView(slice_mask(draft.view(), np.array(mask)).tobytes()).validate()
+    assert rows_of(sliced) == [row for row, chosen in zip(draft.rows(), mask, strict=True) if chosen]
+    assert sliced.end == draft.base + draft.count
+    assert (sliced.partition, sliced.store_time, sliced.durable, sliced.epoch) == (3, NOW, 4096, 2)
+
+
+@given(st.data(), drafts(compressed=False))
+def test_a_slice_of_a_slice_is_a_slice(data: st.DataObject, draft: Draft):
+    start, stop = data.draw(ranges(draft.count))
+    once = FrameView(slice_rows(draft.view(), start, stop).tobytes())
+    if data.draw(st.booleans()):
+        a, b = data.draw(ranges(once.count))
+        twice = FrameView(slice_rows(once, a, b).tobytes()).validate()
+        assert rows_of(twice) == draft.rows()[start + a : start + b]
+    else:
+        mask = data.draw(masks(once.count))
+        masked = FrameView(slice_mask(once, np.array(mask)).tobytes()).validate()
+        assert rows_of(masked) == [r for r, m in zip(draft.rows()[start:stop], mask, strict=True) if m]
+
+
+@pytest.mark.parametrize("compression", [None, "zstd", "lz4"])
+@pytest.mark.parametrize("step", [2, 3, 100])
+def test_masks_of_many_and_few_spans_give_the_same_rows(step: int, compression: str | None):
+    draft = full_draft(40 * SPANS_MAX, compression)
+    mask = np.zeros(draft.count, bool)
+    mask[::step] = True
+    parts = slice_mask(draft.view(), mask)
+    assert rows_of(FrameView(parts.tobytes()).validate()) == draft.rows()[::step]
+    assert len(parts.parts) < 10 * SPANS_MAX
+
+
+def test_raw_columns_are_cut_and_not_copied():
+    source = bytearray(full_draft(100).build().tobytes())
+    parts = slice_rows(FrameView(source), 10, 60).parts
+    inside = sum(len(part) for part in parts if isinstance(part, memoryview) and part.obj is source)
+    assert inside > 0.8 * sum(map(len, parts))
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_a_compressed_column_travels_whole(compression: str):
+    frame = full_draft(100, compression).view()
+    for parts in (slice_rows(frame, 3, 5), slice_mask(frame, np.arange(100) % 9 == 0)):
+        sliced = FrameView(parts.tobytes())
+        assert sliced.stored(Column.BODY) == frame.stored(Column.BODY)
+        assert sliced.stored(Column.KEY) != frame.stored(Column.KEY)
+
+
+def test_a_constant_column_stays_constant():
+    frame = Draft([b"a", b"b", b"c"], send_time=NOW).view()
+    for parts in (slice_rows(frame, 1, 2), slice_mask(frame, np.array([True, False, True]))):
+        assert FrameView(parts.tobytes()).stored(Column.SEND_TIME).codec == Codec.CONST
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 0), (2, 2), (3, 2), (-1, 2), (0, 6), (5, 6)])
+def test_ranges_outside_the_frame_are_refused(start: int, stop: int):
+    with pytest.raises(FrameError, match="outside a frame of 5"):
+        slice_rows(full_draft(5).view(), start, stop)
+
+
+@pytest.mark.parametrize("mask", [[False] * 5, [True] * 4, [True] * 6])
+def test_masks_that_do_not_fit_are_refused(mask: list[bool]):
+    with pytest.raises(FrameError, match=r"at least one row|does not fit"):
+        slice_mask(full_draft(5).view(), np.array(mask))
+
+
+def test_masks_of_numbers_select_what_is_not_zero():
+    frame = full_draft(5).view()
+    numbers = slice_mask(frame, np.array([0, 2, 1, 0, 7]))
+    truths = slice_mask(frame, np.array([False, True, True, False, True]))
+    assert numbers.tobytes() == truths.tobytes()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_a_selection_is_not_sliced_again(compression: str | None):
+    masked = FrameView(slice_mask(full_draft(5, compression).view(), np.array([True, False] * 2 + [True])).tobytes())
+    with pytest.raises(FrameError, match="cannot be sliced again"):
+        slice_rows(masked, 0, 1)
+    with pytest.raises(FrameError, match="cannot be sliced again"):
+        slice_mask(masked, np.array([True] * 3))
+
+
+@pytest.mark.parametrize("position", [HEADER_SIZE - 30, 20, HEADER_SIZE + 2, -1])
+def test_a_slice_does_not_vouch_for_rotten_bytes(position: int):
+    rotten = bytearray(full_draft(50).build().tobytes())
+    rotten[position] ^= 1
+    with pytest.raises(FrameError):
+        slice_rows(FrameView(rotten), 3, 5)
+    with pytest.raises(FrameError):
+        slice_mask(FrameView(rotten), np.arange(50) == 3)
+
+
+def test_columns_of_a_newer_version_are_left_out_of_slices():
+    for codec in range(16):
+        newer = FrameView(with_column(full_draft(6).build(), 30, codec, b"whatever").tobytes())
+        for parts in (slice_rows(newer, 1, 4), slice_mask(newer, np.arange(6) % 2 == 0)):
+            sliced = FrameView(parts.tobytes()).validate()
+            assert not sliced.has(30)
+
+
+@pytest.mark.parametrize("column", [Column.KEY_HASH, Column.SEND_TIME, Column.PRIORITY, Column.KEY, Column.BODY])
+@pytest.mark.parametrize("codec", [1, 2, 3, 4, 9, 15])
+def test_a_column_in_a_codec_it_cannot_have_is_not_sliced_into_a_valid_one(column: Column, codec: int):
+    lying = with_column(full_draft(6).build(), column, codec, b"\0" * 56)
+    for cut in (lambda f: slice_rows(f, 1, 3), lambda f: slice_mask(f, np.arange(6) % 2 == 0)):
+        with pytest.raises(FrameError):
+            rows_of(FrameView(cut(FrameView(lying.tobytes())).tobytes()))
+
+
+@pytest.mark.parametrize("size", [0, 4, 8, 24, 32, 40])
+@pytest.mark.parametrize("column", [Column.BODY, Column.KEY, Column.KEY_HASH, Column.PRIORITY])
+def test_columns_of_the_wrong_size_are_not_sliced(column: Column, size: int):
+    data = struct.pack("<i", 7) * (size // 4)
+    lying = FrameView(with_column(full_draft(6).build(), column, Codec.RAW, data).tobytes())
+    with pytest.raises(FrameError):
+        slice_rows(lying, 1, 3)
+    with pytest.raises(FrameError):
+        slice_mask(lying, np.arange(6) % 2 == 0)
+
+
+def test_a_slice_at_the_end_of_all_sequences_reads_back():
+    end = 1 << 62
+    draft = Draft([b"a", b"b", b"c"], first=end - 3, base=end - 3)
+    assert rows_of(FrameView(slice_rows(draft.view(), 1, 3).tobytes())) == draft.rows()[1:]
+
+
+def test_the_largest_frame_a_producer_may_send_can_still_be_sliced():
+    count = 1 << 20
+    body = np.random.default_rng(1).bytes(ORIGINAL_SIZE_MAX - HEADER_SIZE - 8 - 4 * (count + 1) - 4)
+    largest = FrameView(build_frame([b""] * (count - 1) + [body], producer=1, first=1).tobytes()).validate()
+    assert largest.size == ORIGINAL_SIZE_MAX
+    mask = np.ones(count, bool)
+    mask[1] = False
+    sliced = FrameView(slice_mask(largest, mask).tobytes()).validate()
+    assert ORIGINAL_SIZE_MAX < sliced.size <= FRAME_SIZE_MAX
+    assert sliced.count == count - 1
+
+
+def test_a_producers_frame_without_room_for_slices_is_not_valid():
+    frame = build_frame([b"\0" * (1 << 20)], producer=1, first=1)
+    longer = with_column(frame, 20, Codec.RAW, b"\0" * (FRAME_SIZE_MAX - frame.size - 16))
+    assert ORIGINAL_SIZE_MAX < longer.size <= FRAME_SIZE_MAX
+    with pytest.raises(FrameError, match="no room to slice it"):
+        FrameView(longer.tobytes()).validate()
+
+
+def test_resigned_bytes_are_what_the_frame_says():
+    frame = full_draft(4).build().tobytes()
+    assert resign(frame) == frame
