@@ -108,6 +108,8 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: First and longest pause between attempts to reconnect.
     reconnect_first_seconds: float = 0.05
     reconnect_max_seconds: float = 2.0
+    #: A connection that lived this long was a good one: the next pause is the first again.
+    reconnect_steady_seconds: float = 1.0
     #: Heartbeats per connection.
     heartbeat_seconds: float = 1.0
     #: Consumer flow control: unacked messages, their bytes, and the span of their sequences.
@@ -118,3 +120,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     pull_bytes: int = 1 * MIB
     #: How long one long poll waits at the server before it is asked again.
     pull_wait_seconds: float = 20.0
+    #: ``App``: how long handlers may go on after SIGTERM before they are cancelled and their messages given back.
+    drain_seconds: float = 30.0
+    #: ``App``: first and longest pause of a handler that fails again and again, so that a message nobody can handle
+    #: does not keep a core busy.
+    failure_pause_first_seconds: float = 0.1
+    failure_pause_max_seconds: float = 5.0

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, overload
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
 
-from plait.client.delivered import Delivered
+from plait.client.settling import Piece, Settling
 from plait.client.types import Message
 from plait.errors import InvalidArgument
 from plait.frame.arrow import SCHEMA, record_batch
-
-if TYPE_CHECKING:
-    from plait.client.consumer import Consumer
-
-#: Rows [start, stop) of a delivered frame.
-Piece = tuple[Delivered, int, int]
 
 TABLE_SCHEMA = SCHEMA.append(pa.field("attempt", pa.int32(), nullable=False))
 
@@ -26,8 +20,8 @@ TABLE_SCHEMA = SCHEMA.append(pa.field("attempt", pa.int32(), nullable=False))
 class Batch(Sequence[Message]):
     """Messages in a consumer's hands, list-like. An empty batch means that nothing came in time."""
 
-    def __init__(self, consumer: Consumer, pieces: list[Piece]) -> None:
-        self._consumer = consumer
+    def __init__(self, settling: Settling, pieces: list[Piece]) -> None:
+        self._settling = settling
         self._pieces = pieces
 
     @cached_property
@@ -52,13 +46,13 @@ class Batch(Sequence[Message]):
 
     async def ack(self) -> None:
         """All that were not nacked are done; returns when the broker has it."""
-        _ack_pieces(self._pieces)
-        await self._consumer.flush()
+        self._settling.ack_pieces(self._pieces)
+        await self._settling.flush()
 
     async def nack(self) -> None:
         """All that were not acked go back to the group at once."""
-        _nack_pieces(self._pieces)
-        await self._consumer.flush()
+        self._settling.nack_pieces(self._pieces)
+        await self._settling.flush()
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)} messages>"
@@ -67,8 +61,8 @@ class Batch(Sequence[Message]):
 class ArrowBatch:
     """Messages as an Arrow table over the memory they were received in."""
 
-    def __init__(self, consumer: Consumer, pieces: list[Piece]) -> None:
-        self._consumer = consumer
+    def __init__(self, settling: Settling, pieces: list[Piece]) -> None:
+        self._settling = settling
         self._pieces = pieces
 
     def __len__(self) -> int:
@@ -87,13 +81,13 @@ class ArrowBatch:
 
     async def ack(self) -> None:
         """All rows that were not nacked are done; returns when the broker has it."""
-        _ack_pieces(self._pieces)
-        await self._consumer.flush()
+        self._settling.ack_pieces(self._pieces)
+        await self._settling.flush()
 
     async def nack(self, rows: Iterable[int] | None = None) -> None:
         """The rows with these numbers (all: None) go back to the group at once."""
         if rows is None:
-            _nack_pieces(self._pieces)
+            self._settling.nack_pieces(self._pieces)
         else:
             ends = np.cumsum([stop - start for _, start, stop in self._pieces])
             for row in rows:
@@ -102,24 +96,7 @@ class ArrowBatch:
                 at = int(np.searchsorted(ends, row, "right"))
                 delivered, start, stop = self._pieces[at]
                 delivered.nack_row(start + row - (int(ends[at]) - (stop - start)))
-        await self._consumer.flush()
+        await self._settling.flush()
 
     def __repr__(self) -> str:
         return f"<ArrowBatch of {len(self)} messages>"
-
-
-def _ack_pieces(pieces: list[Piece]) -> None:
-    for delivered, start, stop in pieces:
-        delivered.acking.append(slice(start, stop))
-        if delivered.owner is not None:
-            delivered.owner.settle_soon(delivered)
-
-
-def _nack_pieces(pieces: list[Piece]) -> None:
-    for delivered, start, stop in pieces:
-        # What was acked before stays acked.
-        if delivered.acking and delivered.owner is not None:
-            delivered.owner.settle_now(delivered)
-        delivered.nacking.append(slice(start, stop))
-        if delivered.owner is not None:
-            delivered.owner.settle_soon(delivered)

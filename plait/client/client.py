@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import time
@@ -34,7 +33,7 @@ _clients: weakref.WeakSet[Client] = weakref.WeakSet()
 def _after_fork() -> None:
     """A forked child shares the parent's sockets and producer id: it must not use them (R9)."""
     for client in list(_clients):
-        client.abandon_after_fork()
+        client._abandon_after_fork()
 
 
 if hasattr(os, "register_at_fork"):
@@ -109,6 +108,7 @@ class Client:
             return
         for consumer in list(self._consumers):
             await consumer.close()
+        self._consumers.clear()
         await self._producer.close()
         await self._node.close()
 
@@ -120,10 +120,10 @@ class Client:
     ) -> None:
         await self.close()
 
-    def abandon_after_fork(self) -> None:
+    def _abandon_after_fork(self) -> None:
         """Called in a forked child: refuse everything, touch nothing that the parent still uses."""
-        self._node.closed = True
-        self._producer.closed = ForkedClient("this client was opened before a fork; connect again in the child")
+        error = ForkedClient("this client was opened before a fork; connect again in the child")
+        self._node.closed = self._producer.closed = error
 
     def _check_open(self) -> None:
         if self._producer.closed is not None:
@@ -202,9 +202,25 @@ class Client:
         A new group starts at the earliest message, a broadcast at the latest, unless ``start`` says otherwise:
         "earliest", "latest", a sequence, a datetime, or "-5m" before now.
         """
+        return self._consumer(subject, group, broadcast, delivery, start, prefetch)
+
+    def _consumer(
+        self,
+        subject: str,
+        group: str | None,
+        broadcast: bool,
+        delivery: str,
+        start: Any,
+        prefetch: int | None,
+        *,
+        any_thread: bool = False,
+    ) -> Consumer:
+        """``consumer``, whose messages may be acked from ``any_thread``."""
         self._check_open()
         names.check("subject", subject)
-        if group is not None and not broadcast:
+        if broadcast:
+            group = None
+        if group is not None:
             names.check("group", group)
         if delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
@@ -218,13 +234,23 @@ class Client:
             self._node,
             limits,
             subject,
-            None if broadcast else group,
-            self.client_id,
+            group,
+            self._member_id(subject, group),
             start_of(start, _now()),
             delivery,
+            any_thread=any_thread,
         )
         self._consumers.add(consumer)
         return consumer
+
+    def _member_id(self, subject: str, group: str | None) -> str:
+        """The client id; a second consumer of the same group in one client is a member of its own."""
+        taken = {c.client_id for c in self._consumers if (c.subject, c.group) == (subject, group) and not c._closed}
+        number, member = 1, self.client_id
+        while member in taken:
+            number += 1
+            member = f"{self.client_id}:{number}"
+        return member
 
     def reader(self, subject: str, *, start: Any = "latest") -> Reader:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""

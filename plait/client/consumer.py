@@ -1,27 +1,36 @@
-"""Consuming: pulls ahead of need, hands out rows, and tells the broker what became of them.
+"""Consuming: pulls ahead of need and hands out rows.
 
-Acks of one moment leave together as ranges, one request at a time, so that acking each message by itself costs
-little. After a lost connection the consumer attaches again and names what is still in its hands (R13); when it was out
-of contact for too long, it drops what the user has not started, because somebody else has it by now.
+What became of the rows is told by ``Settling``. After a lost connection the consumer attaches again and names what is
+still in its hands (R13); when it was out of contact for too long, or the broker has given it up, it drops what the user
+has not started, because somebody else has it by now.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any, Self
 
-from plait.client.batch import ArrowBatch, Batch, Piece
-from plait.client.delivered import Delivered, EpochRange
+from plait.client.arguments import Duration, seconds_of
+from plait.client.batch import ArrowBatch, Batch
+from plait.client.delivered import Delivered, SharedDelivered
 from plait.client.node import Node
+from plait.client.settling import Piece, Settling
 from plait.client.types import Message, PartitionName
-from plait.errors import Closed, FrameError, GroupBusy, PlaitError, StaleSession, Unavailable
+from plait.errors import Closed, FrameError, GroupBusy, InvalidArgument, PlaitError, StaleSession, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 from plait.wire.dial import Link
+
+log = logging.getLogger("plait.client")
+
+#: Rows that iteration makes into messages at a time, and asks for where nothing is pulled ahead.
+ITERATION_COUNT = 100
+#: More than any fetch can mean.
+FETCH_COUNT_MAX = 1 << 20
 
 
 class Consumer:
@@ -36,19 +45,35 @@ class Consumer:
         client: str,
         start: Any,
         delivery: str,
+        *,
+        any_thread: bool = False,
     ) -> None:
-        self._node = node
-        self._limits = limits
         self.subject = subject
         self.group = group
         self.client_id = client
+        self._node = node
+        self._limits = limits
         self._start = start
         self._delivery = delivery
+        #: At most once: what is pulled counts as handled, so there is nothing to track and nothing pulled ahead.
+        self._tracks = delivery != "at_most_once"
+        self._delivered: type[Delivered] = SharedDelivered if any_thread else Delivered
+        self._settling = Settling(_Bridge(self), limits)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
         self._link: Link | None = None
         self._session = 0
+        self._attached = False
+        self._detached: asyncio.Future[None] | None = None
+        self._stale = False
+        self._lost_at = 0.0
         self._partition: PartitionName | None = None
+        #: Frames with rows that the user has not got yet.
         self._buffer: deque[Delivered] = deque()
         self._buffered_count = 0
+        #: Messages of the buffer's first frame that iteration has made already, the next one last.
+        self._ready: list[Message] = []
+        #: Frames with rows that are not settled, oldest first.
         self._open: dict[Delivered, None] = {}
         self._open_bytes = 0
         self._pulled_count = 0
@@ -58,23 +83,25 @@ class Consumer:
         #: The last pull left rows at the broker.
         self._more = False
         self._arrived: asyncio.Future[None] | None = None
-        self._unsent: dict[Delivered, None] = {}
-        self._acks: list[EpochRange] = []
-        self._nacks: list[EpochRange] = []
-        self._settling: asyncio.Task[None] | None = None
-        self._settle_scheduled = False
-        self._attached = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
         self._error: PlaitError | None = None
+        self._stopping = False
         self._closed = False
-        self._lost_at = 0.0
 
     # --- opening and closing --------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
+        if self._closed or self._loop is not None:
+            raise Closed("a consumer is opened once; ask the client for another one")
         self._loop = asyncio.get_running_loop()
-        await self._attach(await self._node.ready(self._limits.request_seconds))
-        self._task = self._loop.create_task(self._stay_attached(), name=f"plait-consumer-{self.subject}")
+        self._settling.open(self._loop)
+        self._node.on_lost.append(self._link_lost)
+        try:
+            await self._attach_first(self._loop)
+        except BaseException:
+            self._closed = True
+            self._node.on_lost.remove(self._link_lost)
+            raise
+        self._task = self._loop.create_task(self._stay_attached(self._loop), name=f"plait-consumer-{self.subject}")
         return self
 
     async def __aexit__(
@@ -86,100 +113,118 @@ class Consumer:
         """Send the acks that are left, give back the rest, and leave the group."""
         if self._closed:
             return
-        try:
-            await asyncio.wait_for(self.flush(), self._limits.request_seconds)
-        except (PlaitError, TimeoutError):
-            # What was not acked is delivered again: that is the promise.
-            pass
+        self._stopping = True
+        await self._settling.close()
         self._closed = True
+        if self._link_lost in self._node.on_lost:
+            self._node.on_lost.remove(self._link_lost)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        if self._settling is not None:
-            self._settling.cancel()
         link = self._link
-        if link is not None and not link.closed:
+        if self._attached and link is not None and not link.closed:
             try:
                 await asyncio.wait_for(link.request(m.Detach(self._session)), self._limits.request_seconds)
             except (PlaitError, TimeoutError):
+                # The broker notices by itself.
                 pass
         self._wake()
 
+    def _stop(self) -> None:
+        """Pull no more and hand out no more; who waits for rows gets none."""
+        self._stopping = True
+        self._wake()
+
+    async def _attach_first(self, loop: asyncio.AbstractEventLoop) -> None:
+        deadline = loop.time() + self._limits.request_seconds
+        while True:
+            link = await self._node.ready(max(deadline - loop.time(), 0))
+            try:
+                return await self._attach(link)
+            except Unavailable:
+                if loop.time() >= deadline:
+                    raise
+
     async def _attach(self, link: Link) -> None:
         holds = [piece for delivered in self._open for piece in delivered.open_ranges()]
+        holds += self._settling.unsent_acks
         attached: m.Attached = await link.request(
             m.Attach(self.subject, self.group, self.client_id, self._start, self._delivery, holds)
         )
         self._session = attached.session
-        group = link.welcome.group if link.welcome else ""
-        self._partition = PartitionName(attached.name, group)
+        self._partition = PartitionName(attached.name, link.welcome.group if link.welcome else "")
         self._link = link
+        self._attached = True
         self._pulling = False
-        self._attached.set()
-        if self._acks or self._nacks or self._unsent:
-            self._schedule_settle()
+        self._settling.attached(link, attached.session)
         self._pull()
 
-    async def _stay_attached(self) -> None:
+    async def _stay_attached(self, loop: asyncio.AbstractEventLoop) -> None:
         """Attach again whenever the link or the session is lost."""
         while True:
-            link = self._link
-            if link is not None and not link.closed and self._attached.is_set():
-                lost: asyncio.Future[None] = self._loop.create_future()
-                self._detached = lost
-                await lost
-            self._attached.clear()
-            self._lost_at = self._node.heard or self._loop.time()
+            if self._attached and self._link is not None and not self._link.closed:
+                self._detached = loop.create_future()
+                await self._detached
+            self._lose(stale=False)
             pause = self._limits.reconnect_first_seconds
-            while True:
+            while not self._attached:
                 try:
                     link = await self._node.ready()
-                    self._drop_unstarted(link)
+                    self._drop_unstarted(link, loop)
                     await self._attach(link)
-                    break
-                except (Unavailable, StaleSession, GroupBusy):
+                except PlaitError as error:
+                    if isinstance(error, GroupBusy):
+                        log.warning("%s", error)
+                    elif not error.retryable:
+                        self._fail(error)
+                        return
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, self._limits.reconnect_max_seconds)
-                except PlaitError as error:
-                    if error.retryable:
-                        await asyncio.sleep(pause)
-                        continue
-                    self._error = error
-                    self._wake()
-                    return
 
-    _detached: asyncio.Future[None] | None = None
+    def _link_lost(self) -> None:
+        self._lose(stale=False)
 
-    def _lose(self) -> None:
-        """The link or the session is gone."""
-        self._attached.clear()
+    def _lose(self, *, stale: bool) -> None:
+        """The link is gone, or the broker has given the session up."""
+        self._stale |= stale
+        if self._attached:
+            self._attached = False
+            self._lost_at = self._node.heard
+            self._settling.detached()
         if self._detached is not None and not self._detached.done():
             self._detached.set_result(None)
 
-    def _drop_unstarted(self, link: Link) -> None:
-        """Out of contact too long: others have what we had not started."""
+    def _drop_unstarted(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        """Given up, or out of contact long enough to be: others have what we had not started."""
         lost_seconds = link.welcome.consumer_lost_seconds if link.welcome else 5.0
-        if self._loop.time() - self._lost_at < lost_seconds:
+        if not self._stale and loop.time() - self._lost_at < lost_seconds:
             return
+        self._stale = False
         for delivered in self._buffer:
-            untaken = slice(delivered.taken, delivered.count)
-            delivered.nacking.append(untaken)
+            self._settling.settle_now(delivered)
+            delivered.nacking.append(slice(delivered.taken, delivered.count))
+            # The broker has them back already: nobody is told.
             delivered.collect()
-            delivered.count = delivered.taken
+            delivered.taken = delivered.count
             if not delivered.open_count:
                 self._forget(delivered)
         self._buffer.clear()
         self._buffered_count = 0
+        self._ready = []
+
+    def _fail(self, error: PlaitError) -> None:
+        self._error = error
+        self._wake()
 
     # --- pulling --------------------------------------------------------------------------------
 
     def _wanted(self) -> int:
         """How many rows the next pull asks for; 0: none now."""
-        if self._demand > self._buffered_count:
-            return max(self._demand - self._buffered_count, min(self._ahead, self._limits.prefetch_count))
-        if self._delivery == "at_most_once":
-            # What is pulled counts as handled: nothing is pulled that nobody waits for.
-            return 0
+        missing = self._demand - self._buffered_count
+        if not self._tracks:
+            return missing
+        if missing > 0:
+            return max(missing, min(self._ahead, self._limits.prefetch_count))
         held = self._held_count()
         if held >= self._ahead or self._open_bytes >= self._limits.prefetch_bytes:
             return 0
@@ -199,28 +244,29 @@ class Consumer:
 
     def _pull(self) -> None:
         link = self._link
-        if self._pulling or self._closed or link is None or link.closed or not self._attached.is_set():
+        if self._pulling or not self._attached or self._stopping or link is None or link.closed:
             return
         count = self._wanted()
         if count <= 0:
             return
         self._pulling = True
+        session = self._session
         size = self._limits.pull_bytes if self._demand <= self._limits.prefetch_count else 4 * self._limits.pull_bytes
-        request = m.Pull(self._session, count, size, self._limits.pull_wait_seconds)
-        link.call(request, lambda answer, payload, error: self._pulled(link, answer, payload, error))
+        request = m.Pull(session, count, size, self._limits.pull_wait_seconds)
+        link.call(request, lambda answer, payload, error: self._pulled(session, answer, payload, error))
 
-    def _pulled(self, link: Link, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
-        if link is not self._link:
+    def _pulled(self, session: int, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
+        if session != self._session or not self._attached:
             return
         self._pulling = False
         if error is not None:
             if isinstance(error, StaleSession | Unavailable):
-                self._lose()
+                self._lose(stale=isinstance(error, StaleSession))
             elif error.retryable:
+                assert self._loop is not None
                 self._loop.call_later(self._limits.reconnect_max_seconds, self._pull)
             else:
-                self._error = error
-                self._wake()
+                self._fail(error)
             return
         self._more = answer.more
         if len(payload):
@@ -233,17 +279,17 @@ class Consumer:
 
     def _take_in(self, answer: m.Pulled, payload: memoryview) -> None:
         assert self._partition is not None
-        track = self._delivery != "at_most_once"
+        owner = self._settling if self._tracks else None
+        ranges = answer.ranges
         for frame in frames_in(payload):
             frame.verify()
-            ranges = answer.ranges
             attempts = ranges if len(ranges) == 1 else [r for r in ranges if r[0] < frame.end and r[1] > frame.base]
-            delivered = Delivered(frame, self.subject, self._partition, self if track else None, attempts)
+            delivered = self._delivered(frame, self.subject, self._partition, owner, attempts)
             delivered.position = self._pulled_count
             self._pulled_count += delivered.count
             self._buffer.append(delivered)
             self._buffered_count += delivered.count
-            if track:
+            if owner is not None:
                 self._open[delivered] = None
                 self._open_bytes += delivered.size
 
@@ -254,36 +300,45 @@ class Consumer:
 
     # --- handing out ----------------------------------------------------------------------------
 
-    async def fetch(self, count: int = 500, wait: float = 1.0) -> Batch:
+    async def fetch(self, count: int = 500, wait: Duration = 1.0) -> Batch:
         """Up to ``count`` messages: all that are there, or the first that come within ``wait`` seconds."""
-        return Batch(self, await self._fetch(count, wait))
+        return Batch(self._settling, await self._fetch(count, wait))
 
-    async def fetch_arrow(self, count: int = 50_000, wait: float = 1.0) -> ArrowBatch:
+    async def fetch_arrow(self, count: int = 50_000, wait: Duration = 1.0) -> ArrowBatch:
         """Like ``fetch``, as an Arrow table that is not copied."""
-        return ArrowBatch(self, await self._fetch(count, wait))
+        return ArrowBatch(self._settling, await self._fetch(count, wait))
 
-    async def _fetch(self, count: int, wait: float) -> list[Piece]:
-        from plait.client.arguments import seconds_of
+    async def flush(self) -> None:
+        """Until the broker has every ack and nack so far."""
+        await self._settling.flush()
 
-        self._ahead = max(self._limits.prefetch_count, min(count, 1 << 20))
-        deadline = self._loop.time() + seconds_of(wait)
-        while self._buffered_count < count:
-            self._refuse_when_closed()
-            if self._buffered_count and not (self._more and self._attached.is_set()):
-                break
-            remaining = deadline - self._loop.time()
-            self._demand = count
-            self._pull()
-            if remaining <= 0 or not await self._arrival(remaining):
-                break
-        self._demand = 0
+    async def _fetch(self, count: int, wait: Duration) -> list[Piece]:
+        if count < 1:
+            raise InvalidArgument(f"count must be 1 or more, not {count}")
+        seconds = seconds_of(wait)
+        loop = self._opened()
+        self._ahead = max(self._limits.prefetch_count, min(count, FETCH_COUNT_MAX))
+        deadline = loop.time() + seconds
+        try:
+            while self._buffered_count < count and not self._stopping:
+                self._opened()
+                if self._buffered_count and not (self._more and self._attached):
+                    break
+                remaining = deadline - loop.time()
+                self._demand = count
+                self._pull()
+                if remaining <= 0 or not await self._arrival(remaining):
+                    break
+        finally:
+            self._demand = 0
         pieces = self._take(count)
         self._pull()
         return pieces
 
     def _take(self, count: int) -> list[Piece]:
         pieces: list[Piece] = []
-        while count > 0 and self._buffer:
+        self._ready = []
+        while count > 0 and self._buffer and not self._stopping:
             delivered = self._buffer[0]
             start = delivered.taken
             stop = min(delivered.count, start + count)
@@ -295,9 +350,44 @@ class Consumer:
                 self._buffer.popleft()
         return pieces
 
-    async def _arrival(self, seconds: float) -> bool:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        """The next message, however long it takes. Several tasks may iterate over one consumer."""
+        while not self._stopping:
+            message = self._next_ready()
+            if message is not None:
+                return message
+            self._opened()
+            self._demand = ITERATION_COUNT
+            try:
+                self._pull()
+                await self._arrival(None)
+            finally:
+                self._demand = 0
+        if self._closed:
+            self._opened()
+        raise StopAsyncIteration
+
+    def _next_ready(self) -> Message | None:
+        """A message that is here already; None when there is none."""
+        if not self._buffer:
+            return None
+        delivered = self._buffer[0]
+        if not self._ready:
+            self._ready = delivered.messages(delivered.taken, min(delivered.count, delivered.taken + ITERATION_COUNT))
+            self._ready.reverse()
+        message = self._ready.pop()
+        delivered.taken += 1
+        self._buffered_count -= 1
+        if delivered.taken == delivered.count:
+            self._buffer.popleft()
+        return message
+
+    async def _arrival(self, seconds: float | None) -> bool:
         if self._arrived is None:
-            self._arrived = self._loop.create_future()
+            self._arrived = self._opened().create_future()
         try:
             await asyncio.wait_for(asyncio.shield(self._arrived), seconds)
         except TimeoutError:
@@ -309,110 +399,32 @@ class Consumer:
         if arrived is not None and not arrived.done():
             arrived.set_result(None)
 
-    def _refuse_when_closed(self) -> None:
+    def _opened(self) -> asyncio.AbstractEventLoop:
         if self._error is not None:
             raise self._error
-        if self._closed or self._node.closed:
+        if self._node.closed is not None:
+            raise self._node.closed
+        if self._closed:
             raise Closed("the consumer is closed")
-
-    async def __aiter__(self) -> AsyncIterator[Message]:
-        while True:
-            for delivered, start, stop in await self._fetch(100, 3600.0):
-                for message in delivered.messages(start, stop):
-                    yield message
-
-    # --- settling -------------------------------------------------------------------------------
-
-    def settle_soon(self, delivered: Delivered) -> None:
-        """Rows were acked or nacked: tell the broker at the end of this turn."""
-        self._unsent[delivered] = None
-        if not self._settle_scheduled:
-            self._schedule_settle()
-
-    def settle_now(self, delivered: Delivered) -> None:
-        """Count what was acked so far before anything else is said of the frame."""
-        acks, nacks = delivered.collect()
-        self._acks += acks
-        self._nacks += nacks
-
-    def _schedule_settle(self) -> None:
-        self._settle_scheduled = True
-        self._loop.call_soon(self._start_settling)
-
-    def _start_settling(self) -> None:
-        self._settle_scheduled = False
-        if self._settling is None or self._settling.done():
-            self._settling = self._loop.create_task(self._settle(), name="plait-acks")
-
-    async def _settle(self) -> None:
-        """Send acks and nacks until there are none; whatever is added meanwhile goes with the next request."""
-        while True:
-            for delivered in self._unsent:
-                self.settle_now(delivered)
-                if not delivered.open_count:
-                    self._forget(delivered)
-            self._unsent.clear()
-            if not self._acks and not self._nacks:
-                break
-            self._pull()
-            link = self._link
-            if link is None or link.closed or not self._attached.is_set():
-                # Sent after the next attach.
-                break
-            acks, nacks = _merge(self._acks), _merge(self._nacks)
-            self._acks, self._nacks = [], []
-            try:
-                # Failures first: a success must never be known before the failures that came with it.
-                if nacks:
-                    await link.request(m.Nack(self._session, nacks))
-                    nacks = []
-                if acks:
-                    await link.request(m.Ack(self._session, acks))
-            except PlaitError as error:
-                if isinstance(error, Unavailable):
-                    self._acks, self._nacks = acks + self._acks, nacks + self._nacks
-                    break
-                if isinstance(error, StaleSession):
-                    self._acks, self._nacks = acks + self._acks, nacks + self._nacks
-                    self._lose()
-                    break
-                if not error.retryable:
-                    self._error = error
-                    break
-                self._acks, self._nacks = acks + self._acks, nacks + self._nacks
-                await asyncio.sleep(self._limits.reconnect_max_seconds)
-
-    async def flush(self) -> None:
-        """Until the broker has every ack and nack so far."""
-        while not self._closed:
-            if self._error is not None:
-                raise self._error
-            settling = self._settling
-            if self._unsent and (settling is None or settling.done()):
-                self._start_settling()
-                settling = self._settling
-            if settling is not None and not settling.done():
-                await asyncio.shield(settling)
-                continue
-            if self._unsent:
-                continue
-            if not self._acks and not self._nacks:
-                return
-            # Not attached at the moment: they leave after the next attach.
-            await asyncio.wait_for(self._attached.wait(), self._limits.send_seconds)
-            self._start_settling()
+        if self._loop is None:
+            raise Closed("the consumer is not open; use 'async with client.consumer(...)'")
+        return self._loop
 
 
-def _merge(ranges: list[EpochRange]) -> list[EpochRange]:
-    """Neighbouring ranges of one epoch joined."""
-    if len(ranges) < 2:
-        return ranges
-    ranges.sort()
-    merged = [ranges[0]]
-    for start, end, epoch in ranges[1:]:
-        last_start, last_end, last_epoch = merged[-1]
-        if start <= last_end and epoch == last_epoch:
-            merged[-1] = (last_start, max(end, last_end), epoch)
-        else:
-            merged.append((start, end, epoch))
-    return merged
+class _Bridge:
+    """What ``Settling`` tells its consumer, kept off the consumer's public face."""
+
+    def __init__(self, consumer: Consumer) -> None:
+        self._consumer = consumer
+
+    def settled(self, delivered: Delivered) -> None:
+        self._consumer._forget(delivered)
+
+    def progressed(self) -> None:
+        self._consumer._pull()
+
+    def lost(self, *, stale: bool) -> None:
+        self._consumer._lose(stale=stale)
+
+    def failed(self, error: PlaitError) -> None:
+        self._consumer._fail(error)

@@ -25,7 +25,14 @@ def to_datetime(micros: int) -> datetime:
 class Owner(Protocol):
     """Who collects acks and nacks."""
 
-    def settle_soon(self, delivered: Delivered) -> None: ...
+    def settle_soon(self, delivered: Delivered) -> None:
+        """There is something to collect."""
+
+    def settle_now(self, delivered: Delivered) -> None:
+        """Collect what there is before anything else is said."""
+
+    def from_thread(self, delivered: Delivered, row: int, *, acked: bool) -> None:
+        """A word from another thread."""
 
 
 class Delivered:
@@ -141,15 +148,19 @@ class Delivered:
     # --- settling -------------------------------------------------------------------------------
 
     def ack_row(self, row: int) -> Acknowledgement:
-        self.acking.append(row)
-        if self.owner is not None:
-            self.owner.settle_soon(self)
+        owner = self.owner
+        if owner is not None:
+            self.acking.append(row)
+            owner.settle_soon(self)
         return ACKNOWLEDGED
 
     def nack_row(self, row: int) -> Acknowledgement:
-        self.nacking.append(row)
-        if self.owner is not None:
-            self.owner.settle_soon(self)
+        owner = self.owner
+        if owner is not None:
+            if self.acking:
+                owner.settle_now(self)
+            self.nacking.append(row)
+            owner.settle_soon(self)
         return ACKNOWLEDGED
 
     def collect(self) -> tuple[list[EpochRange], list[EpochRange]]:
@@ -203,3 +214,19 @@ class Delivered:
         if self.rows_done is None:
             return self._ranges(None)
         return self._ranges(~self.rows_done)
+
+
+class SharedDelivered(Delivered):
+    """A frame whose messages are acked and nacked from any thread."""
+
+    __slots__ = ()
+
+    def ack_row(self, row: int) -> Acknowledgement:
+        if self.owner is not None:
+            self.owner.from_thread(self, row, acked=True)
+        return ACKNOWLEDGED
+
+    def nack_row(self, row: int) -> Acknowledgement:
+        if self.owner is not None:
+            self.owner.from_thread(self, row, acked=False)
+        return ACKNOWLEDGED

@@ -22,7 +22,10 @@ def encode_body(body: Any) -> bytes:
     if isinstance(body, bytes):
         encoded = body
     elif isinstance(body, str):
-        encoded = body.encode()
+        try:
+            encoded = body.encode()
+        except UnicodeEncodeError as error:
+            raise CodecError(f"a body of text cannot be encoded: {error}") from None
     elif isinstance(body, bytearray | memoryview):
         encoded = bytes(body)
     elif hasattr(body, "model_dump_json"):
@@ -47,8 +50,12 @@ def encode_key(key: Any) -> str:
         raise InvalidArgument(f"key {key!r} is a {type(key).__name__}; use str or int")
     if not text:
         raise InvalidArgument("key '' is empty; leave it out for a message without a key")
-    if len(text) > KEY_SIZE_MAX // 4 and len(text.encode()) > KEY_SIZE_MAX:
-        raise TooLarge(f"a key of {len(text.encode())} bytes is over the limit of {KEY_SIZE_MAX}")
+    try:
+        size = len(text) if text.isascii() else len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"key {text!r} cannot be encoded: {error}") from None
+    if size > KEY_SIZE_MAX:
+        raise TooLarge(f"a key of {size} bytes is over the limit of {KEY_SIZE_MAX}")
     return text
 
 
@@ -80,7 +87,10 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
             raise InvalidArgument(f"header {name!r} is a {type(value).__name__}; use str, int, float or bool")
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
             raise InvalidArgument(f"header {name!r} does not fit 64 bits")
-    encoded = _headers.encode(dict(headers))
+    try:
+        encoded = _headers.encode(dict(headers))
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"headers cannot be encoded: {error}") from None
     if len(encoded) > HEADERS_SIZE_MAX:
         raise TooLarge(f"headers of {len(encoded)} bytes are over the limit of {HEADERS_SIZE_MAX}")
     return encoded

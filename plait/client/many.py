@@ -26,7 +26,10 @@ SAMPLE_COUNT = 256
 async def send_many(
     producer: Producer, subject: str, bodies: Sequence[Any] | pa.Array, keys: Sequence[str | int | None] | None
 ) -> Receipts:
-    """Store all bodies in order; the receipts once the broker has them. Raises the first error."""
+    """Store all bodies in order; the receipts once the broker has them.
+
+    Raises the first error; the bodies before the one it is about may be stored.
+    """
     if isinstance(bodies, pa.ChunkedArray):
         bodies = bodies.combine_chunks()
     if isinstance(bodies, str | bytes | bytearray):
@@ -78,7 +81,6 @@ async def send_many(
         await batch.wait()
     failed = next((batch for batch in batches if batch.error is not None), None)
     if failed is not None:
-        queue.error = None
         assert failed.error is not None
         raise failed.error
     return Receipts(batches)
@@ -108,6 +110,6 @@ def _refuse_large(array: pa.Array, size: int) -> None:
 
 
 def _key(key: str | int | None) -> str:
-    if type(key) is str and 0 < len(key) < 256:
+    if type(key) is str and 0 < len(key) < 256 and key.isascii():
         return key
     return "" if key is None else encode_key(key)

@@ -25,14 +25,18 @@ class Node:
         self._addresses = addresses
         self._client = client
         self._limits = limits
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._up: asyncio.Future[Link] | None = None
         self._task: asyncio.Task[None] | None = None
         self._heartbeat: asyncio.TimerHandle | None = None
-        self.closed = False
+        #: Why nothing works any more.
+        self.closed: PlaitError | None = None
         self.last_error: PlaitError | None = None
         #: Called with every new link, before anybody else uses it.
         self.on_link: list[Callable[[Link], None]] = []
+        #: Called when the link is gone.
+        self.on_lost: list[Callable[[], None]] = []
         #: When the server was last heard from (loop time).
         self.heard = 0.0
 
@@ -45,7 +49,7 @@ class Node:
     async def open(self) -> None:
         """Connect for the first time; raises when no address answers in time."""
         self._loop = asyncio.get_running_loop()
-        self._task = self._loop.create_task(self._run(), name="plait-connect")
+        self._task = self._loop.create_task(self._run(self._loop), name="plait-connect")
         await self.ready(self._limits.request_seconds)
 
     async def ready(self, seconds: float | None = None) -> Link:
@@ -53,14 +57,21 @@ class Node:
         link = self.link
         if link is not None:
             return link
-        if self.closed:
-            raise Closed("the client is closed")
+        if self.closed is not None:
+            raise self.closed
+        if self._loop is None:
+            raise Closed("the client is not connected; use 'async with plait.connect(...)'")
         if self._up is None:
             self._up = self._loop.create_future()
         try:
             return await asyncio.wait_for(asyncio.shield(self._up), seconds)
         except TimeoutError:
-            raise self.last_error or Unavailable("no server could be reached") from None
+            raise self._unreachable() from None
+
+    def _unreachable(self) -> PlaitError:
+        if self.last_error is not None:
+            return type(self.last_error)(self.last_error.message, **self.last_error.details)
+        return Unavailable(f"no server could be reached at {', '.join(self._addresses)}")
 
     async def request(self, message: m.Message, seconds: float | None = None) -> Any:
         """One request with its answer, over whatever link is up; not repeated when the link is lost meanwhile."""
@@ -73,7 +84,8 @@ class Node:
 
     async def close(self) -> None:
         """Hang up."""
-        self.closed = True
+        if self.closed is None:
+            self.closed = Closed("the client is closed")
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._task is not None:
@@ -81,12 +93,18 @@ class Node:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._link is not None:
             self._link.close()
-        if self._up is not None and not self._up.done():
-            self._up.set_exception(Closed("the client is closed"))
-            self._up.exception()
+        self._fail_waiting(self.closed)
 
-    async def _run(self) -> None:
-        pause = self._limits.reconnect_first_seconds
+    def _fail_waiting(self, error: PlaitError) -> None:
+        up, self._up = self._up, None
+        if up is not None and not up.done():
+            up.set_exception(error)
+            # Whether anybody waits or not, the error is looked at.
+            up.exception()
+
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        first, longest = self._limits.reconnect_first_seconds, self._limits.reconnect_max_seconds
+        pause = first
         turn = 0
         while True:
             address = self._addresses[turn % len(self._addresses)]
@@ -95,44 +113,72 @@ class Node:
                 link = await dial(address, self._client, self._limits.request_seconds)
             except (PlaitError, OSError) as error:
                 self.last_error = error if isinstance(error, PlaitError) else Unavailable(str(error))
-                if isinstance(error, ProtocolError) and self._up is not None and not self._up.done():
-                    self._up.set_exception(error)
-                    self._up.exception()
-                    self._up = None
-                if turn % len(self._addresses) == 0:
-                    await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
-                    pause = min(pause * 2, self._limits.reconnect_max_seconds)
-                continue
-            pause = self._limits.reconnect_first_seconds
-            lost: asyncio.Future[None] = self._loop.create_future()
-            link.on_lost = lambda lost=lost: None if lost.done() else lost.set_result(None)
-            self._link = link
-            self.heard = self._loop.time()
-            for call in self.on_link:
-                call(link)
-            if self._up is not None and not self._up.done():
-                self._up.set_result(link)
-            self._up = None
-            self._beat(link)
-            if not link.closed:
-                await lost
-            log.info("the connection to %s was lost; connecting again", address)
+                if isinstance(error, ProtocolError):
+                    self._fail_waiting(error)
+            else:
+                born = loop.time()
+                await self._serve(link, loop)
+                log.info("the connection to %s was lost; connecting again", address)
+                if loop.time() - born >= self._limits.reconnect_steady_seconds:
+                    pause = first
+                    continue
+            # A server that takes connections and drops them at once is as bad as one that takes none.
+            if turn % len(self._addresses) == 0:
+                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                pause = min(pause * 2, longest)
 
-    def _beat(self, link: Link) -> None:
-        """Heartbeats; a server that answers none for too long is gone."""
-        if link.closed or self.closed:
+    async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        """The link is up; returns when it is lost."""
+        lost: asyncio.Future[None] = loop.create_future()
+
+        def on_lost() -> None:
+            if not lost.done():
+                lost.set_result(None)
+
+        link.on_lost = on_lost
+        self._link = link
+        self.last_error = None
+        self.heard = loop.time()
+        for new_link in list(self.on_link):
+            new_link(link)
+        up, self._up = self._up, None
+        if up is not None and not up.done():
+            up.set_result(link)
+        self._beat(link, link.received, loop)
+        if not link.closed:
+            await lost
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        for call in list(self.on_lost):
+            call()
+
+    def _beat(self, link: Link, received: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Heartbeats; a server from which nothing came for too long is gone."""
+        if link.closed or self.closed is not None:
             return
-        if self._loop.time() - self.heard > self._lost_seconds(link):
+        now = loop.time()
+        if link.received != received:
+            self.heard = now
+        elif now - self.heard > self._lost_seconds(link):
             link.abort()
             return
+        link.call(m.Heartbeat(), _ignore)
+        seconds = self._limits.heartbeat_seconds
+        due = now + seconds
 
-        def answered(_: Any, __: memoryview, error: PlaitError | None) -> None:
-            if error is None:
-                self.heard = self._loop.time()
+        def again() -> None:
+            if loop.time() - due > seconds:
+                # This process was late, not the server: what it said may still wait in the socket.
+                self.heard = loop.time()
+            self._beat(link, link_received, loop)
 
-        link.call(m.Heartbeat(), answered)
-        self._heartbeat = self._loop.call_later(self._limits.heartbeat_seconds, self._beat, link)
+        link_received = link.received
+        self._heartbeat = loop.call_at(due, again)
 
     @staticmethod
     def _lost_seconds(link: Link) -> float:
         return link.welcome.consumer_lost_seconds if link.welcome else 5.0
+
+
+def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
+    """Any answer will do: that something came is what counts."""

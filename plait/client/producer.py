@@ -124,11 +124,15 @@ class Producer:
     def released(self, size: int) -> None:
         """Rows are settled: their bytes are free."""
         self.buffered -= size
-        while self._room and self.buffered < self.limits.buffer_bytes:
+        if self._room and self.buffered < self.limits.buffer_bytes:
+            # All of them, each looks again: the first may have been cancelled, or send nothing after all.
+            self._wake_waiting()
+
+    def _wake_waiting(self) -> None:
+        while self._room:
             future = self._room.popleft()
             if not future.done():
                 future.set_result(None)
-                break
 
     # --- connection -----------------------------------------------------------------------------
 
@@ -163,7 +167,4 @@ class Producer:
         self.closed = error
         for queue in self._queues.values():
             queue.abandon(error)
-        while self._room:
-            future = self._room.popleft()
-            if not future.done():
-                future.set_result(None)
+        self._wake_waiting()

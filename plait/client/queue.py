@@ -1,8 +1,9 @@
 """One subject's frames on their way to its partition, in order.
 
 A frame is under way until the broker answers. When the link is lost, the frames under way are sent again in order over
-the next one. When the broker refuses a frame for good, its rows fail to their caller and the frames behind it are
-signed anew as successors of what the broker really has, because each names its predecessor.
+the next one. When the broker refuses a frame for good, its rows fail to their caller; the frames behind it name it as
+their predecessor and are refused too, so once all answers are in they are signed anew as successors of what the broker
+really has, and sent again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 class Frame:
     """A sealed frame and who waits for it."""
 
-    __slots__ = ("batch", "deadline", "parts", "size", "under_way")
+    __slots__ = ("batch", "deadline", "parts", "sent", "size", "under_way")
 
     def __init__(self, parts: FrameParts, batch: PendingBatch, size: int, deadline: float) -> None:
         self.parts = parts
@@ -37,16 +38,20 @@ class Frame:
         self.deadline = deadline
         #: Sent over the present link and not answered.
         self.under_way = False
+        #: Sent over any link: the broker may have it.
+        self.sent = False
 
 
 class SubjectQueue:
     """See the module."""
 
     __slots__ = (
+        "_broken",
+        "_confirmed",
         "_frames",
         "_idle",
-        "_link",
         "_linger",
+        "_link",
         "_oneway",
         "_partition",
         "_routing",
@@ -66,6 +71,10 @@ class SubjectQueue:
         self.subject = subject
         #: Producer sequence of the last row sealed for this partition: the next frame's predecessor.
         self.last = 0
+        #: Producer sequence of the last row that the broker is known to have.
+        self._confirmed = 0
+        #: A frame was refused: those behind it wait until all answers are in, then follow ``_confirmed``.
+        self._broken = False
         #: Its open rows leave at the end of this turn.
         self.urgent = False
         #: The first error of a posted frame since the last flush.
@@ -95,7 +104,9 @@ class SubjectQueue:
         rows = self._rows
         self.producer.buffered += rows.add(body, key, tags, headers)
         row = len(rows.bodies) - 1
-        ticket = Ticket(rows.batch, row)
+        batch = rows.batch
+        batch.posted = True
+        ticket = Ticket(batch, row)
         limits = self.producer.limits
         if rows.size >= limits.frame_bytes or row + 1 >= limits.frame_count:
             self.seal()
@@ -171,6 +182,8 @@ class SubjectQueue:
                 producer.id, producer.take(len(rows.bodies)), self.last, producer.now(), producer.compression
             )
         except PlaitError as error:
+            if rows.batch.posted and self.error is None:
+                self.error = error
             rows.batch.settle(None, error)
             producer.released(rows.size)
             return
@@ -197,6 +210,11 @@ class SubjectQueue:
         link = self._link
         if link is None or link.closed or self._under_way >= len(self._frames):
             return
+        if self._broken:
+            if not self._under_way:
+                self._repair()
+            else:
+                return
         if self._partition is None:
             self._find_route()
             return
@@ -208,7 +226,7 @@ class SubjectQueue:
                 self._send(link, frame)
 
     def _send(self, link: Link, frame: Frame) -> None:
-        frame.under_way = True
+        frame.under_way = frame.sent = True
         self._under_way += 1
         assert self._partition is not None
         link.call(
@@ -225,12 +243,11 @@ class SubjectQueue:
     async def _route(self) -> None:
         try:
             self._partition, self.name = await self.producer.route(self.subject)
-        except Unavailable:
+        except (Unavailable, Timeout):
             # The next link asks again.
             pass
         except PlaitError as error:
-            if not error.retryable:
-                self.abandon(error)
+            self.abandon(error)
         finally:
             self._routing = None
         self._pump()
@@ -255,43 +272,69 @@ class SubjectQueue:
                 self._frames.popleft()
             else:
                 self._remove(frame)
+            self._confirmed = frame.parts.last
             frame.batch.partition = self.name
             self._settle(frame, answer.sequence, None)
-            self._pump()
         elif isinstance(error, Unavailable):
             # The link is gone; the next one sends the frame again.
             return
-        elif isinstance(error, OutOfSequence):
-            self._wait_for_repair(int(error.details.get("last", 0)))
         elif isinstance(error, StaleRoute):
+            # Another partition, which has nothing of this producer.
             self._partition = None
-            self.last = 0
-            self._wait_for_repair(0)
+            self._confirmed = 0
+            self._broken = True
+        elif isinstance(error, OutOfSequence):
+            self._confirmed = int(error.details.get("last", 0))
+            self._refused(frame, error)
         elif isinstance(error, UnknownProducer):
-            self._lose_producer(error)
+            if self._confirmed:
+                self._lose_producer(frame.parts.producer, error)
+            else:
+                # The broker never had a row of this queue: the frame's predecessor was refused or timed out.
+                self._refused(frame, error)
         else:
             self._remove(frame)
             self._settle(frame, None, error)
-            self._pump()
-
-    def _wait_for_repair(self, last: int) -> None:
-        """Frames were refused because one before them was: chain the rest anew once all answers are in."""
-        if self._under_way:
-            return
-        for frame in self._frames:
-            frame.parts.follow(last)
-            last = frame.parts.last
-        self.last = last
+            self._broken = True
         self._pump()
 
-    def _lose_producer(self, error: UnknownProducer) -> None:
-        """What is under way is in doubt; what comes next has a new producer id."""
-        doubtful, self._frames = self._frames, deque()
-        self._under_way = 0
-        self.producer.renew()
-        for frame in doubtful:
-            frame.under_way = False
+    def _refused(self, frame: Frame, error: PlaitError) -> None:
+        """A frame does not follow what the broker has: sign it anew, unless that has been tried."""
+        self._broken = True
+        if frame.parts.previous == self._confirmed or frame.parts.first <= self._confirmed:
+            self._remove(frame)
             self._settle(frame, None, error)
+
+    def _repair(self) -> None:
+        """All answers are in: what is left follows what the broker has, in order."""
+        self._broken = False
+        last = self._confirmed
+        producer = self._frames[0].parts.producer if self._frames else self.producer.id
+        for frame in self._frames:
+            if frame.parts.producer != producer:
+                producer, last = frame.parts.producer, 0
+            frame.parts.follow(last)
+            last = frame.parts.last
+        self.last = last if producer == self.producer.id else 0
+
+    def _lose_producer(self, producer: int, error: UnknownProducer) -> None:
+        """What was sent is in doubt; what was not, and what comes next, has a new producer id (R9)."""
+        if producer == self.producer.id:
+            self.producer.renew()
+        frames, self._frames = self._frames, deque()
+        self._under_way = 0
+        self._confirmed = 0
+        self._broken = False
+        for frame in frames:
+            frame.under_way = False
+            if frame.sent:
+                self._settle(frame, None, error)
+                continue
+            frame.parts.producer = frame.batch.producer = self.producer.id
+            frame.parts.first = frame.batch.first = self.producer.take(frame.parts.count)
+            frame.parts.follow(self.last)
+            self.last = frame.parts.last
+            self._frames.append(frame)
 
     def _remove(self, frame: Frame) -> None:
         try:
@@ -300,7 +343,7 @@ class SubjectQueue:
             pass
 
     def _settle(self, frame: Frame, sequence: int | None, error: PlaitError | None) -> None:
-        if error is not None and self.error is None:
+        if error is not None and frame.batch.posted and self.error is None:
             self.error = error
         frame.batch.settle(sequence, error)
         self.producer.released(frame.size)
@@ -364,10 +407,14 @@ class SubjectQueue:
         rows, self._rows = self._rows, OpenRows()
         frames, self._frames = self._frames, deque()
         self._under_way = 0
+        self._broken = False
+        self.last = self._confirmed
         for frame in frames:
             frame.under_way = False
             self._settle(frame, None, error)
         if rows.bodies:
+            if rows.batch.posted and self.error is None:
+                self.error = error
             rows.batch.settle(None, error)
             self.producer.released(rows.size)
         self._tell_idle()

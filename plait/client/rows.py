@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,9 @@ from xxhash import xxh3_64_intdigest
 from plait.client.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.types import PendingBatch
 from plait.frame.builder import FrameParts, build_frame
+
+#: What a row costs beside its bytes, about.
+ROW_SIZE = 16
 
 
 def hash_keys(keys: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
@@ -40,11 +42,11 @@ class OpenRows:
         """Append a row; its size. Nothing is added when something is wrong with it."""
         if type(body) is not bytes or len(body) > 1_000_000:
             body = encode_body(body)
-        if key is not None and (type(key) is not str or not 0 < len(key) < 256):
+        if key is not None and (type(key) is not str or not 0 < len(key) < 256 or not key.isascii()):
             key = encode_key(key)
         bodies = self.bodies
         row = len(bodies)
-        size = len(body) + 16
+        size = len(body) + ROW_SIZE
         if tags is not None:
             encoded = encode_tags(tags)
             size += len(encoded)
@@ -62,8 +64,8 @@ class OpenRows:
         if key is not None:
             if self.keys is None:
                 self.keys = [""] * row
-            self.keys.append(key)  # type: ignore[arg-type]
-            size += len(key)  # type: ignore[arg-type]
+            self.keys.append(key)
+            size += len(key)
         elif self.keys is not None:
             self.keys.append("")
         bodies.append(body)
@@ -91,17 +93,3 @@ class OpenRows:
             compression=compression,
             flags=flags,
         )
-
-
-def encode_keys(keys: Iterable[str | int | None], count: int) -> list[str]:
-    """Keys of ``send_many``: checked, None as the empty text."""
-    encoded = ["" if key is None else encode_key(key) for key in keys]
-    if len(encoded) != count:
-        from plait.errors import InvalidArgument
-
-        raise InvalidArgument(f"{len(encoded)} keys do not fit {count} bodies")
-    return encoded
-
-
-def no_keys(count: int) -> Iterable[None]:
-    return repeat(None, count)

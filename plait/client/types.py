@@ -49,7 +49,7 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 class PendingBatch:
     """The rows of one frame on their way, and who waits for them. One shared result, a future only when awaited."""
 
-    __slots__ = ("count", "error", "first", "partition", "producer", "sequence", "settled", "waiters")
+    __slots__ = ("count", "error", "first", "partition", "posted", "producer", "sequence", "settled", "waiters")
 
     def __init__(self) -> None:
         self.producer = 0
@@ -58,6 +58,8 @@ class PendingBatch:
         self.partition: PartitionName | None = None
         self.sequence: int | None = None
         self.settled = False
+        #: Some rows were posted: nobody may look at their fate, so ``flush`` tells it.
+        self.posted = False
         self.error: PlaitError | None = None
         self.waiters: list[asyncio.Future[None]] | None = None
 

@@ -68,6 +68,7 @@ class Server:
         self._timer_at = 0.0
         self._listener: asyncio.Server | None = None
         self._stopping = False
+        self._abandoned = False
 
     @property
     def address(self) -> str:
@@ -126,6 +127,27 @@ class Server:
         if isinstance(self.disk, RealDisk):
             self.disk.unlock()
 
+    async def abandon(self) -> None:
+        """End as a crash would: nothing more is answered, written or checkpointed. The next start recovers."""
+        if self._stopping:
+            return
+        self._stopping = self._abandoned = True
+        if self._listener is not None:
+            self._listener.close()
+        for task in self._tasks:
+            task.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in list(self.connections):
+            connection.abort()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        # A thread cannot be crashed: what it began, it ends before the files close under it.
+        await self._loop.run_in_executor(None, self._threads.shutdown)
+        self.broker.message_log.close()
+        self.broker.action_log.close()
+        if isinstance(self.disk, RealDisk):
+            self.disk.unlock()
+
     def describe(self) -> dict[str, Any]:
         """Facts about this server."""
         broker = self.broker
@@ -156,6 +178,8 @@ class Server:
         self._loop.call_soon(self._commit)
 
     def _commit(self) -> None:
+        if self._abandoned:
+            return
         self.broker.commit()
         if self.broker.failed is not None:
             self._fail(self.broker.failed)
@@ -260,5 +284,9 @@ class Server:
     async def _housekeeping_loop(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            self.retention.run()
-            self.membership.forget_idle()
+            self.housekeep()
+
+    def housekeep(self) -> None:
+        """What is looked at every minute; tests on a manual clock call it themselves."""
+        self.retention.run()
+        self.membership.forget_idle()

@@ -26,12 +26,20 @@ _EMPTY = memoryview(b"")
 
 def parse_address(address: str) -> tuple[str, int]:
     """(host, port) of ``plait://host[:port]``."""
-    text = address.removeprefix(SCHEME).rstrip("/")
+    text = address.strip().removeprefix(SCHEME).rstrip("/")
     host, _, port = text.rpartition(":") if ":" in text and not text.endswith("]") else (text, "", "")
     host = host.strip("[]")
-    if not host or (port and not port.isdigit()) or (port and not 0 < int(port) < 65536) or "/" in host:
+    if not _is_host(host) or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
         raise InvalidArgument(f"address {address!r} is not understood; write plait://host:port")
     return host, int(port) if port else DEFAULT_PORT
+
+
+def _is_host(host: str) -> bool:
+    """A name or number that a resolver can be asked for."""
+    try:
+        return bool(host.encode("idna")) and not set(host) & set("/@?# ")
+    except UnicodeError:
+        return False
 
 
 class Link(asyncio.BufferedProtocol):
@@ -46,6 +54,8 @@ class Link(asyncio.BufferedProtocol):
         self.welcome: m.Welcome | None = None
         self.closed = False
         self.error: PlaitError | None = None
+        #: Bytes that came in so far.
+        self.received = 0
         #: Called once when the connection is gone.
         self.on_lost: Callable[[], None] = lambda: None
 
@@ -63,6 +73,7 @@ class Link(asyncio.BufferedProtocol):
         return self._receiver.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
+        self.received += nbytes
         try:
             for packet in self._receiver.received(nbytes):
                 message = m.decode(packet.kind, packet.head)

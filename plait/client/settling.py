@@ -1,0 +1,255 @@
+"""Acks and nacks on their way to the broker.
+
+Those of one moment leave together as ranges, one request at a time, so that acking each message by itself costs little.
+What could not be sent because the connection is lost is sent after the next attach. The first word on a message
+counts: an ack after a nack, or a nack after an ack, changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import Protocol
+
+from plait.client.delivered import Delivered, EpochRange
+from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+from plait.wire.dial import Link
+
+#: Rows [start, stop) of a delivered frame.
+Piece = tuple[Delivered, int, int]
+
+
+class Listener(Protocol):
+    """Who is told what became of the rows: the consumer."""
+
+    def settled(self, delivered: Delivered) -> None:
+        """No row of the frame is open any more."""
+
+    def progressed(self) -> None:
+        """Rows were settled: there may be room for new ones."""
+
+    def lost(self, *, stale: bool) -> None:
+        """The link is gone, or the broker has given the session up (``stale``)."""
+
+    def failed(self, error: PlaitError) -> None:
+        """Nothing can be settled any more."""
+
+
+class Settling:
+    """See the module. Everything but ``from_thread`` is for the loop's thread alone."""
+
+    def __init__(self, listener: Listener, limits: ClientLimits) -> None:
+        self._listener = listener
+        self._limits = limits
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: Link | None = None
+        self._session = 0
+        self._attached: asyncio.Event | None = None
+        #: Frames with rows that were acked or nacked and not collected.
+        self._unsent: dict[Delivered, None] = {}
+        self._acks: list[EpochRange] = []
+        self._nacks: list[EpochRange] = []
+        self._task: asyncio.Task[None] | None = None
+        self._scheduled = False
+        #: Words of other threads: (frame, row, acked).
+        self._inbox: deque[tuple[Delivered, int, bool]] = deque()
+        self._inbox_scheduled = False
+        self._error: PlaitError | None = None
+        self._closed = False
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._attached = asyncio.Event()
+
+    def attached(self, link: Link, session: int) -> None:
+        """The way to the broker is open, for the first time or again."""
+        self._link = link
+        self._session = session
+        assert self._attached is not None
+        self._attached.set()
+        if self._acks or self._nacks or self._unsent:
+            self._schedule()
+
+    def detached(self) -> None:
+        """The way to the broker is closed."""
+        self._link = None
+        if self._attached is not None:
+            self._attached.clear()
+
+    @property
+    def unsent_acks(self) -> list[EpochRange]:
+        """Rows that are done and not known to be: until then nobody else may get them."""
+        return list(self._acks)
+
+    # --- words on rows --------------------------------------------------------------------------
+
+    def settle_soon(self, delivered: Delivered) -> None:
+        """Rows were acked or nacked: tell the broker at the end of this turn."""
+        self._unsent[delivered] = None
+        if not self._scheduled:
+            self._schedule()
+
+    def settle_now(self, delivered: Delivered) -> None:
+        """Collect what was said so far before anything else is said of the frame."""
+        acks, nacks = delivered.collect()
+        self._acks += acks
+        self._nacks += nacks
+
+    def ack_pieces(self, pieces: list[Piece]) -> None:
+        """All of their rows that are open are done."""
+        self._absorb()
+        for delivered, start, stop in pieces:
+            if delivered.owner is not None:
+                delivered.acking.append(slice(start, stop))
+                self.settle_soon(delivered)
+
+    def nack_pieces(self, pieces: list[Piece]) -> None:
+        """All of their rows that are open go back."""
+        self._absorb()
+        for delivered, start, stop in pieces:
+            if delivered.owner is not None:
+                if delivered.acking:
+                    self.settle_now(delivered)
+                delivered.nacking.append(slice(start, stop))
+                self.settle_soon(delivered)
+
+    def from_thread(self, delivered: Delivered, row: int, *, acked: bool) -> None:
+        """The same from any thread: kept aside, and the loop is woken once for all that come before it looks."""
+        loop = self._loop
+        if self._closed or loop is None:
+            raise _closed()
+        self._inbox.append((delivered, row, acked))
+        if not self._inbox_scheduled:
+            self._inbox_scheduled = True
+            try:
+                loop.call_soon_threadsafe(self._absorb)
+            except RuntimeError:
+                raise _closed() from None
+
+    def _absorb(self) -> None:
+        self._inbox_scheduled = False
+        inbox = self._inbox
+        while inbox:
+            delivered, row, acked = inbox.popleft()
+            if acked:
+                delivered.acking.append(row)
+            else:
+                if delivered.acking:
+                    self.settle_now(delivered)
+                delivered.nacking.append(row)
+            if not self._closed:
+                self.settle_soon(delivered)
+
+    # --- to the broker --------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        if self._closed or self._loop is None:
+            raise _closed()
+        self._scheduled = True
+        self._loop.call_soon(self._start)
+
+    def _start(self) -> None:
+        self._scheduled = False
+        if self._closed or self._loop is None:
+            return
+        if self._task is None or self._task.done():
+            self._task = self._loop.create_task(self._settle(), name="plait-acks")
+
+    async def _settle(self) -> None:
+        """Send until there is nothing left; whatever is added meanwhile goes with the next request."""
+        while True:
+            for delivered in self._unsent:
+                self.settle_now(delivered)
+                if not delivered.open_count:
+                    self._listener.settled(delivered)
+            self._unsent.clear()
+            if not self._acks and not self._nacks:
+                break
+            self._listener.progressed()
+            link = self._link
+            if link is None or link.closed:
+                # Sent after the next attach.
+                break
+            acks, nacks = _merge(self._acks), _merge(self._nacks)
+            self._acks, self._nacks = [], []
+            try:
+                # Failures first: a success must never be known before the failures that came with it.
+                if nacks:
+                    await link.request(m.Nack(self._session, nacks))
+                    nacks = []
+                if acks:
+                    await link.request(m.Ack(self._session, acks))
+            except PlaitError as error:
+                self._acks, self._nacks = acks + self._acks, nacks + self._nacks
+                if isinstance(error, Unavailable | StaleSession):
+                    self._listener.lost(stale=isinstance(error, StaleSession))
+                    break
+                if not error.retryable:
+                    self._error = error
+                    self._listener.failed(error)
+                    break
+                await asyncio.sleep(self._limits.reconnect_max_seconds)
+
+    async def flush(self) -> None:
+        """Until the broker has every ack and nack so far."""
+        while True:
+            self._absorb()
+            if self._error is not None:
+                raise self._error
+            if self._unsent and not self._running:
+                self._start()
+            if self._running:
+                assert self._task is not None
+                await asyncio.shield(self._task)
+                continue
+            if not self._acks and not self._nacks and not self._unsent:
+                return
+            if self._closed or self._attached is None:
+                raise _closed()
+            # Not attached at the moment: they leave after the next attach.
+            limit = self._limits.send_seconds
+            try:
+                await asyncio.wait_for(self._attached.wait(), limit)
+            except TimeoutError:
+                raise Timeout(
+                    f"acks could not be sent within {limit:g} s; what they are about may be delivered again"
+                ) from None
+            self._start()
+
+    @property
+    def _running(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def close(self) -> None:
+        """Send what is left, within a request's time; afterwards every word raises ``Closed``."""
+        try:
+            await asyncio.wait_for(self.flush(), self._limits.request_seconds)
+        except (PlaitError, TimeoutError):
+            # What was not acked is delivered again: that is the promise.
+            pass
+        self._closed = True
+        if self._running:
+            assert self._task is not None
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+
+def _closed() -> Closed:
+    return Closed("the consumer is closed; what was not acked then was given back")
+
+
+def _merge(ranges: list[EpochRange]) -> list[EpochRange]:
+    """Neighbouring ranges of one epoch joined."""
+    if len(ranges) < 2:
+        return ranges
+    ranges.sort()
+    merged = [ranges[0]]
+    for start, end, epoch in ranges[1:]:
+        last_start, last_end, last_epoch = merged[-1]
+        if start <= last_end and epoch == last_epoch:
+            merged[-1] = (last_start, max(end, last_end), epoch)
+        else:
+            merged.append((start, end, epoch))
+    return merged

@@ -1,0 +1,193 @@
+"""A real broker inside a test: a ``Server`` with a data directory on a free loopback port.
+
+``async with EmbeddedBroker() as broker`` runs it on the test's loop; ``with EmbeddedBroker() as broker`` runs it in a
+thread of its own and gives a ``BlockingBroker``, which suits blocking and asynchronous tests alike. It can be restarted
+and crashed in place, and on a ``ManualClock`` time passes when the test says so.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import plait
+from plait.broker import BrokerConfig
+from plait.client.arguments import Duration, seconds_of
+from plait.client.loops import LoopThread
+from plait.clock import Clock, ManualClock, SystemClock
+from plait.errors import Closed, InvalidArgument
+from plait.limits import MIB
+from plait.server import Server
+from plait.storage.disk import RealDisk
+
+#: Small segments, so that a test's broker takes little disk; the watermarks leave full machines alone.
+TEST_CONFIG = BrokerConfig(
+    message_segment_size=32 * MIB, action_segment_size=4 * MIB, disk_used_max=1.0, disk_free_min=64 * MIB
+)
+
+
+class EmbeddedBroker:
+    """A broker on the running loop; see the module for the blocking form.
+
+    ``data`` is its directory (left out: a temporary one that goes with it); ``clock=ManualClock()`` puts it on
+    virtual time. It keeps its port over ``restart``, so clients find it again.
+    """
+
+    def __init__(
+        self, data: str | Path | None = None, *, config: BrokerConfig | None = None, clock: Clock | None = None
+    ) -> None:
+        self._data = None if data is None else Path(data)
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self.config = config or TEST_CONFIG
+        self.clock = clock or SystemClock()
+        self._server: Server | None = None
+        self._port = 0
+        self._thread: LoopThread | None = None
+
+    @property
+    def address(self) -> str:
+        """What clients connect to."""
+        if not self._port:
+            raise Closed("the broker has not been started; use 'async with' or 'with'")
+        return f"plait://127.0.0.1:{self._port}"
+
+    @property
+    def data(self) -> Path:
+        """The data directory."""
+        if self._data is None:
+            self._temporary = tempfile.TemporaryDirectory(prefix="plait-")
+            self._data = Path(self._temporary.name)
+        return self._data
+
+    @property
+    def server(self) -> Server:
+        """The running server, for tests that look inside."""
+        if self._server is None:
+            raise Closed("the broker is down; start() it first")
+        return self._server
+
+    def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits | None = None) -> plait.Client:
+        """A client of this broker, for ``async with``."""
+        return plait.connect(self.address, client_id=client_id, limits=limits)
+
+    async def start(self) -> None:
+        """Recover the data directory and serve; nothing if it runs already."""
+        if self._server is None:
+            server = Server(RealDisk(self.data), self.config, port=self._port, clock=self.clock)
+            await server.start()
+            self._server = server
+            self._port = server.port
+
+    async def stop(self) -> None:
+        """Stop in order: everything is flushed, the next start is a clean one."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.stop()
+
+    async def kill(self) -> None:
+        """Crash: connections break, nothing is flushed, no checkpoint is left. ``start`` or ``restart`` recovers."""
+        server, self._server = self._server, None
+        if server is not None:
+            await server.abandon()
+
+    async def restart(self) -> None:
+        """Stop in order, unless it is down already, and start again under the same address."""
+        await self.stop()
+        await self.start()
+
+    async def advance(self, seconds: Duration, *, silent: Collection[str] = ()) -> None:
+        """Let virtual time pass and do what is due by then.
+
+        A client whose connection stands counts as heard from, as if its heartbeats had come meanwhile; those in
+        ``silent`` (client ids) sent none.
+        """
+        if not isinstance(self.clock, ManualClock):
+            raise InvalidArgument("this broker runs on the machine's clock; give it clock=ManualClock()")
+        self.clock.advance(seconds_of(seconds))
+        server = self.server
+        now = self.clock.monotonic()
+        for connection in server.connections:
+            if connection.client not in silent:
+                connection.heard = now
+                for consumer in connection.consumers.values():
+                    consumer.heard = now
+        server.tick()
+        server.housekeep()
+        server.broker.run_timers()
+        server.arm_timer()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.stop()
+        finally:
+            self._clean()
+
+    def _clean(self) -> None:
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+    def __enter__(self) -> BlockingBroker:
+        self._thread = LoopThread("plait-broker")
+        try:
+            self._thread.run(self.start())
+        except BaseException:
+            self._thread.stop()
+            raise
+        return BlockingBroker(self, self._thread)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._thread is not None
+        try:
+            self._thread.run(self.stop())
+        finally:
+            self._thread.stop()
+            self._clean()
+
+
+class BlockingBroker:
+    """An ``EmbeddedBroker`` that runs in a thread of its own; made by ``with EmbeddedBroker()``."""
+
+    def __init__(self, broker: EmbeddedBroker, thread: LoopThread) -> None:
+        self._broker = broker
+        self._thread = thread
+
+    @property
+    def address(self) -> str:
+        """What clients connect to."""
+        return self._broker.address
+
+    @property
+    def data(self) -> Path:
+        """The data directory."""
+        return self._broker.data
+
+    def start(self) -> None:
+        """Recover the data directory and serve; nothing if it runs already."""
+        self._thread.run(self._broker.start())
+
+    def stop(self) -> None:
+        """Stop in order: everything is flushed, the next start is a clean one."""
+        self._thread.run(self._broker.stop())
+
+    def kill(self) -> None:
+        """Crash: connections break, nothing is flushed, no checkpoint is left. ``start`` or ``restart`` recovers."""
+        self._thread.run(self._broker.kill())
+
+    def restart(self) -> None:
+        """Stop in order, unless it is down already, and start again under the same address."""
+        self._thread.run(self._broker.restart())
+
+    def advance(self, seconds: Duration, *, silent: Collection[str] = ()) -> None:
+        """Let virtual time pass; see ``EmbeddedBroker.advance``."""
+        self._thread.run(self._broker.advance(seconds, silent=silent))

@@ -1,0 +1,36 @@
+"""pytest fixtures with a real broker; installed with Plait, nothing to import."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from plait.testing.embedded import BlockingBroker, EmbeddedBroker
+
+
+@pytest.fixture
+def plait_broker(tmp_path: Path) -> Iterator[BlockingBroker]:
+    """A broker of this test's own, in a thread: connect to ``plait_broker.address``, blocking or asynchronously."""
+    from plait.testing.embedded import EmbeddedBroker
+
+    with EmbeddedBroker(tmp_path / "plait") as broker:
+        yield broker
+
+
+try:
+    import pytest_asyncio
+except ImportError:
+    pass
+else:
+
+    @pytest_asyncio.fixture
+    async def plait_async_broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
+        """A broker of this test's own on the test's loop: ``await plait_async_broker.restart()``."""
+        from plait.testing.embedded import EmbeddedBroker
+
+        async with EmbeddedBroker(tmp_path / "plait") as broker:
+            yield broker
