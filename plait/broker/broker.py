@@ -42,7 +42,7 @@ from plait.storage.action_log import Action, ActionBuffer, ConsumerDefinition, D
 from plait.storage.catalog import PartitionRow, SubjectSettings, catalog_frame
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
-from plait.storage.consume_log import ConsumeLog
+from plait.storage.consume_log import ConsumeLog, OpenMaps
 from plait.storage.disk import Disk
 from plait.storage.log import Log, SyncJob
 from plait.storage.producers import ProducerTable
@@ -125,6 +125,7 @@ class Broker:
         self.action_log = Log(disk, ACTION_DIRECTORY, self.config.action_segment_size)
         self.checkpoints = Checkpoints(disk)
         limits = self.limits
+        self.maps = OpenMaps(limits.open_maps)
         self.producers = ProducerTable(
             producers_max=limits.producers,
             window_frames=limits.producer_window_frames,
@@ -228,7 +229,7 @@ class Broker:
         row = PartitionRow(self.next_partition, subject, subject, self.clock.now(), settings or SubjectSettings())
         self._append_rows([row])
         self.next_partition += 1
-        partition = Partition(row, ConsumeLog(self.disk, row.id))
+        partition = Partition(row, ConsumeLog(self.disk, row.id, self.maps))
         self.add_partition(partition)
         self.touch(partition)
         return partition

@@ -114,7 +114,7 @@ class Recovery:
         broker = self._broker
         broken = []
         for entry in state.decode_partitions(data):
-            partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id))
+            partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id, broker.maps))
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
             partition.epochs = entry.epochs
             broker.add_partition(partition)
@@ -174,7 +174,7 @@ class Recovery:
                 broker.drop_partition(known)
                 broker.snapshots.drop_consume_log(known)
         elif known is None:
-            partition = Partition(row, ConsumeLog(broker.disk, row.id))
+            partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps))
             broker.add_partition(partition)
             broker.touch(partition)
         elif known.row != row:

@@ -11,6 +11,7 @@ import numpy as np
 from plait.broker.broker import Broker
 from plait.broker.partition import Partition
 from plait.storage.action_log import Action
+from plait.storage.consume_log import Record
 
 #: A consume log is rewritten when more than this many of its records, and more than half, are expired.
 COMPACT_FROM = 4096
@@ -21,6 +22,8 @@ class Retention:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+        #: Partition id → (its start, the first record kept): most partitions need no look into their consume log.
+        self._heads: dict[int, tuple[int, Record]] = {}
 
     def run(self) -> list[int]:
         """Expire and delete; the bases of the deleted message-log segments."""
@@ -28,9 +31,9 @@ class Retention:
         needed = broker.message_log.end
         for partition in broker.partitions.values():
             self._expire(partition)
-            index = partition.consume_log.find(partition.start)
-            if index < len(partition.consume_log):
-                needed = min(needed, partition.consume_log.record(index).offset)
+            head = self._head(partition)
+            if head is not None:
+                needed = min(needed, head.offset)
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
@@ -40,6 +43,19 @@ class Retention:
             for partition in broker.partitions.values():
                 self._compact(partition)
         return removed
+
+    def _head(self, partition: Partition) -> Record | None:
+        """The first record that is still needed."""
+        known = self._heads.get(partition.id)
+        if known is not None and known[0] == partition.start:
+            return known[1]
+        log = partition.consume_log
+        index = log.find(partition.start)
+        if index >= len(log):
+            return None
+        head = log.record(index)
+        self._heads[partition.id] = (partition.start, head)
+        return head
 
     def _expire(self, partition: Partition) -> None:
         start = max(partition.start, self._by_time(partition), self._by_size(partition))
@@ -61,9 +77,8 @@ class Retention:
         if seconds is None:
             return 0
         oldest = self._broker.clock.now() - int(seconds * 1_000_000)
-        log = partition.consume_log
-        first = log.find(partition.start)
-        if first >= len(log) or log.record(first).time >= oldest:
+        head = self._head(partition)
+        if head is None or head.time >= oldest:
             return 0
         return partition.sequence_at_time(oldest)
 

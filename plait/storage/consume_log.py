@@ -40,6 +40,28 @@ class Record(NamedTuple):
         return self.base + self.count
 
 
+class OpenMaps:
+    """Which consume logs hold their file mapped; the least recently used lets go when there are too many."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._logs: OrderedDict[ConsumeLog, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._logs)
+
+    def used(self, log: ConsumeLog) -> None:
+        """``log`` was mapped or read."""
+        self._logs[log] = None
+        self._logs.move_to_end(log)
+        if len(self._logs) > self._limit:
+            oldest, _ = self._logs.popitem(last=False)
+            oldest.unmap()
+
+    def closed(self, log: ConsumeLog) -> None:
+        self._logs.pop(log, None)
+
+
 class ConsumeLog:
     """Records in order of their base sequence; gaps are sequences that were lost to damage."""
 
@@ -48,6 +70,7 @@ class ConsumeLog:
         "_counts",
         "_disk",
         "_file_records",
+        "_maps",
         "_offsets",
         "_partition",
         "_sizes",
@@ -56,8 +79,9 @@ class ConsumeLog:
         "generation",
     )
 
-    def __init__(self, disk: Disk, partition: int) -> None:
+    def __init__(self, disk: Disk, partition: int, maps: OpenMaps | None = None) -> None:
         self._disk = disk
+        self._maps = maps
         self._partition = partition
         #: Counts rewrites of the file: a checkpoint names the one it means, older ones stay readable.
         self.generation = 0
@@ -102,8 +126,7 @@ class ConsumeLog:
                 self._sizes[tail],
                 self._counts[tail],
             )
-        row = self._stored()[index]
-        return Record(int(row["base"]), int(row["offset"]), int(row["time"]), int(row["size"]), int(row["count"]))
+        return Record(*self._stored()[index].item())
 
     def find(self, sequence: int) -> int:
         """The index of the record that holds a sequence, or of the first one after it; len() when there is none."""
@@ -119,8 +142,7 @@ class ConsumeLog:
         index = int(np.searchsorted(stored["base"], np.uint64(sequence), "right")) - 1
         if index < 0:
             return 0
-        row = stored[index]
-        return index + 1 if sequence >= int(row["base"]) + int(row["count"]) else index
+        return index + 1 if sequence >= Record(*stored[index].item()).end else index
 
     def find_offset(self, offset: int) -> int:
         """The index of the first record at or after a message-log offset; len() when there is none."""
@@ -169,6 +191,8 @@ class ConsumeLog:
                 self._file_records = np.frombuffer(view, RECORD)
             finally:
                 file.close()
+            if self._maps is not None:
+                self._maps.used(self)
         return self._file_records
 
     @property
@@ -179,6 +203,8 @@ class ConsumeLog:
     def unmap(self) -> None:
         """Let the mapping go; the next read that needs it opens it again."""
         self._file_records = None
+        if self._maps is not None:
+            self._maps.closed(self)
 
     # --- checkpoint and recovery ----------------------------------------------------------------
 
