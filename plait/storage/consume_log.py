@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
