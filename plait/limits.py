@@ -52,9 +52,11 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     idle_seconds: float = 30.0
     #: Bytes received and not yet stored, per connection; reading pauses above it.
     in_flight_bytes_per_connection: int = 32 * MIB
-    #: Bytes queued towards one slow reader; its pulls wait above it.
+    #: Bytes queued towards one slow reader; above it nothing more is read from it.
     outgoing_bytes_per_connection: int = 8 * MIB
-    #: Bytes of half-received packets over all connections; the connection that passes it is closed.
+    #: Long polls that one connection has waiting.
+    polls_per_connection: int = 10_000
+    #: Bytes of half-received packets over all connections; above it the one that has gone on longest is given up.
     partial_bytes_total: int = 512 * MIB
     #: Subjects (each costs memory and a consume log file).
     subjects: int = 100_000

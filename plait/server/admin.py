@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -17,32 +17,42 @@ if TYPE_CHECKING:
 
 
 class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
+    """A new subject and what it keeps."""
+
     subject: str
     retention_seconds: float | None = None
     retention_bytes: int | None = None
 
 
 class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
+    """Names a subject."""
+
     subject: str
 
 
 class OfGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """Names a group of a subject."""
+
     subject: str
     group: str
 
 
 class ListGroups(msgspec.Struct, forbid_unknown_fields=True):
+    """The groups of a subject, or of all."""
+
     subject: str | None = None
 
 
 class ResetGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a group goes on from."""
+
     subject: str
     group: str
-    start: Any
+    start: str | tuple[str, int]
 
 
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
-    pass
+    """No arguments."""
 
 
 def _list_subjects(server: Server, _: Nothing) -> list[SubjectView]:
@@ -91,26 +101,33 @@ def _describe_server(server: Server, _: Nothing) -> dict[str, Any]:
     return server.describe()
 
 
-_OPERATIONS: dict[str, tuple[type[Any], Callable[[Any, Any], Any]]] = {
-    "subject.list": (Nothing, _list_subjects),
-    "subject.describe": (OfSubject, _describe_subject),
-    "subject.create": (CreateSubject, _create_subject),
-    "subject.delete": (OfSubject, _delete_subject),
-    "group.list": (ListGroups, _list_groups),
-    "group.describe": (OfGroup, _describe_group),
-    "group.reset": (ResetGroup, _reset_group),
-    "server.describe": (Nothing, _describe_server),
+class Operation(NamedTuple):
+    """What a request has to hold, what is done, and whether that changes anything."""
+
+    request: type[Any]
+    call: Callable[[Any, Any], Any]
+    changes: bool = False
+
+
+_OPERATIONS: dict[str, Operation] = {
+    "subject.list": Operation(Nothing, _list_subjects),
+    "subject.describe": Operation(OfSubject, _describe_subject),
+    "subject.create": Operation(CreateSubject, _create_subject, changes=True),
+    "subject.delete": Operation(OfSubject, _delete_subject, changes=True),
+    "group.list": Operation(ListGroups, _list_groups),
+    "group.describe": Operation(OfGroup, _describe_group),
+    "group.reset": Operation(ResetGroup, _reset_group, changes=True),
+    "server.describe": Operation(Nothing, _describe_server),
 }
 
 
-def run(server: Server, operation: str, arguments: dict[str, Any]) -> Any:
-    """Carry out a request; its result is encoded as msgpack."""
-    entry = _OPERATIONS.get(operation)
-    if entry is None:
-        raise InvalidArgument(f"operation {operation!r} is not known; is the client newer than the server?")
-    kind, call = entry
+def run(server: Server, name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
+    """Carry out a request; its result, to be encoded as msgpack, and whether it counts only once committed."""
+    operation = _OPERATIONS.get(name)
+    if operation is None:
+        raise InvalidArgument(f"operation {name!r} is not known; is the client newer than the server?")
     try:
-        request = msgspec.convert(arguments, kind)
+        request = msgspec.convert(arguments, operation.request)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{operation}: {error}") from None
-    return call(server, request)
+        raise InvalidArgument(f"{name}: {error}") from None
+    return operation.call(server, request), operation.changes

@@ -1,14 +1,19 @@
-"""One client connection of a server: bytes to requests, answers to bytes, and the limits on both."""
+"""One client connection of a server: bytes to requests, answers to bytes, and the limits on both.
+
+Memory stays bounded whatever a client does. While its answers are not taken, or too many of its frames have an open
+fate, nothing more is read from it, so what it can have under way is what one read brought. Bytes of half a packet count
+towards a limit of the whole server, long polls towards one of the connection.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from plait.broker.group import Consumer
-from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError
+from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, StaleSession, TooLarge
 from plait.wire import messages as m
 from plait.wire.packets import Buffer, Packet, Receiver, pack
 
@@ -16,6 +21,16 @@ if TYPE_CHECKING:
     from plait.server.host import Server
 
 log = logging.getLogger("plait.server")
+
+
+class Poll:
+    """A pull or read that has not been answered; a read has no session."""
+
+    __slots__ = ("correlation", "session")
+
+    def __init__(self, correlation: int, session: int | None) -> None:
+        self.correlation = correlation
+        self.session = session
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -29,14 +44,19 @@ class Connection(asyncio.BufferedProtocol):
         self.client = ""
         #: Its attached consumers by session.
         self.consumers: dict[int, Consumer] = {}
-        self.heard = server.clock.monotonic()
+        self._polls: dict[Poll, None] = {}
+        self.born = self.heard = server.clock.monotonic()
         #: Bytes of received frames whose fate is open.
         self.in_flight = 0
+        self._too_many_in_flight = False
         self._reading_paused = False
-        #: The socket takes no more: pulls wait here until it does.
+        #: The socket takes no more: requests wait here until it does.
         self.writing_paused = False
-        self.delayed: list[Packet] = []
-        self._partial = 0
+        self._delayed: list[Packet] = []
+        self._outgoing = 0
+        #: Bytes of an unfinished packet, and when it began.
+        self.partial = 0
+        self.partial_since = 0.0
         self.closed = False
 
     # --- asyncio --------------------------------------------------------------------------------
@@ -53,24 +73,55 @@ class Connection(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self.server.partial_bytes -= self._partial
-        self._partial = 0
-        self.server.connections.discard(self)
+        self._count_partial(0)
         for session, consumer in self.consumers.items():
             self.server.membership.disconnected(consumer, session)
+            if self.server.holders.get(consumer) == (self, session):
+                del self.server.holders[consumer]
         self.consumers.clear()
-        self.delayed.clear()
+        self._polls.clear()
+        self._delayed.clear()
+        self.server.hung_up(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._receiver.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         self.heard = self.server.now
+        if self._serve(self._receiver.received(nbytes)) or not self.partial:
+            self.partial_since = self.server.now
+        if not self.closed:
+            self._count_partial(self._receiver.partial_size)
+            if self.server.partial_bytes > self.server.limits.partial_bytes_total:
+                self.server.give_up_partial()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self.writing_paused = True
+        self._outgoing = self._outgoing_size()
+        self._pause_or_resume_reading()
+
+    def resume_writing(self) -> None:
+        self.writing_paused = False
+        delayed, self._delayed = self._delayed, []
+        self._serve(delayed)
+        self._pause_or_resume_reading()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _serve(self, packets: Iterable[Packet]) -> int:
+        """Carry requests out; how many there were."""
+        count = 0
         try:
-            packets = self._receiver.received(nbytes)
             for packet in packets:
-                self.server.handlers.handle(self, packet)
-            self._account_partial()
+                count += 1
+                if self.writing_paused:
+                    # A reader that does not read gets no more until it does.
+                    self._delayed.append(packet)
+                else:
+                    self.server.handlers.handle(self, packet)
         except PlaitError as error:
             self.fail(0, error)
             self.close()
@@ -79,43 +130,89 @@ class Connection(asyncio.BufferedProtocol):
             log.exception("a request of %s failed", self.client or "a new client")
             self.fail(0, InternalError(f"the server failed on this request ({type(error).__name__}); see its log"))
             self.close()
+        return count
 
-    def _account_partial(self) -> None:
-        partial = self._receiver.partial_size
-        if partial != self._partial:
-            self.server.partial_bytes += partial - self._partial
-            self._partial = partial
-            if self.server.partial_bytes > self.server.limits.partial_bytes_total:
-                raise LimitExceeded("too many bytes of unfinished packets on this server; connect again later")
+    def require_hello(self) -> None:
+        if not self.client:
+            raise ProtocolError("the first packet must be a hello")
 
-    def eof_received(self) -> bool:
-        return False
+    def _count_partial(self, size: int) -> None:
+        self.server.partial_bytes += size - self.partial
+        self.partial = size
 
-    def pause_writing(self) -> None:
-        self.writing_paused = True
+    def give_up_partial(self) -> None:
+        """Its unfinished packet takes memory that others need."""
+        limit = self.server.limits.partial_bytes_total
+        self.fail(0, LimitExceeded(f"{limit} bytes of unfinished packets are on this server; send faster, or later"))
+        self._count_partial(0)
+        self._receiver = Receiver(self.server.shared_buffer)
+        self.close()
 
-    def resume_writing(self) -> None:
-        self.writing_paused = False
-        delayed, self.delayed = self.delayed, []
-        for packet in delayed:
-            self.server.handlers.handle(self, packet)
+    # --- sessions and polls ---------------------------------------------------------------------
 
-    # --- sending --------------------------------------------------------------------------------
+    def consumer(self, session: int) -> Consumer:
+        """The consumer that attached here under that session; nobody else's, and not one that was given up."""
+        if session not in self.consumers:
+            raise StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
+        return self.server.membership.session(session)
+
+    def attached(self, consumer: Consumer) -> None:
+        """A consumer has a new session here; wherever it was attached before, it is no more."""
+        session = consumer.session
+        before = self.server.holders.get(consumer)
+        if before is not None:
+            before[0].gave_up(before[1])
+        self.consumers[session] = consumer
+        self.server.holders[consumer] = (self, session)
+
+    def gave_up(self, session: int) -> None:
+        """The session is over: who waits under it is told, because the broker will not answer it."""
+        consumer = self.consumers.pop(session, None)
+        if consumer is not None and self.server.holders.get(consumer) == (self, session):
+            del self.server.holders[consumer]
+        error = StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
+        for poll in [poll for poll in self._polls if poll.session == session]:
+            del self._polls[poll]
+            self.fail(poll.correlation, error)
+
+    def begin_poll(self, correlation: int, session: int | None) -> Poll:
+        """A pull or read may have to wait."""
+        limit = self.server.limits.polls_per_connection
+        if len(self._polls) >= limit:
+            raise LimitExceeded(f"this connection has its {limit} long polls; wait for their answers")
+        poll = Poll(correlation, session)
+        self._polls[poll] = None
+        return poll
+
+    def end_poll(self, poll: Poll) -> bool:
+        """It may be answered now; False: nobody waits for that any more."""
+        if poll not in self._polls:
+            return False
+        del self._polls[poll]
+        return True
+
+    # --- answers --------------------------------------------------------------------------------
 
     def answer(self, correlation: int, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> None:
         """Write a packet; nothing when the client is gone."""
-        if self.closed or self._transport is None:
+        transport = self._transport
+        if self.closed or transport is None or transport.is_closing():
             return
-        head = pack(message.KIND, correlation, m.encode(message), size)
+        try:
+            head = pack(message.KIND, correlation, m.encode(message), size)
+        except ProtocolError as error:
+            self.fail(correlation, TooLarge(f"the answer is too large ({error.message}); ask for less"))
+            return
         if payload:
-            self._transport.writelines([head, *payload])
+            transport.writelines([head, *payload])
         else:
-            self._transport.write(head)
+            transport.write(head)
 
     def fail(self, correlation: int, error: PlaitError) -> None:
         self.answer(correlation, m.failure_of(error))
 
     def close(self) -> None:
+        """Close once what was answered is sent."""
         if self._transport is not None and not self._transport.is_closing():
             self._transport.close()
 
@@ -129,20 +226,49 @@ class Connection(asyncio.BufferedProtocol):
     def took(self, size: int) -> None:
         """A frame was received; too many with an open fate stop the reading."""
         self.in_flight += size
-        limit = self.server.limits.in_flight_bytes_per_connection
-        if self.in_flight > limit and not self._reading_paused and self._transport is not None:
-            self._reading_paused = True
-            self._transport.pause_reading()
+        if self.in_flight > self.server.limits.in_flight_bytes_per_connection and not self._too_many_in_flight:
+            self._too_many_in_flight = True
+            self._pause_or_resume_reading()
 
     def settled(self, size: int) -> None:
         """A frame's fate is known."""
         self.in_flight -= size
-        limit = self.server.limits.in_flight_bytes_per_connection
-        if self._reading_paused and self.in_flight <= limit // 2 and not self.closed:
-            self._reading_paused = False
-            assert self._transport is not None
-            self._transport.resume_reading()
+        if self._too_many_in_flight and self.in_flight <= self.server.limits.in_flight_bytes_per_connection // 2:
+            self._too_many_in_flight = False
+            self._pause_or_resume_reading()
 
-    def require_hello(self) -> None:
+    def _pause_or_resume_reading(self) -> None:
+        wanted = self._too_many_in_flight or self.writing_paused
+        transport = self._transport
+        if wanted == self._reading_paused or self.closed or transport is None or transport.is_closing():
+            return
+        self._reading_paused = wanted
+        if wanted:
+            transport.pause_reading()
+        else:
+            transport.resume_reading()
+
+    def _outgoing_size(self) -> int:
+        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def overdue(self, now: float) -> bool:
+        """Nothing was heard for too long, or no hello. Called every second."""
+        limits = self.server.limits
         if not self.client:
-            raise ProtocolError("the first packet must be a hello")
+            return now - self.born > limits.hello_seconds
+        if self._reading_paused:
+            self._hear_paused(now)
+        return now - self.heard > limits.idle_seconds
+
+    def _hear_paused(self, now: float) -> None:
+        """What it says is not read at present: it lives if it takes what it is sent, or if that is up to us."""
+        outgoing, before = self._outgoing_size(), self._outgoing
+        self._outgoing = outgoing
+        if self.writing_paused and outgoing >= before:
+            return
+        self.heard = now
+        for session, consumer in self.consumers.items():
+            if consumer.session == session:
+                consumer.heard = self.server.clock.monotonic()

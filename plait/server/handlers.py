@@ -12,6 +12,7 @@ from plait.broker.group import Delivery
 from plait.broker.membership import resolve_start
 from plait.broker.partition import Batch
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, StaleRoute, VersionMismatch
+from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
 from plait.server import admin
 from plait.version import VERSION
@@ -31,6 +32,8 @@ class Handlers:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._broker = server.broker
+        #: Partitions made for a route whose answer waits for the commit.
+        self._new: set[int] = set()
         self._table: dict[int, Handler] = {
             m.Hello.KIND: self._hello,
             m.Heartbeat.KIND: self._heartbeat,
@@ -52,16 +55,14 @@ class Handlers:
             raise ProtocolError(f"packet kind {packet.kind} is not a request; is the client newer?")
         if packet.kind != m.Hello.KIND:
             connection.require_hello()
-        if connection.writing_paused and packet.kind in (m.Pull.KIND, m.Read.KIND):
-            # A reader that does not read gets no more until it does.
-            connection.delayed.append(packet)
-            return
         message = m.decode(packet.kind, packet.head)
         try:
             handler(connection, packet.correlation, message, packet.payload)
         except ProtocolError:
             raise
         except PlaitError as error:
+            if self._broker.failed is not None:
+                self._server.fail(self._broker.failed)
             connection.fail(packet.correlation, error)
 
     def _hello(self, connection: Connection, correlation: int, hello: m.Hello, _: memoryview) -> None:
@@ -86,14 +87,28 @@ class Handlers:
 
     def _heartbeat(self, connection: Connection, correlation: int, _: m.Heartbeat, __: memoryview) -> None:
         now = self._broker.clock.monotonic()
-        for consumer in connection.consumers.values():
-            consumer.heard = now
+        for session, consumer in connection.consumers.items():
+            # Not for a consumer that has attached elsewhere since.
+            if consumer.session == session:
+                consumer.heard = now
         connection.answer(correlation, m.Done())
 
     def _route(self, connection: Connection, correlation: int, route: m.Route, _: memoryview) -> None:
         names.check("subject", route.subject)
+        known = route.subject in self._broker.subjects
         partition = self._broker.partition_of(route.subject)
-        connection.answer(correlation, m.Routed(partition.id, partition.row.name))
+        answer = m.Routed(partition.id, partition.row.name)
+        if known and partition.id not in self._new:
+            connection.answer(correlation, answer)
+            return
+
+        def reply() -> None:
+            self._new.discard(partition.id)
+            connection.answer(correlation, answer)
+
+        # A number that a crash takes back would be given to another subject.
+        self._new.add(partition.id)
+        self._broker.answer_after_commit(reply)
 
     def _send(self, connection: Connection, correlation: int, send: m.Send, payload: memoryview) -> None:
         partition = self._broker.partitions.get(send.partition)
@@ -137,47 +152,66 @@ class Handlers:
             attach.client,
             start=attach.start,
             delivery=attach.delivery,  # type: ignore[arg-type]
-            holds=attach.holds,
+            holds=_checked(attach.holds),
         )
-        connection.consumers[consumer.session] = consumer
+        connection.attached(consumer)
         partition = consumer.group.partition
         connection.answer(
             correlation, m.Attached(consumer.session, partition.id, partition.row.name, consumer.group.name)
         )
 
     def _pull(self, connection: Connection, correlation: int, pull: m.Pull, _: memoryview) -> None:
-        consumer = self._server.membership.session(pull.session)
+        consumer = connection.consumer(pull.session)
+        wait = _checked_wait(pull.wait)
+        poll = connection.begin_poll(correlation, pull.session)
 
         def reply(delivery: Delivery | None) -> None:
+            if not connection.end_poll(poll):
+                return
             if delivery is None:
                 connection.answer(correlation, m.Pulled())
             else:
                 more = consumer.group.has_more
                 connection.answer(correlation, m.Pulled(delivery.ranges, more), delivery.parts, delivery.size)
 
-        self._broker.pull(consumer, pull.count, pull.size, pull.wait, reply)
+        try:
+            self._broker.pull(consumer, pull.count, pull.size, wait, reply)
+        except PlaitError:
+            connection.end_poll(poll)
+            raise
         self._server.arm_timer()
 
     def _ack(self, connection: Connection, correlation: int, ack: m.Ack, _: memoryview) -> None:
-        consumer = self._server.membership.session(ack.session)
-        self._broker.ack(consumer, ack.ranges, lambda: connection.answer(correlation, m.Done()))
+        consumer = connection.consumer(ack.session)
+        self._broker.ack(consumer, _checked(ack.ranges), lambda: connection.answer(correlation, m.Done()))
 
     def _nack(self, connection: Connection, correlation: int, nack: m.Nack, _: memoryview) -> None:
-        consumer = self._server.membership.session(nack.session)
-        self._broker.nack(consumer, nack.ranges, lambda: connection.answer(correlation, m.Done()))
+        consumer = connection.consumer(nack.session)
+        self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()))
 
     def _detach(self, connection: Connection, correlation: int, detach: m.Detach, _: memoryview) -> None:
-        consumer = connection.consumers.pop(detach.session, None)
-        if consumer is not None and consumer.session == detach.session:
+        consumer = connection.consumers.get(detach.session)
+        if consumer is None:
+            connection.answer(correlation, m.Done())
+            return
+        if consumer.session == detach.session:
             self._server.membership.detach(consumer)
-        connection.answer(correlation, m.Done())
+        connection.gave_up(detach.session)
+        self._broker.answer_after_commit(lambda: connection.answer(correlation, m.Done()))
 
     def _read(self, connection: Connection, correlation: int, read: m.Read, _: memoryview) -> None:
         names.check("subject", read.subject)
+        wait = _checked_wait(read.wait)
         partition = self._broker.partition_of(read.subject)
         start = resolve_start(partition, read.start)
+        poll = connection.begin_poll(correlation, None)
 
         def reply(batch: Batch | None) -> None:
+            if not connection.end_poll(poll):
+                return
+            if connection.writing_paused:
+                # It asks again from here once it has taken what it was sent.
+                batch = None
             position = start if batch is None else batch.end
             head = m.ReadReply(partition.id, partition.row.name, position)
             if batch is None or not batch.count:
@@ -185,13 +219,35 @@ class Handlers:
             else:
                 connection.answer(correlation, head, batch.parts, batch.size)
 
-        self._broker.read(partition, start, read.count, read.size, read.wait, reply)
+        self._broker.read(partition, start, read.count, read.size, wait, reply)
         self._server.arm_timer()
 
     def _admin(self, connection: Connection, correlation: int, request: m.Admin, _: memoryview) -> None:
-        result = admin.run(self._server, request.operation, request.arguments)
+        result, changes = admin.run(self._server, request.operation, request.arguments)
+        answer = m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result)))
+        if changes:
+            self._broker.answer_after_commit(lambda: connection.answer(correlation, answer))
+        else:
+            connection.answer(correlation, answer)
 
-        def reply() -> None:
-            connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
 
-        self._broker.answer_after_commit(reply)
+def _checked(ranges: list[m.EpochRange]) -> list[m.EpochRange]:
+    """Ranges as the broker takes them: of sequences, and none of them twice, so that its work is bounded by theirs."""
+    for start, end, epoch in ranges:
+        if not (0 <= start <= end < SEQUENCE_MAX and epoch >= 0):
+            raise InvalidArgument(f"({start}, {end}, {epoch}) is not a range of sequences and an epoch")
+    if len(ranges) < 2:
+        return ranges
+    merged: list[m.EpochRange] = []
+    for start, end, epoch in sorted(ranges, key=lambda r: (r[2], r[0])):
+        if merged and merged[-1][2] == epoch and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]), epoch)
+        else:
+            merged.append((start, end, epoch))
+    return merged
+
+
+def _checked_wait(seconds: float) -> float:
+    if not seconds >= 0:
+        raise InvalidArgument(f"a wait of {seconds} seconds is not possible; use 0 or more")
+    return seconds

@@ -1,7 +1,7 @@
 """Health over HTTP: ``GET /health`` for whoever watches the process.
 
-200 with the server's facts as JSON while it serves, 503 once storage has failed. Nothing can be changed through it, and like
-the server itself it listens on loopback only.
+200 with the server's facts as JSON while it serves, 503 once storage has failed. Nothing can be changed through it, and
+like the server itself it listens on loopback only.
 """
 
 from __future__ import annotations

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from plait.broker import Broker, BrokerConfig, Membership, Retention
+from plait.broker.group import Consumer
 from plait.broker.recover import RecoveryReport
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, StorageFailed
@@ -30,6 +31,8 @@ log = logging.getLogger("plait.server")
 TICK_SECONDS = 1.0
 #: How often retention and forgetting run.
 HOUSEKEEPING_SECONDS = 60.0
+#: How long connections may take to fetch their last answers when the server stops.
+HANG_UP_SECONDS = 2.0
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -57,6 +60,9 @@ class Server:
         self.limits = self.config.limits
         self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
         self.connections: set[Connection] = set()
+        #: Where each attached consumer is: its connection and its session there.
+        self.holders: dict[Consumer, tuple[Connection, int]] = {}
+        #: Bytes of unfinished packets on all connections.
         self.partial_bytes = 0
         self.now = self.clock.monotonic()
         self.failed: asyncio.Future[StorageFailed] | None = None
@@ -69,6 +75,7 @@ class Server:
         self._listener: asyncio.Server | None = None
         self._stopping = False
         self._abandoned = False
+        self._emptied: asyncio.Future[None] | None = None
 
     @property
     def address(self) -> str:
@@ -94,13 +101,21 @@ class Server:
                 lambda: Connection(self), self.host, self.port, backlog=1024
             )
         except BaseException:
-            if isinstance(self.disk, RealDisk):
-                self.disk.unlock()
+            self._release()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
         for job in (self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop):
-            self._tasks.append(self._loop.create_task(job()))
+            self._tasks.append(self._loop.create_task(self._guard(job)))
         return self.report
+
+    def _release(self) -> None:
+        """Let go of the files and of the directory."""
+        self._threads.shutdown(wait=False)
+        if hasattr(self, "broker"):
+            self.broker.message_log.close()
+            self.broker.action_log.close()
+        if isinstance(self.disk, RealDisk):
+            self.disk.unlock()
 
     async def stop(self) -> None:
         """Serve no more: answer what was taken, flush, leave a clean checkpoint."""
@@ -116,16 +131,29 @@ class Server:
             self._timer.cancel()
         # Disk work that is under way must end before the last checkpoint.
         await self._loop.run_in_executor(None, self._threads.shutdown)
-        if self.broker.failed is None:
-            self.broker.stop()
+        try:
+            if self.broker.failed is None:
+                self.broker.stop()
+        finally:
+            await self._hang_up()
+            self._release()
+
+    async def _hang_up(self) -> None:
+        """Close all connections; answers that are still on their way have a moment to leave."""
+        self._emptied = self._loop.create_future()
         for connection in list(self.connections):
             connection.close()
-        await asyncio.sleep(0)
+        if self.connections:
+            await asyncio.wait([self._emptied], timeout=HANG_UP_SECONDS)
         for connection in list(self.connections):
             connection.abort()
         await asyncio.sleep(0)
-        if isinstance(self.disk, RealDisk):
-            self.disk.unlock()
+
+    def hung_up(self, connection: Connection) -> None:
+        """A connection is gone."""
+        self.connections.discard(connection)
+        if self._emptied is not None and not self.connections and not self._emptied.done():
+            self._emptied.set_result(None)
 
     async def abandon(self) -> None:
         """End as a crash would: nothing more is answered, written or checkpointed. The next start recovers."""
@@ -143,10 +171,7 @@ class Server:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # A thread cannot be crashed: what it began, it ends before the files close under it.
         await self._loop.run_in_executor(None, self._threads.shutdown)
-        self.broker.message_log.close()
-        self.broker.action_log.close()
-        if isinstance(self.disk, RealDisk):
-            self.disk.unlock()
+        self._release()
 
     def describe(self) -> dict[str, Any]:
         """Facts about this server."""
@@ -180,13 +205,24 @@ class Server:
     def _commit(self) -> None:
         if self._abandoned:
             return
-        self.broker.commit()
+        try:
+            self.broker.commit()
+        except Exception as error:
+            log.exception("a commit failed")
+            self._defect(error)
+            return
         if self.broker.failed is not None:
-            self._fail(self.broker.failed)
+            self.fail(self.broker.failed)
         elif self.broker.sync_wanted:
             self._sync_wanted.set()
 
-    def _fail(self, error: StorageFailed) -> None:
+    def _defect(self, error: Exception) -> None:
+        """A part that everything rests on broke: what is in memory is not to be trusted any more."""
+        if self.broker.failed is None:
+            self.broker.failed = StorageFailed(f"the server met a defect of its own ({error!r}); it stops and recovers")
+        self.fail(self.broker.failed)
+
+    def fail(self, error: StorageFailed) -> None:
         """Storage broke: nobody gets another answer."""
         assert self.failed is not None
         if not self.failed.done():
@@ -209,8 +245,23 @@ class Server:
 
     def _run_timer(self) -> None:
         self._timer = None
-        self.broker.run_timers()
-        self.arm_timer()
+        try:
+            self.broker.run_timers()
+        except Exception as error:
+            log.exception("a timer failed")
+            self._defect(error)
+        else:
+            self.arm_timer()
+
+    async def _guard(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a background job; nothing works right without it, so its end is the server's."""
+        try:
+            await job()
+        except StorageFailed as error:
+            self.fail(error)
+        except Exception as error:
+            log.exception("a background job failed")
+            self._defect(error)
 
     async def _sync_loop(self) -> None:
         """Sync at once when somebody waits for it, and every flush interval otherwise."""
@@ -236,14 +287,17 @@ class Server:
         except OSError as error:
             self.broker.sync_failed(error)
             assert self.broker.failed is not None
-            self._fail(self.broker.failed)
+            self.fail(self.broker.failed)
             return False
         return True
 
     async def _tick_loop(self) -> None:
         while True:
             await asyncio.sleep(TICK_SECONDS)
-            self.tick()
+            try:
+                self.tick()
+            except OSError as error:
+                log.warning("the disk does not tell how full it is: %s", error)
 
     def tick(self) -> None:
         """What is looked at every second; tests on a manual clock call it themselves."""
@@ -257,13 +311,25 @@ class Server:
                 group.partition.row.subject,
                 count,
             )
+            held_by = self.holders.get(consumer)
+            if held_by is not None:
+                connection, session = held_by
+                connection.gave_up(session)
+        # Their timer counts on another clock, which stands still while the machine is suspended.
+        self.broker.run_timers()
         self.broker.check_space()
         self.broker.producers.forget(self.clock.now())
         for connection in list(self.connections):
-            silent = self.now - connection.heard
-            limit = self.limits.idle_seconds if connection.client else self.limits.hello_seconds
-            if silent > limit:
+            if connection.overdue(self.now):
                 connection.abort()
+
+    def give_up_partial(self) -> None:
+        """Too many bytes of unfinished packets: close the connections whose packets have gone on longest."""
+        unfinished = [connection for connection in self.connections if connection.partial]
+        for connection in sorted(unfinished, key=lambda c: c.partial_since):
+            if self.partial_bytes <= self.limits.partial_bytes_total:
+                break
+            connection.give_up_partial()
 
     async def _checkpoint_loop(self) -> None:
         while True:
@@ -284,7 +350,10 @@ class Server:
     async def _housekeeping_loop(self) -> None:
         while True:
             await asyncio.sleep(HOUSEKEEPING_SECONDS)
-            self.housekeep()
+            try:
+                self.housekeep()
+            except OSError as error:
+                log.warning("what has expired cannot be removed yet: %s", error)
 
     def housekeep(self) -> None:
         """What is looked at every minute; tests on a manual clock call it themselves."""

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable
+from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
 from plait.wire import messages as m
 from plait.wire.packets import SHARED_SIZE, Buffer, Receiver, pack
 
@@ -172,6 +172,16 @@ class Link(asyncio.BufferedProtocol):
             self._transport.abort()
 
 
+def _agreed(answer: Any) -> m.Welcome:
+    if not isinstance(answer, m.Welcome):
+        raise ProtocolError(f"the other side answered a hello with {type(answer).__name__}; is it a Plait server?")
+    if answer.version != m.PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the server chose protocol {answer.version}, this client speaks {m.PROTOCOL_VERSION}; use the same Plait"
+        )
+    return answer
+
+
 async def dial(address: str, client: str, seconds: float) -> Link:
     """Connect and say hello within ``seconds``; ``Unavailable`` or what the server answered."""
     host, port = parse_address(address)
@@ -180,7 +190,7 @@ async def dial(address: str, client: str, seconds: float) -> Link:
     try:
         async with asyncio.timeout(seconds):
             _, link = await loop.create_connection(Link, host, port)
-            link.welcome = await link.request(m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, client))
+            link.welcome = _agreed(await link.request(m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, client)))
     except TimeoutError:
         if link is not None:
             link.abort()

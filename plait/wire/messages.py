@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import msgspec
 
 from plait.errors import PlaitError, ProtocolError, from_code
+from plait.limits import KIB, MIB
+from plait.wire.packets import PACKET_SIZE_MAX
 
 PROTOCOL_VERSION = 1
 
@@ -18,6 +20,8 @@ PROTOCOL_VERSION = 1
 EpochRange = tuple[int, int, int]
 #: (start, end, attempt) of sequences.
 AttemptRange = tuple[int, int, int]
+#: "earliest", "latest", ("sequence", n), ("time", microseconds), or None: what is usual.
+Start = str | tuple[str, int] | None
 
 
 class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -107,7 +111,7 @@ class Attach(Message, frozen=True):
     subject: str
     group: str | None
     client: str
-    start: Any = None
+    start: Start = None
     delivery: str = "at_least_once"
     holds: list[EpochRange] = []
 
@@ -168,7 +172,7 @@ class Read(Message, frozen=True):
 
     KIND: ClassVar[int] = 30
     subject: str
-    start: Any
+    start: Start
     count: int
     size: int
     wait: float
@@ -207,6 +211,19 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
 }
 _encoder = msgspec.msgpack.Encoder()
 
+#: The largest head: half a million ranges of a consumer that holds every other row.
+HEAD_SIZE_MAX = 8 * MIB
+#: Heads whose values may be anything: a byte of them can become a whole object.
+OPEN_HEAD_SIZE_MAX = 64 * KIB
+#: What an error says; the value it names may be long.
+MESSAGE_LENGTH_MAX = 4_000
+_HEAD_SIZES_MAX = {
+    Admin.KIND: OPEN_HEAD_SIZE_MAX,
+    Failure.KIND: OPEN_HEAD_SIZE_MAX,
+    # Its result is not decoded here; a listing may fill a packet.
+    AdminReply.KIND: PACKET_SIZE_MAX,
+}
+
 
 def encode(message: Message) -> bytes:
     return _encoder.encode(message)
@@ -217,6 +234,9 @@ def decode(kind: int, head: memoryview) -> Message:
     decoder = _DECODERS.get(kind)
     if decoder is None:
         raise ProtocolError(f"packet kind {kind} is not known; is the other side newer?")
+    limit = _HEAD_SIZES_MAX.get(kind, HEAD_SIZE_MAX)
+    if len(head) > limit:
+        raise ProtocolError(f"a head of {len(head)} bytes for a packet of kind {kind} is over the limit of {limit}")
     try:
         message: Message = decoder.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -225,9 +245,17 @@ def decode(kind: int, head: memoryview) -> Message:
 
 
 def failure_of(error: PlaitError) -> Failure:
+    """The packet that tells of an error."""
     details = {k: v for k, v in error.details.items() if isinstance(v, int | str | float | None)}
-    return Failure(error.code, error.message, details)
+    message = error.message
+    if len(message) > MESSAGE_LENGTH_MAX:
+        message = message[: MESSAGE_LENGTH_MAX - 3] + "..."
+    return Failure(error.code, message, details)
 
 
 def error_of(failure: Failure) -> PlaitError:
-    return from_code(failure.code, failure.message, failure.details)
+    """The error that a packet tells of."""
+    error = from_code(failure.code, failure.message)
+    # Not as arguments: what the names in there are is up to the other side.
+    error.details = dict(failure.details)
+    return error

@@ -3,11 +3,15 @@
 A packet is a 16-byte header, a msgpack head padded to 8 bytes, and a payload of frames. The receiver hands out the
 buffer that the next bytes should land in: one buffer shared by all connections of a loop while packets are small, and
 one of the packet's own size once a large one has begun, so that large payloads are received in place.
+
+Arbitrary bytes give packets or ``ProtocolError``, the same ones however they are cut into pieces, and never take more
+memory than twice what was received.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +19,7 @@ import numpy as np
 from plait.errors import ProtocolError
 from plait.limits import FRAME_SIZE_MAX, MIB
 
+#: Size of the packet, kind, reserved, correlation, size of the head.
 HEADER = struct.Struct("<IHHII")
 HEADER_SIZE = HEADER.size
 #: A frame with its request around it; pull replies stay below it too.
@@ -42,11 +47,11 @@ def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> byt
     size = HEADER_SIZE + len(head) + padding + payload_size
     if size > PACKET_SIZE_MAX:
         raise ProtocolError(f"a packet of {size} bytes is over the limit of {PACKET_SIZE_MAX}")
-    return HEADER.pack(size, kind, len(head), correlation, 0) + head + b"\0" * padding
+    return HEADER.pack(size, kind, 0, correlation, len(head)) + head + b"\0" * padding
 
 
 class Receiver:
-    """The reading side of one connection."""
+    """The reading side of one connection. After a ``ProtocolError`` it is of no use any more."""
 
     __slots__ = ("_filled", "_own", "_rest", "_shared", "_size")
 
@@ -59,8 +64,8 @@ class Receiver:
 
     @property
     def partial_size(self) -> int:
-        """Bytes of memory that a half-received packet holds."""
-        return len(self._own) if self._own is not None else len(self._rest)
+        """Bytes received of a packet that is not whole yet."""
+        return self._filled if self._own is not None else len(self._rest)
 
     def buffer(self) -> memoryview:
         """Where the next bytes go."""
@@ -72,20 +77,21 @@ class Receiver:
             self._own = grown
         return self._own[self._filled :]
 
-    def received(self, count: int) -> list[Packet]:
-        """``count`` bytes arrived in ``buffer``; the packets that are whole now. They own their memory."""
+    def received(self, count: int) -> Iterator[Packet]:
+        """``count`` bytes arrived in ``buffer``: the packets that are whole now, each owning its memory.
+
+        Take them all before asking for the next buffer.
+        """
         if self._own is not None:
             self._filled += count
-            if self._filled < self._size:
-                return []
-            whole = self._own[: self._size]
-            self._own = None
-            return [_packet(whole)]
+            if self._filled == self._size:
+                whole, self._own = self._own, None
+                yield _packet(whole)
+            return
         data: memoryview = self._shared[:count]
         if self._rest:
             data = memoryview(self._rest + data)
             self._rest = b""
-        packets: list[Packet] = []
         position, end = 0, len(data)
         while end - position >= HEADER_SIZE:
             size = int.from_bytes(data[position : position + 4], "little")
@@ -93,11 +99,10 @@ class Receiver:
                 raise ProtocolError(f"packet size {size} is outside {HEADER_SIZE} to {PACKET_SIZE_MAX}")
             if position + size > end:
                 self._begin_own(data[position:], size)
-                return packets
-            packets.append(_packet(memoryview(bytes(data[position : position + size]))))
+                return
+            yield _packet(memoryview(bytes(data[position : position + size])))
             position += size
         self._rest = bytes(data[position:])
-        return packets
 
     def _begin_own(self, data: memoryview, size: int) -> None:
         self._size = size
@@ -115,7 +120,7 @@ def _memory(size: int) -> memoryview:
 
 
 def _packet(data: memoryview) -> Packet:
-    _, kind, head_size, correlation, _ = HEADER.unpack_from(data)
+    _, kind, _, correlation, head_size = HEADER.unpack_from(data)
     start = HEADER_SIZE + head_size + (-head_size & 7)
     if start > len(data):
         raise ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
