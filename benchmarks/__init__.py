@@ -1,0 +1,1 @@
+"""Programs that measure Plait and the message queues it is compared with."""

@@ -1,0 +1,145 @@
+"""The peers' benchmark itself: a real Redis, tiny counts; what it starts it ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import PeerError, PeerUnavailable, RedisStreams, redis_awaiting_64, redis_pipelined_e2e
+from benchmarks.peers.base import Peer, Throughput
+from benchmarks.peers.report import write_json
+from benchmarks.peers.roles import Job, Stopwatch
+from benchmarks.peers.server import ServerProcess, accepts
+from benchmarks.peers.suite import PeerReport, Plan, run_peer
+from tests.support.require import require_package, require_program
+
+BODY_SIZE = 100
+TINY = Plan(seconds=0.05, repeats=1, latency_count=20, body_sizes=(BODY_SIZE,))
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[RedisStreams]:
+    require_program("redis-server")
+    require_package("redis")
+    require_package("psutil")
+    with RedisStreams() as peer:
+        yield peer
+
+
+def test_pipelined_moves_every_message_and_sees_the_cpu_of_all_three_processes(redis: RedisStreams):
+    result = redis_pipelined_e2e(BODY_SIZE, count=3_000, server=redis)
+    assert result.count == 3_000
+    assert result.messages_per_second == pytest.approx(3_000 / result.seconds)
+    assert result.bytes_per_second == pytest.approx(BODY_SIZE * result.messages_per_second)
+    assert result.producer_cpu_seconds_per_message > 0
+    assert result.consumer_cpu_seconds_per_message is not None
+    assert result.consumer_cpu_seconds_per_message > 0
+    assert result.server_cpu_seconds_per_message is not None
+    assert result.other_cpu_share is not None
+
+
+def test_a_count_that_is_no_multiple_of_the_pipeline_is_moved_whole(redis: RedisStreams):
+    assert redis_pipelined_e2e(BODY_SIZE, count=1_234, server=redis).count == 1_234
+
+
+def test_awaiting_shares_the_count_among_64_tasks(redis: RedisStreams):
+    result = redis_awaiting_64(BODY_SIZE, count=200, server=redis)
+    assert result.count == 192
+    assert result.consumer_cpu_seconds_per_message is None
+
+
+def test_latency_times_every_message_after_the_warm_up(redis: RedisStreams):
+    result = redis.latency(BODY_SIZE, count=20)
+    assert result.count == 20
+    assert 0 < result.p50_milliseconds <= result.p99_milliseconds
+
+
+def test_a_measurement_leaves_nothing_in_the_server(redis: RedisStreams):
+    redis_awaiting_64(BODY_SIZE, count=64, server=redis)
+    host, _, port = redis.address.rpartition(":")
+    with require_package("redis").Redis(host=host, port=int(port)) as client:
+        assert client.keys("*") == []
+
+
+def test_a_stopped_peer_leaves_neither_listener_nor_files(redis: RedisStreams):
+    with type(redis)() as other:
+        (server,) = other.servers
+        port = int(other.address.rpartition(":")[2])
+        assert accepts(port)
+        assert server.directory.exists()
+    assert not accepts(port)
+    assert not server.directory.exists()
+
+
+@pytest.mark.usefixtures("redis")
+def test_a_run_reports_all_measurements_and_writes_them_as_json(tmp_path: Path):
+    report = run_peer(RedisStreams, TINY, progress=lambda _: None)
+    assert report.skipped == ""
+    assert {result.measurement for result in report.throughputs} == {"pipelined", "awaiting_64"}
+    assert len(report.latencies) == 1
+    (written,) = write_json([report], tmp_path)
+    document = json.loads(written.read_text())
+    assert written.name == "redis.json"
+    assert document["machine"]["cores"] > 0
+    assert document["peers"][0]["throughputs"][0]["messages_per_second"] > 0
+
+
+class Absent(RedisStreams):
+    name = "absent"
+    executables = ("no-such-server",)
+
+
+class Failing(RedisStreams):
+    name = "failing"
+
+    def start(self) -> None:
+        server = ServerProcess(self.name)
+        self.servers.append(server)
+        server.start(["redis-server", "--port", "none"], ready=lambda: False)
+
+
+def _raises(_: Job, __: Stopwatch) -> None:
+    raise ValueError("the role's own words")
+
+
+def test_a_missing_server_is_skipped_with_the_way_to_get_it():
+    report = run_peer(Absent, TINY, progress=lambda _: None)
+    assert report.skipped == "absent: no-such-server not found on the PATH; tools/debian-install redis-server"
+    assert write_json([report], Path()) == []
+
+
+@pytest.mark.usefixtures("redis")
+def test_a_server_that_ends_while_starting_is_reported_with_its_log():
+    report = run_peer(Failing, TINY, progress=lambda _: None)
+    assert report.skipped.startswith("failed: failing ended with status 1 while starting")
+    assert "port" in report.skipped
+
+
+def test_a_role_that_fails_is_raised_with_its_traceback(redis: RedisStreams):
+    class Broken(Peer):
+        name = "broken"
+        roles = type(redis).roles.__class__(*[_raises] * 5)
+        address = redis.address
+
+        def start(self) -> None:
+            raise PeerUnavailable("never started here")
+
+        def server_version(self) -> str:
+            return ""
+
+    with pytest.raises(PeerError, match="the role's own words"):
+        Broken().pipelined(BODY_SIZE, 1_000)
+
+
+def test_the_repeats_of_one_measurement_come_in_order_of_their_rate():
+    report = PeerReport(peer="none")
+    assert report.repeats("pipelined", BODY_SIZE) == []
+    for rate, body_size in ((200.0, BODY_SIZE), (300.0, BODY_SIZE), (100.0, BODY_SIZE), (50.0, 1_024)):
+        report.throughputs.append(
+            Throughput("none", "pipelined", body_size, 1, 1 / rate, rate, rate, None, 0.0, None, None)
+        )
+    rates = [result.messages_per_second for result in report.repeats("pipelined", BODY_SIZE)]
+    assert rates == [100.0, 200.0, 300.0]
