@@ -3,7 +3,10 @@
 ``connect`` for asynchronous code, ``plait.sync`` for blocking code, ``App`` for handlers.
 """
 
+import typing
+
 from plait.client.admin import ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
+from plait.client.app import App
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
 from plait.client.consumer import Consumer
@@ -45,6 +48,7 @@ from plait.limits import ClientLimits
 from plait.version import VERSION as __version__
 
 __all__ = [
+    "App",
     "ArrowBatch",
     "Batch",
     "BufferFull",
@@ -94,3 +98,13 @@ __all__ = [
     "__version__",
     "connect",
 ]
+
+if not typing.TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        # Blocking callers may write ``import plait`` too; who does not, does not load it.
+        if name == "sync":
+            import importlib
+
+            return importlib.import_module("plait.sync")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,13 +46,19 @@ class Batch(Sequence[Message]):
 
     async def ack(self) -> None:
         """All that were not nacked are done; returns when the broker has it."""
-        self._settling.ack_pieces(self._pieces)
+        self._ack_soon()
         await self._settling.flush()
 
     async def nack(self) -> None:
         """All that were not acked go back to the group at once."""
-        self._settling.nack_pieces(self._pieces)
+        self._nack_soon()
         await self._settling.flush()
+
+    def _ack_soon(self) -> None:
+        self._settling.ack_pieces(self._pieces)
+
+    def _nack_soon(self) -> None:
+        self._settling.nack_pieces(self._pieces)
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)} messages>"

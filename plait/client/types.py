@@ -73,9 +73,10 @@ class PendingBatch:
 
     def settle(self, sequence: int | None, error: PlaitError | None) -> None:
         """The fate of all rows is known."""
-        self.settled = True
         self.sequence = sequence
         self.error = error
+        # Last: another thread may look.
+        self.settled = True
         waiters, self.waiters = self.waiters, None
         for waiter in waiters or ():
             if not waiter.done():

@@ -1,0 +1,323 @@
+"""``App``: functions that handle messages, run as a service.
+
+Return acknowledges, raise gives the message back to its group at once; a handler that keeps failing pauses between
+messages, twice as long each time (``ClientLimits``: ``failure_pause_first_seconds``, ``failure_pause_max_seconds``).
+SIGTERM and SIGINT drain: no new messages, what is being handled is finished within ``drain_seconds``, the rest is given
+back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, contextmanager
+from typing import Any, Literal, TypeVar
+
+from plait import names
+from plait.client.arguments import start_of
+from plait.client.client import DEFAULT_ADDRESS, Client
+from plait.client.consumer import Consumer
+from plait.client.loops import new_event_loop
+from plait.client.signature import Handler
+from plait.client.subscription import Settings, Subscription
+from plait.client.types import Receipt, Ticket
+from plait.errors import Closed, InvalidArgument
+from plait.limits import ClientLimits
+
+log = logging.getLogger("plait.app")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class App:
+    """A service made of handlers. ``group`` is that of every subscriber that names none."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        group: str | None = None,
+        client_id: str | None = None,
+        compression: Literal["zstd", "lz4"] | None = None,
+        limits: ClientLimits | None = None,
+    ) -> None:
+        if group is not None:
+            names.check("group", group)
+        self.group = group
+        self.limits = limits or ClientLimits()
+        self._address = address
+        self._client_id = client_id
+        self._compression = compression
+        # An address or name that cannot work is found now, not when the service starts.
+        self._new_client()
+        self._subscriptions: list[Subscription] = []
+        self._startup: list[Callable[[], Any]] = []
+        self._shutdown: list[Callable[[], Any]] = []
+        self._client: Client | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+        self._stopping: asyncio.Event | None = None
+        self._hurry: asyncio.Event | None = None
+
+    def _new_client(self) -> Client:
+        return Client(self._address, client_id=self._client_id, compression=self._compression, limits=self.limits)
+
+    # --- declaring ------------------------------------------------------------------------------
+
+    def subscriber(
+        self,
+        subject: str,
+        *,
+        group: str | None = None,
+        batch: int | None = None,
+        concurrency: int = 1,
+        delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
+        broadcast: bool = False,
+        start: Any = None,
+        prefetch: int | None = None,
+    ) -> Callable[[Function], Function]:
+        """Decorates a handler, ``def`` (run in a thread) or ``async def``.
+
+        Its parameters say what it gets: one annotated ``plait.Message`` the message, another the body, decoded into
+        its annotation (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` it gets
+        lists of up to n. ``concurrency`` is how many calls run at a time; the other arguments are those of
+        ``client.consumer``.
+        """
+        names.check("subject", subject)
+        group = None if broadcast else group or self.group
+        if group is None and not broadcast:
+            raise InvalidArgument(
+                f"subscriber of {subject!r} has no group; name one here or in App(group=...), or say broadcast=True"
+            )
+        if group is not None:
+            names.check("group", group)
+        _check_count("batch", batch)
+        _check_count("concurrency", concurrency)
+        _check_count("prefetch", prefetch)
+        if delivery not in ("at_least_once", "at_most_once"):
+            raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
+        start_of(start, 0)
+        if group is not None and any(
+            (s.settings.subject, s.settings.group) == (subject, group) for s in self._subscriptions
+        ):
+            raise InvalidArgument(
+                f"group {group!r} has a subscriber of {subject!r} already, each would get a share of the messages; "
+                "give one of them a group of its own"
+            )
+        settings = Settings(
+            subject=subject,
+            group=group,
+            batch=batch,
+            concurrency=concurrency,
+            delivery=delivery,
+            broadcast=broadcast,
+            start=start,
+            prefetch=prefetch,
+        )
+        # Types that a function defined for its own handlers are found too.
+        local_names = dict(sys._getframe(1).f_locals)
+
+        def decorate(function: Function) -> Function:
+            handler = Handler(function, batch=batch is not None, local_names=local_names)
+            self._subscriptions.append(Subscription(settings, handler, self.limits))
+            return function
+
+        return decorate
+
+    def on_startup(self, function: Function) -> Function:
+        """Decorates what runs once connected, before the first message; ``def`` or ``async def``, no arguments."""
+        self._startup.append(function)
+        return function
+
+    def on_shutdown(self, function: Function) -> Function:
+        """Decorates what runs after the last message, while still connected; the last one declared runs first."""
+        self._shutdown.append(function)
+        return function
+
+    # --- sending --------------------------------------------------------------------------------
+
+    @property
+    def client(self) -> Client:
+        """The app's client while it runs, for its loop's thread."""
+        if self._client is None:
+            raise Closed("the app is not running; its client exists from start-up to shutdown")
+        return self._client
+
+    def _own_client(self) -> Client:
+        client = self.client
+        if threading.get_ident() != self._thread:
+            raise InvalidArgument(
+                "the app's client belongs to its loop; a def handler runs in another thread and sends with plait.sync"
+            )
+        return client
+
+    async def send(
+        self,
+        subject: str,
+        body: Any,
+        *,
+        key: str | int | None = None,
+        tags: Iterable[str] | None = None,
+        headers: Mapping[str, str | int | float | bool] | None = None,
+        oneway: bool = False,
+    ) -> Receipt:
+        """``client.send``, from hooks and ``async def`` handlers."""
+        return await self._own_client().send(subject, body, key=key, tags=tags, headers=headers, oneway=oneway)
+
+    def post(
+        self,
+        subject: str,
+        body: Any,
+        *,
+        key: str | int | None = None,
+        tags: Iterable[str] | None = None,
+        headers: Mapping[str, str | int | float | bool] | None = None,
+    ) -> Ticket:
+        """``client.post``, from hooks and ``async def`` handlers; shutdown waits for what is posted."""
+        return self._own_client().post(subject, body, key=key, tags=tags, headers=headers)
+
+    # --- running --------------------------------------------------------------------------------
+
+    def run_forever(self) -> None:
+        """Run until SIGTERM or SIGINT, on a loop of its own (uvloop where it is installed)."""
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            runner.run(self.run())
+
+    def stop(self) -> None:
+        """Begin to drain, as SIGTERM does; ``run`` returns when that is done. From any thread."""
+        loop = self._loop
+        if loop is not None:
+            try:
+                loop.call_soon_threadsafe(self._stop)
+            except RuntimeError:
+                # The loop has ended, and the app with it.
+                pass
+
+    def _stop(self) -> None:
+        if self._stopping is None or self._hurry is None:
+            return
+        if self._stopping.is_set():
+            self._hurry.set()
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Connect and handle messages until SIGTERM, SIGINT, ``stop`` or cancellation, then drain.
+
+        A second signal cuts the draining short. Raises what makes the service impossible: no server, a group with other
+        settings, a start-up hook's error.
+        """
+        if self._loop is not None:
+            raise InvalidArgument("the app runs already")
+        if not self._subscriptions:
+            raise InvalidArgument("the app has no subscriber; decorate a function with @app.subscriber(...)")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
+        try:
+            with self._signals(self._loop):
+                async with self._new_client() as client:
+                    self._client = client
+                    async with AsyncExitStack() as stack:
+                        for hook in self._shutdown:
+                            stack.push_async_callback(_call, hook)
+                        for hook in self._startup:
+                            await _call(hook)
+                        await self._serve(client, self._stopping, self._hurry)
+        finally:
+            self._client = self._loop = self._stopping = self._hurry = None
+
+    @contextmanager
+    def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+        """SIGTERM and SIGINT stop the app; only the main thread of a process gets them."""
+        previous: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                handler = signal.getsignal(number)
+                try:
+                    loop.add_signal_handler(number, self._stop)
+                except (NotImplementedError, RuntimeError):
+                    # No such thing on this platform: control-C cancels ``run``, which drains too.
+                    break
+                previous[number] = handler
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                loop.remove_signal_handler(number)
+                signal.signal(number, handler)
+
+    async def _serve(self, client: Client, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
+        threads = sum(s.settings.concurrency for s in self._subscriptions if not s.handler.is_async)
+        pool = ThreadPoolExecutor(max(threads, 1), "plait-handler")
+        loop = asyncio.get_running_loop()
+        workers: list[asyncio.Task[None]] = []
+        consumers: list[Consumer] = []
+        try:
+            async with AsyncExitStack() as stack:
+                for subscription in self._subscriptions:
+                    consumer = await stack.enter_async_context(subscription.consumer(client))
+                    consumers.append(consumer)
+                for subscription, consumer in zip(self._subscriptions, consumers, strict=True):
+                    for _ in range(subscription.settings.concurrency):
+                        work = subscription.work(consumer, pool, stopping)
+                        workers.append(loop.create_task(work, name=f"plait-{subscription.handler.name}"))
+                log.info("%d subscribers are ready", len(self._subscriptions))
+                stopped = loop.create_task(stopping.wait())
+                try:
+                    await asyncio.wait([*workers, stopped], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    stopped.cancel()
+                    await self._drain(consumers, workers, stopping, hurry)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            if not worker.cancelled() and (error := worker.exception()) is not None:
+                raise error
+
+    async def _drain(
+        self,
+        consumers: list[Consumer],
+        workers: list[asyncio.Task[None]],
+        stopping: asyncio.Event,
+        hurry: asyncio.Event,
+    ) -> None:
+        """No new messages; finish what is being handled, within limits. The consumers' closing does the rest."""
+        stopping.set()
+        for consumer in consumers:
+            consumer._stop()
+        loop = asyncio.get_running_loop()
+        hurried = loop.create_task(hurry.wait())
+        deadline = loop.time() + self.limits.drain_seconds
+        try:
+            while busy := [worker for worker in workers if not worker.done()]:
+                remaining = deadline - loop.time()
+                if remaining <= 0 or hurry.is_set():
+                    log.warning("%d handlers did not finish; their messages are given back", len(busy))
+                    break
+                await asyncio.wait([*busy, hurried], timeout=remaining, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            hurried.cancel()
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _check_count(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise InvalidArgument(f"{name} must be a number from 1, not {value!r}")
+
+
+async def _call(hook: Callable[[], Any]) -> None:
+    result = hook()
+    if inspect.isawaitable(result):
+        await result

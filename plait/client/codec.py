@@ -1,0 +1,85 @@
+"""Bodies into the types that handlers ask for; ``encoding`` is the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from plait.errors import CodecError, InvalidArgument
+
+Decode = Callable[[bytes], Any]
+
+
+def decoder_for(kind: Any) -> Decode:
+    """How a body becomes a ``kind``: bytes as they came, str as UTF-8, anything else from JSON.
+
+    Takes what msgspec knows (structs, dataclasses, dict, list, numbers, unions...) and pydantic models.
+    ``InvalidArgument`` for a type no body can become; the decoder raises ``CodecError``.
+    """
+    if kind is bytes:
+        return bytes
+    if kind is str:
+        return _decode_text
+    if _is_pydantic(kind):
+        return _pydantic_decoder(kind)
+    try:
+        msgspec.json.schema(kind, schema_hook=_schema_of_pydantic)
+        decode = msgspec.json.Decoder(kind, dec_hook=_convert_to_pydantic).decode
+    except (TypeError, NameError, RuntimeError) as error:
+        reason = str(error).splitlines()[-1]
+        raise InvalidArgument(
+            f"a body cannot become {_name(kind)} ({reason}); "
+            "use bytes, str, dict, a msgspec struct, a dataclass or a pydantic model"
+        ) from None
+
+    def decode_json(body: bytes) -> Any:
+        try:
+            return decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise _refusal(kind, error) from None
+
+    return decode_json
+
+
+def _decode_text(body: bytes) -> str:
+    try:
+        return body.decode()
+    except UnicodeDecodeError as error:
+        raise _refusal(str, error) from None
+
+
+def _is_pydantic(kind: Any) -> bool:
+    return isinstance(kind, type) and hasattr(kind, "model_validate_json")
+
+
+def _pydantic_decoder(kind: Any) -> Decode:
+    def decode(body: bytes) -> Any:
+        try:
+            return kind.model_validate_json(body)
+        except ValueError as error:
+            raise _refusal(kind, error) from None
+
+    return decode
+
+
+def _convert_to_pydantic(kind: type, value: Any) -> Any:
+    """A pydantic model inside another type, as in ``list[Model]``."""
+    if _is_pydantic(kind):
+        return kind.model_validate(value)  # type: ignore[attr-defined]
+    raise NotImplementedError(f"{_name(kind)} cannot be decoded")
+
+
+def _schema_of_pydantic(kind: type) -> dict[str, Any]:
+    if _is_pydantic(kind):
+        return {"type": "object"}
+    raise NotImplementedError(f"{_name(kind)} cannot be decoded")
+
+
+def _refusal(kind: Any, error: Exception) -> CodecError:
+    return CodecError(f"the body is no {_name(kind)}: {error}")
+
+
+def _name(kind: Any) -> str:
+    return kind.__qualname__ if isinstance(kind, type) and not hasattr(kind, "__origin__") else str(kind)

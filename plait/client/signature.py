@@ -1,0 +1,122 @@
+"""What a handler wants, read from its parameters when it is decorated.
+
+A parameter annotated ``plait.Message`` gets the message, the other one the body, decoded into its annotation. A batch
+handler takes lists of both. Everything that cannot work is refused at once, with the handler and the parameter named.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from plait.client.codec import Decode, decoder_for
+from plait.client.types import Message
+from plait.errors import InvalidArgument
+
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+class Handler:
+    """A user's function and how to call it."""
+
+    def __init__(self, function: Callable[..., Any], *, batch: bool, local_names: Mapping[str, Any]) -> None:
+        self.function = function
+        self.batch = batch
+        self.name = getattr(function, "__qualname__", type(function).__qualname__).replace("<locals>.", "")
+        self.is_async = _is_async(function)
+        if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+            raise InvalidArgument(
+                f"handler {self.name} yields; a handler returns to acknowledge and raises to give back"
+            )
+        #: Decodes a body; None when the handler asks for none.
+        self._decode: Decode | None = None
+        #: For each argument: True for the message, False for the body.
+        self._takes_message: list[bool] = []
+        for parameter in self._parameters(local_names):
+            self._add(parameter)
+        if not self._takes_message:
+            raise InvalidArgument(f"handler {self.name} takes no argument; give it one for the body or the message")
+
+    def _parameters(self, local_names: Mapping[str, Any]) -> list[inspect.Parameter]:
+        """The parameters with their annotations evaluated."""
+        try:
+            parameters = list(inspect.signature(self.function).parameters.values())
+        except (TypeError, ValueError) as error:
+            raise InvalidArgument(f"handler {self.name} has no signature that can be read: {error}") from None
+        annotations = {p.name: p.annotation for p in parameters if p.annotation is not p.empty}
+
+        def stand_in() -> None:
+            """Carries the parameters' annotations alone: a return type is nobody's business."""
+
+        stand_in.__annotations__ = annotations
+        try:
+            evaluated = inspect.get_annotations(
+                stand_in, globals=_globals(self.function), locals=local_names, eval_str=True
+            )
+        except (NameError, SyntaxError, AttributeError, TypeError) as error:
+            raise InvalidArgument(
+                f"handler {self.name}: an annotation cannot be read ({error}); define its type above the handler"
+            ) from None
+        return [p.replace(annotation=evaluated.get(p.name, p.empty)) for p in parameters]
+
+    def _add(self, parameter: inspect.Parameter) -> None:
+        where = f"handler {self.name}, parameter {parameter.name!r}"
+        if parameter.kind not in _POSITIONAL:
+            if parameter.default is not parameter.empty:
+                return
+            raise InvalidArgument(f"{where}: give it by position; handlers take a body and a message, nothing else")
+        annotation = parameter.annotation
+        if annotation is parameter.empty:
+            raise InvalidArgument(
+                f"{where} has no annotation; write the type of the body, as in {parameter.name}: bytes, "
+                f"or {parameter.name}: plait.Message"
+            )
+        if annotation is Message or annotation == list[Message]:
+            if self.batch != (annotation is not Message):
+                wanted = "list[plait.Message], because of batch=" if self.batch else "plait.Message"
+                raise InvalidArgument(f"{where}: annotate it {wanted}")
+            self._takes_message.append(True)
+            return
+        if False in self._takes_message:
+            if parameter.default is not parameter.empty:
+                return
+            raise InvalidArgument(f"{where}: there is one body already; annotate it plait.Message to get the message")
+        self._decode = self._decoder(annotation, where)
+        self._takes_message.append(False)
+
+    def _decoder(self, annotation: Any, where: str) -> Decode:
+        kind = annotation
+        if self.batch:
+            items = typing.get_args(annotation)
+            if typing.get_origin(annotation) is not list or len(items) != 1:
+                raise InvalidArgument(f"{where}: with batch= it gets many bodies; annotate it list[...]")
+            kind = items[0]
+        try:
+            return decoder_for(kind)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"{where}: {error}") from None
+
+    def decode(self, message: Message) -> Any:
+        """The body as the handler wants it; ``CodecError`` when it is something else."""
+        return None if self._decode is None else self._decode(message.body)
+
+    def arguments(self, body: Any, message: Message | Sequence[Message]) -> list[Any]:
+        """What to call the handler with."""
+        return [message if wanted else body for wanted in self._takes_message]
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    called = getattr(type(function), "__call__", None)  # noqa: B004 - an object's method is looked at, not whether
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+
+
+def _globals(function: Callable[..., Any]) -> dict[str, Any]:
+    inner: Any = inspect.unwrap(function)
+    while hasattr(inner, "func"):
+        inner = inner.func
+    if not hasattr(inner, "__globals__"):
+        inner = type(inner).__call__
+    found: dict[str, Any] = getattr(inner, "__globals__", {})
+    return found

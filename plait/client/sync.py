@@ -1,0 +1,262 @@
+"""The client for blocking code: the same names, without await, from any thread.
+
+One loop in a background thread serves all blocking clients of a process. Each call runs there and the caller waits; an
+interrupt, such as control-C, cancels the call and leaves the client usable. A forked child starts a loop of its own; a
+client that its parent opened raises ``ForkedClient`` there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar
+
+import pyarrow as pa
+
+from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
+from plait.client.arguments import Duration, seconds_of
+from plait.client.client import DEFAULT_ADDRESS
+from plait.client.client import Client as LoopClient
+from plait.client.inbox import Fate, Inbox
+from plait.client.loops import LoopThread, shared_loop
+from plait.client.sync_consumer import Consumer
+from plait.client.sync_reader import Reader
+from plait.client.types import Receipt, Receipts
+from plait.errors import Timeout
+from plait.limits import ClientLimits
+
+T = TypeVar("T")
+
+
+def connect(
+    address: str | Sequence[str] = DEFAULT_ADDRESS,
+    *,
+    client_id: str | None = None,
+    compression: Literal["zstd", "lz4"] | None = None,
+    limits: ClientLimits | None = None,
+) -> Client:
+    """A client for ``with``. The arguments are those of ``plait.connect``."""
+    return Client(address, client_id=client_id, compression=compression, limits=limits)
+
+
+class Ticket:
+    """A posted message; ``result`` waits for its receipt."""
+
+    __slots__ = ("_client", "_fate")
+
+    def __init__(self, client: Client, fate: Fate) -> None:
+        self._client = client
+        self._fate = fate
+
+    @property
+    def done(self) -> bool:
+        """Its fate is known."""
+        return self._fate.known
+
+    def result(self, timeout: Duration | None = None) -> Receipt:
+        """The receipt, or what went wrong; ``Timeout`` when its fate is open for longer, and it may still be stored."""
+        if not self._fate.known:
+            seconds = None if timeout is None else seconds_of(timeout)
+            try:
+                self._client._run(self._client._wait(self._fate), seconds)
+            except TimeoutError:
+                raise Timeout(f"no receipt within {seconds:g} s; the message is still on its way") from None
+        return self._fate.receipt()
+
+
+class Client:
+    """Sends, consumes and administers; safe to share between threads."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str] = DEFAULT_ADDRESS,
+        *,
+        client_id: str | None = None,
+        compression: Literal["zstd", "lz4"] | None = None,
+        limits: ClientLimits | None = None,
+    ) -> None:
+        self._client = LoopClient(address, client_id=client_id, compression=compression, limits=limits)
+        self.client_id = self._client.client_id
+        self.limits = self._client.limits
+        self._thread: LoopThread | None = None
+        self._inbox: Inbox | None = None
+        #: Management of subjects and groups.
+        self.admin = Admin(self)
+
+    def open(self) -> Self:
+        """Connect; ``with`` does it for you."""
+        if self._thread is None:
+            thread = shared_loop()
+            thread.run(self._client.open())
+            self._inbox = Inbox(self._client._producer, thread.loop)
+            self._thread = thread
+        return self
+
+    def close(self) -> None:
+        """Send what is posted and hang up."""
+        if self._thread is not None and self._client._producer.closed is None:
+            self._thread.run(self._close())
+
+    async def _close(self) -> None:
+        self._take_posted()
+        await self._client.close()
+
+    def __enter__(self) -> Self:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- running --------------------------------------------------------------------------------
+
+    def _run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+        """Run on the loop and wait."""
+        if self._thread is None or self._client._producer.closed is not None:
+            coroutine.close()
+            self._client._check_open()
+        assert self._thread is not None
+        return self._thread.run(coroutine, timeout)
+
+    def _take_posted(self) -> None:
+        """On the loop: what was posted before this call goes before it."""
+        if self._inbox is not None:
+            self._inbox.take_all()
+
+    async def _wait(self, fate: Fate) -> None:
+        self._take_posted()
+        await fate.wait()
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def send(
+        self,
+        subject: str,
+        body: Any,
+        *,
+        key: str | int | None = None,
+        tags: Iterable[str] | None = None,
+        headers: Mapping[str, str | int | float | bool] | None = None,
+        oneway: bool = False,
+    ) -> Receipt:
+        """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing."""
+        return self._run(self._send(subject, body, key, tags, headers, oneway))
+
+    async def _send(
+        self,
+        subject: str,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, str | int | float | bool] | None,
+        oneway: bool,
+    ) -> Receipt:
+        self._take_posted()
+        return await self._client.send(subject, body, key=key, tags=tags, headers=headers, oneway=oneway)
+
+    def post(
+        self,
+        subject: str,
+        body: Any,
+        *,
+        key: str | int | None = None,
+        tags: Iterable[str] | None = None,
+        headers: Mapping[str, str | int | float | bool] | None = None,
+    ) -> Ticket:
+        """Buffer a message and go on. ``ticket.result()`` gives the receipt; ``BufferFull`` when there is no room."""
+        inbox = self._inbox
+        if inbox is None or self._client._producer.closed is not None:
+            self._client._check_open()
+        assert inbox is not None
+        return Ticket(self, inbox.post(subject, body, key, tags, headers))
+
+    def send_many(
+        self,
+        subject: str,
+        bodies: Sequence[Any] | pa.Array | pa.ChunkedArray,
+        *,
+        keys: Sequence[str | int | None] | None = None,
+    ) -> Receipts:
+        """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array."""
+        return self._run(self._send_many(subject, bodies, keys))
+
+    async def _send_many(self, subject: str, bodies: Any, keys: Sequence[str | int | None] | None) -> Receipts:
+        self._take_posted()
+        return await self._client.send_many(subject, bodies, keys=keys)
+
+    def flush(self) -> None:
+        """Wait until everything posted is stored; raises the first error since the last flush."""
+        self._run(self._flush())
+
+    async def _flush(self) -> None:
+        self._take_posted()
+        await self._client.flush()
+
+    # --- consuming ------------------------------------------------------------------------------
+
+    def consumer(
+        self,
+        subject: str,
+        group: str | None = None,
+        *,
+        broadcast: bool = False,
+        delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
+        start: Any = None,
+        prefetch: int | None = None,
+    ) -> Consumer:
+        """A member of a group, for ``with``; the arguments are those of the asynchronous client."""
+
+        async def make() -> Consumer:
+            inner = self._client._consumer(subject, group, broadcast, delivery, start, prefetch, any_thread=True)
+            return Consumer(inner, self._run)
+
+        return self._run(make())
+
+    def reader(self, subject: str, *, start: Any = "latest") -> Reader:
+        """Read without a group, for ``with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
+
+        async def make() -> Reader:
+            return Reader(self._client.reader(subject, start=start), self._run)
+
+        return self._run(make())
+
+
+class Admin:
+    """What ``plait subject`` and ``plait group`` do, as methods."""
+
+    def __init__(self, client: Client) -> None:
+        self._run = client._run
+        self._admin = client._client.admin
+
+    def subjects(self) -> list[SubjectInfo]:
+        """All subjects by name."""
+        return self._run(self._admin.subjects())
+
+    def subject(self, subject: str) -> SubjectDetails:
+        """A subject and its groups."""
+        return self._run(self._admin.subject(subject))
+
+    def create_subject(self, subject: str, *, retention: Any = None, retention_bytes: int | None = None) -> SubjectInfo:
+        """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
+        return self._run(self._admin.create_subject(subject, retention=retention, retention_bytes=retention_bytes))
+
+    def delete_subject(self, subject: str) -> None:
+        """Delete a subject with its messages and groups, for good."""
+        self._run(self._admin.delete_subject(subject))
+
+    def groups(self, subject: str | None = None) -> list[GroupInfo]:
+        """The groups of a subject, or of all."""
+        return self._run(self._admin.groups(subject))
+
+    def group(self, subject: str, group: str) -> GroupInfo:
+        """A group's progress."""
+        return self._run(self._admin.group(subject, group))
+
+    def reset_group(self, subject: str, group: str, start: Any) -> int:
+        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
+        return self._run(self._admin.reset_group(subject, group, start))
+
+    def server(self) -> dict[str, Any]:
+        """Facts about the server."""
+        return self._run(self._admin.server())

@@ -1,0 +1,190 @@
+"""Consuming from blocking code: ``Consumer`` and what its fetches return."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Protocol, Self, TypeVar, overload
+
+import pyarrow as pa
+
+from plait.client.arguments import Duration, seconds_of
+from plait.client.batch import ArrowBatch as LoopArrowBatch
+from plait.client.batch import Batch as LoopBatch
+from plait.client.consumer import ITERATION_COUNT
+from plait.client.consumer import Consumer as LoopConsumer
+from plait.client.settling import Piece
+from plait.client.types import Message
+
+T = TypeVar("T")
+
+#: How long one wait of an iteration is; the next one follows at once.
+ITERATION_SECONDS = 3600.0
+
+
+class Run(Protocol):
+    """Runs a coroutine on the loop and waits for its result."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
+
+
+class Batch(Sequence[Message]):
+    """Messages in a consumer's hands, list-like. An empty batch means that nothing came in time."""
+
+    def __init__(self, inner: LoopBatch, run: Run) -> None:
+        self._inner = inner
+        self._run = run
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    @overload
+    def __getitem__(self, index: int) -> Message: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Message]: ...
+    def __getitem__(self, index: int | slice) -> Message | list[Message]:
+        return self._inner[index]
+
+    def __iter__(self) -> Iterator[Message]:
+        return iter(self._inner)
+
+    def ack(self) -> None:
+        """All that were not nacked are done; returns when the broker has it."""
+        self._run(self._inner.ack())
+
+    def nack(self) -> None:
+        """All that were not acked go back to the group at once."""
+        self._run(self._inner.nack())
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+
+class ArrowBatch:
+    """Messages as an Arrow table over the memory they were received in."""
+
+    def __init__(self, inner: LoopArrowBatch, run: Run) -> None:
+        self._inner = inner
+        self._run = run
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    @property
+    def table(self) -> pa.Table:
+        """Columns sequence, key, body, tags, headers, send_time, store_time, producer, producer_sequence, attempt."""
+        return self._inner.table
+
+    def ack(self) -> None:
+        """All rows that were not nacked are done; returns when the broker has it."""
+        self._run(self._inner.ack())
+
+    def nack(self, rows: Iterable[int] | None = None) -> None:
+        """The rows with these numbers (all: None) go back to the group at once."""
+        self._run(self._inner.nack(rows))
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+
+class Consumer:
+    """A member of a group. Use it with ``with``; leaving gives back what is not acked.
+
+    Threads may share it: each message goes to one of them, and may be acked by any.
+    """
+
+    def __init__(self, inner: LoopConsumer, run: Run) -> None:
+        self._inner = inner
+        self._run = run
+        self.subject = inner.subject
+        self.group = inner.group
+        self.client_id = inner.client_id
+        #: What the loop handed over and nobody has taken: an interrupted call loses nothing.
+        self._pieces: deque[Piece] = deque()
+        #: Messages of the first piece that iteration has made already, the next one last.
+        self._ready: list[Message] = []
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Self:
+        self._run(self._inner.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Send the acks that are left, give back the rest, and leave the group."""
+        # Closed with its client, or its parent's: there is nothing left to say.
+        if not self._inner._closed and self._inner._node.closed is None:
+            self._run(self._inner.close())
+
+    def flush(self) -> None:
+        """Until the broker has every ack and nack so far."""
+        self._run(self._inner.flush())
+
+    def fetch(self, count: int = 500, wait: Duration = 1.0) -> Batch:
+        """Up to ``count`` messages: all that are there, or the first that come within ``wait`` seconds."""
+        return Batch(LoopBatch(self._inner._settling, self._fetch(count, wait)), self._run)
+
+    def fetch_arrow(self, count: int = 50_000, wait: Duration = 1.0) -> ArrowBatch:
+        """Like ``fetch``, as an Arrow table that is not copied."""
+        return ArrowBatch(LoopArrowBatch(self._inner._settling, self._fetch(count, wait)), self._run)
+
+    def _fetch(self, count: int, wait: Duration) -> list[Piece]:
+        deadline = time.monotonic() + seconds_of(wait)
+        pieces = self._take(count)
+        while not pieces:
+            remaining = max(deadline - time.monotonic(), 0.0)
+            self._run(self._hand_over(count, remaining))
+            pieces = self._take(count)
+            if remaining <= 0 or self._inner._stopping:
+                break
+        return pieces
+
+    async def _hand_over(self, count: int, wait: float) -> None:
+        """On the loop."""
+        self._pieces.extend(await self._inner._fetch(count, wait))
+
+    def _take(self, count: int) -> list[Piece]:
+        taken: list[Piece] = []
+        with self._lock:
+            self._ready = []
+            while count > 0 and self._pieces:
+                delivered, start, stop = self._pieces.popleft()
+                middle = min(stop, start + count)
+                taken.append((delivered, start, middle))
+                count -= middle - start
+                if middle < stop:
+                    self._pieces.appendleft((delivered, middle, stop))
+        return taken
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Message:
+        """The next message, however long it takes."""
+        while True:
+            with self._lock:
+                message = self._next_ready()
+            if message is not None:
+                return message
+            if self._inner._stopping:
+                raise StopIteration
+            self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS))
+
+    def _next_ready(self) -> Message | None:
+        if not self._pieces:
+            return None
+        delivered, start, stop = self._pieces.popleft()
+        if not self._ready:
+            self._ready = delivered.messages(start, stop)
+            self._ready.reverse()
+        message = self._ready.pop()
+        if start + 1 < stop:
+            self._pieces.appendleft((delivered, start + 1, stop))
+        return message

@@ -1,0 +1,26 @@
+"""Plait for blocking code: the names of ``plait`` without await, safe to use from any thread.
+
+``post`` returns a ticket whose ``result()`` waits for the receipt; a consumer is iterated with a plain ``for``.
+"""
+
+from plait.client.sync import Client, Ticket, connect
+from plait.client.sync_consumer import ArrowBatch, Batch, Consumer
+from plait.client.sync_reader import Reader
+from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts
+from plait.limits import ClientLimits
+
+__all__ = [
+    "ArrowBatch",
+    "Batch",
+    "Client",
+    "ClientLimits",
+    "Consumer",
+    "Message",
+    "MessageId",
+    "PartitionName",
+    "Reader",
+    "Receipt",
+    "Receipts",
+    "Ticket",
+    "connect",
+]
