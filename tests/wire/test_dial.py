@@ -1,0 +1,232 @@
+"""The client's end of a connection, against servers that behave and servers that do not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from plait.errors import DiskFull, InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
+from plait.wire import messages as m
+from plait.wire.dial import Link, dial, parse_address
+from plait.wire.packets import HEADER, HEADER_SIZE, pack
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+WELCOME = m.Welcome(1, "0.1.0", "g1", 1, 5.0, 64)
+
+
+@asynccontextmanager
+async def listening(script: Script) -> AsyncIterator[str]:
+    """A server that does what the script says with each connection, and closes it."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await script(reader, writer)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    yield f"plait://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    server.close()
+
+
+async def next_request(reader: asyncio.StreamReader) -> tuple[int, int]:
+    """(kind, correlation) of the next packet."""
+    size, kind, _, correlation, _ = HEADER.unpack(await reader.readexactly(HEADER_SIZE))
+    await reader.readexactly(size - HEADER_SIZE)
+    return kind, correlation
+
+
+def packet(correlation: int, message: m.Message, payload: bytes = b"") -> bytes:
+    return pack(message.KIND, correlation, m.encode(message), len(payload)) + payload
+
+
+async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    _, correlation = await next_request(reader)
+    writer.write(packet(correlation, WELCOME))
+
+
+@asynccontextmanager
+async def linked(script: Script) -> AsyncIterator[Link]:
+    """A link to a server that says welcome and then does what the script says."""
+
+    async def whole(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await welcome(reader, writer)
+        await script(reader, writer)
+
+    async with listening(whole) as address:
+        link = await dial(address, "c", 5.0)
+        try:
+            yield link
+        finally:
+            link.abort()
+            await until_lost(link)
+
+
+async def until_lost(link: Link) -> None:
+    """Until the link has noticed that it is down."""
+    lost = asyncio.get_running_loop().create_future()
+    before = link.on_lost
+
+    def on_lost() -> None:
+        before()
+        lost.set_result(None)
+
+    link.on_lost = on_lost
+    if not link.closed:
+        await lost
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("plait://127.0.0.1:7000", ("127.0.0.1", 7000)),
+        ("plait://broker", ("broker", 7450)),
+        ("broker:80", ("broker", 80)),
+        (" plait://broker:1/ ", ("broker", 1)),
+        ("plait://[::1]:9", ("::1", 9)),
+        ("plait://[::1]", ("::1", 7450)),
+    ],
+)
+def test_addresses_are_understood(address: str, expected: tuple[str, int]):
+    assert parse_address(address) == expected
+
+
+@pytest.mark.parametrize(
+    "address", ["", "plait://", "plait://:7450", "plait://a:0", "plait://a:65536", "plait://a:x", "http://a/b", "a b:1"]
+)
+def test_other_addresses_are_refused_with_the_rule(address: str):
+    with pytest.raises(InvalidArgument, match="write plait://host:port"):
+        parse_address(address)
+
+
+async def test_answers_find_their_requests_in_any_order():
+    async def reversed_answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        numbers = [(await next_request(reader))[1] for _ in range(3)]
+        for place, number in reversed(list(enumerate(numbers))):
+            writer.write(packet(number, m.Sent(place), b"p" * place))
+
+    async with linked(reversed_answers) as link:
+        answers = await asyncio.gather(*(link.request_payload(m.Heartbeat()) for _ in range(3)))
+    assert [(answer.sequence, bytes(payload)) for answer, payload in answers] == [(0, b""), (1, b"p"), (2, b"pp")]
+
+
+async def test_a_failure_is_raised_to_its_request_alone():
+    async def one_failure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        first, second = (await next_request(reader))[1], (await next_request(reader))[1]
+        writer.write(packet(first, m.failure_of(DiskFull("no room", last=4))) + packet(second, m.Done()))
+
+    async with linked(one_failure) as link:
+        failed, done = await asyncio.gather(
+            link.request(m.Heartbeat()), link.request(m.Heartbeat()), return_exceptions=True
+        )
+    assert isinstance(failed, DiskFull)
+    assert failed.details == {"last": 4}
+    assert done == m.Done()
+
+
+async def test_a_lost_connection_fails_what_is_open_and_what_comes_later():
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+
+    async with linked(hang_up) as link:
+        with pytest.raises(Unavailable, match="lost"):
+            await link.request(m.Heartbeat())
+        with pytest.raises(Unavailable):
+            await link.request(m.Heartbeat())
+
+
+async def test_a_failure_of_the_whole_connection_is_what_every_request_gets():
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+        writer.write(packet(0, m.failure_of(DiskFull("no room"))))
+
+    async with linked(refuse) as link:
+        with pytest.raises(DiskFull, match="no room"):
+            await link.request(m.Heartbeat())
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        pytest.param(b"\xff" * 64, id="size"),
+        pytest.param(pack(9999, 2, b"\x90"), id="kind"),
+        pytest.param(pack(m.Sent.KIND, 2, b"\xc1"), id="head"),
+        pytest.param(HEADER.pack(HEADER_SIZE, m.Sent.KIND, 0, 2, 50), id="head size"),
+    ],
+)
+async def test_a_server_that_breaks_the_protocol_is_hung_up_on(garbage: bytes):
+    async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await next_request(reader)
+        writer.write(garbage)
+        await reader.read()
+
+    async with linked(babble) as link:
+        with pytest.raises(ProtocolError):
+            await link.request(m.Heartbeat())
+
+
+async def test_answers_nobody_waits_for_are_ignored():
+    async def talkative(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, number = await next_request(reader)
+        writer.write(packet(77, m.Done()) + packet(78, m.failure_of(DiskFull("x"))) + packet(number, m.Done()))
+
+    async with linked(talkative) as link:
+        assert await link.request(m.Heartbeat()) == m.Done()
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "words"),
+    [
+        pytest.param(m.Done(), ProtocolError, "answered a hello with Done", id="another answer"),
+        pytest.param(m.Welcome(2, "9", "g1", 1, 5.0, 64), VersionMismatch, "chose protocol 2", id="version"),
+        pytest.param(m.failure_of(VersionMismatch("we speak 2")), VersionMismatch, "we speak 2", id="refusal"),
+    ],
+)
+async def test_a_hello_that_is_not_welcome_raises_why(answer: m.Message, kind: type[PlaitError], words: str):
+    async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, correlation = await next_request(reader)
+        writer.write(packet(correlation, answer))
+
+    async with listening(other) as address:
+        with pytest.raises(kind, match=words):
+            await dial(address, "c", 5.0)
+
+
+async def test_something_that_is_no_plait_server_is_told_so_at_once():
+    async def http(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+        await reader.read()
+
+    async with listening(http) as address:
+        with pytest.raises(ProtocolError):
+            await dial(address, "c", 5.0)
+
+
+async def test_a_server_that_hangs_up_at_once_is_unavailable():
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pass
+
+    async with listening(nothing) as address:
+        with pytest.raises(Unavailable):
+            await dial(address, "c", 5.0)
+
+
+async def test_a_server_that_says_nothing_is_given_up_in_time():
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with listening(silent) as address:
+        with pytest.raises(Unavailable, match=r"no answer from .* within 0.05 s"):
+            await dial(address, "c", 0.05)
+
+
+async def test_nobody_there_is_unavailable_and_says_what_to_start():
+    async with listening(welcome) as address:
+        pass
+    with pytest.raises(Unavailable, match="is 'plait serve' running there"):
+        await dial(address, "c", 5.0)

@@ -1,0 +1,207 @@
+"""Every packet head round-trips, newer ones are understood as far as they can be, and nothing else gets through."""
+
+from __future__ import annotations
+
+import tracemalloc
+from contextlib import suppress
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait import errors
+from plait.errors import PlaitError, ProtocolError
+from plait.wire import messages as m
+
+KINDS: dict[str, type[m.Message]] = {kind.__name__: kind for kind in m.Message.__subclasses__()}
+
+#: One of each as it looked when version 1 was made: a later version must still read and write these bytes.
+GOLDEN: list[tuple[m.Message, str]] = [
+    (m.Hello(1, 3, "shop-1", ["zstd"]), "940103a673686f702d3191a47a737464"),
+    (m.Welcome(1, "0.1.0", "g1", 7, 5.0, 64, []), "9701a5302e312e30a2673107cb40140000000000004090"),
+    (m.Failure("disk_full", "no room", {"last": 5}), "93a96469736b5f66756c6ca76e6f20726f6f6d81a46c61737405"),
+    (m.Done(), "90"),
+    (m.Heartbeat(), "90"),
+    (m.Route("order.book"), "91aa6f726465722e626f6f6b"),
+    (m.Routed(5, "order.book"), "9205aa6f726465722e626f6f6b"),
+    (m.Send(5, oneway=True), "9205c3"),
+    (m.Sent(300), "91cd012c"),
+    (
+        m.Attach("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
+        "96a173a167a16392a873657175656e636509ad61745f6c656173745f6f6e63659193010402",
+    ),
+    (m.Attached(1, 2, "s", "g"), "940102a173a167"),
+    (m.Pull(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
+    (m.Pulled([(0, 10, 1)], more=True), "92919300" + "0a01c3"),
+    (m.Ack(1, [(0, 10, 1)]), "92019193000a01"),
+    (m.Nack(1, [(0, 10, 1)]), "92019193000a01"),
+    (m.Detach(1), "9101"),
+    (m.Read("s", "latest", 10, 1000, 0.5), "95a173a66c61746573740acd03e8cb3fe0000000000000"),
+    (m.ReadReply(1, "s", 10), "9301a1730a"),
+    (m.Admin("subject.list", {}), "92ac7375626a6563742e6c69737480"),
+    (m.AdminReply(msgspec.Raw(b"\x90")), "9190"),
+]
+
+numbers = st.integers(-(2**63), 2**64 - 1)
+texts = st.text(max_size=20)
+triples = st.lists(st.tuples(numbers, numbers, numbers), max_size=5)
+plain = st.recursive(
+    st.none() | st.booleans() | numbers | st.floats(allow_nan=False) | texts | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=5,
+)
+VALUES: dict[Any, st.SearchStrategy[Any]] = {
+    int: numbers,
+    float: st.floats(allow_nan=False),
+    str: texts,
+    bool: st.booleans(),
+    list[str]: st.lists(texts, max_size=4),
+    int | None: st.none() | numbers,
+    str | None: st.none() | texts,
+    list[tuple[int, int, int]]: triples,
+    m.Start: st.none() | texts | st.tuples(texts, numbers),
+    dict[str, Any]: st.dictionaries(texts, plain, max_size=4),
+    msgspec.Raw: plain.map(lambda value: msgspec.Raw(msgspec.msgpack.encode(value))),
+}
+
+
+def message_of(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{field: VALUES[hints[field]] for field in kind.__struct_fields__})
+
+
+messages = st.one_of([message_of(kind) for kind in KINDS.values()])
+
+
+def decode(kind: int, head: bytes) -> m.Message:
+    return m.decode(kind, memoryview(head))
+
+
+@settings(deadline=None)
+@given(messages)
+def test_every_message_is_read_as_it_was_written(message: m.Message):
+    assert decode(message.KIND, m.encode(message)) == message
+
+
+@settings(deadline=None)
+@given(messages, st.lists(plain, min_size=1, max_size=3))
+def test_fields_of_a_later_version_are_ignored(message: m.Message, later: list[Any]):
+    fields = [getattr(message, name) for name in message.__struct_fields__]
+    assert decode(message.KIND, msgspec.msgpack.encode([*fields, *later])) == message
+
+
+@pytest.mark.parametrize(("message", "frozen"), GOLDEN, ids=[type(message).__name__ for message, _ in GOLDEN])
+def test_bytes_are_frozen(message: m.Message, frozen: str):
+    assert m.encode(message).hex() == frozen
+    assert decode(message.KIND, bytes.fromhex(frozen)) == message
+
+
+def test_every_kind_has_a_number_of_its_own_and_frozen_bytes():
+    assert {kind.KIND for kind in KINDS.values()} == {
+        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 30, 31, 40, 41
+    }  # fmt: skip
+    assert len({kind.KIND for kind in KINDS.values()}) == len(KINDS)
+    assert {type(message) for message, _ in GOLDEN} == set(KINDS.values())
+
+
+def test_fields_of_an_older_version_get_their_defaults():
+    assert decode(m.Hello.KIND, msgspec.msgpack.encode([1, 1, "c"])) == m.Hello(1, 1, "c", [])
+    assert decode(m.Attach.KIND, msgspec.msgpack.encode(["s", None, "c"])) == m.Attach("s", None, "c")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from([*KINDS.values()]), st.binary(max_size=60) | plain.map(msgspec.msgpack.encode))
+def test_arbitrary_heads_give_a_message_or_a_protocol_error(kind: type[m.Message], head: bytes):
+    with suppress(ProtocolError):
+        assert type(decode(kind.KIND, head)) is kind
+
+
+@settings(max_examples=200, deadline=None)
+@given(messages, st.integers(0, 7), plain)
+def test_a_value_of_any_type_in_any_field_gives_a_message_or_a_protocol_error(
+    message: m.Message, field: int, value: Any
+):
+    fields = [getattr(message, name) for name in message.__struct_fields__]
+    fields[field : field + 1] = [value]
+    with suppress(ProtocolError):
+        assert type(decode(message.KIND, msgspec.msgpack.encode(fields))) is type(message)
+
+
+@given(st.integers(0, 0xFFFF).filter(lambda number: number not in {kind.KIND for kind in KINDS.values()}))
+def test_an_unknown_kind_is_named(kind: int):
+    with pytest.raises(ProtocolError, match=f"packet kind {kind} is not known"):
+        decode(kind, b"\x90")
+
+
+@pytest.mark.parametrize("kind", [m.Attach, m.Read, m.Admin, m.Failure])
+def test_a_head_nested_without_end_is_refused(kind: type[m.Message]):
+    fields: dict[type[m.Message], bytes] = {
+        m.Attach: b"\x94\xa1s\xa1g\xa1c",
+        m.Read: b"\x95\xa1s",
+        m.Admin: b"\x92\xa1s\x81\xa1k",
+        m.Failure: b"\x93\xa1s\xa1t\x81\xa1k",
+    }
+    with pytest.raises(ProtocolError):
+        decode(kind.KIND, fields[kind] + b"\x91" * 60_000)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"), [(m.Attach, b"\x94\xa1s\xa1g\xa1c"), (m.Admin, b"\x92\xa1s\x81\xa1k"), (m.Hello, b"")]
+)
+def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kind: type[m.Message], before: bytes):
+    count = m.HEAD_SIZE_MAX - 100
+    head = before + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError):
+            decode(kind.KIND, head)
+        assert tracemalloc.get_traced_memory()[1] < 2 * m.HEAD_SIZE_MAX
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_head_over_its_limit_is_refused_unread():
+    with pytest.raises(ProtocolError, match=f"over the limit of {m.HEAD_SIZE_MAX}"):
+        decode(m.Ack.KIND, bytes(m.HEAD_SIZE_MAX + 1))
+    with pytest.raises(ProtocolError, match=f"over the limit of {m.OPEN_HEAD_SIZE_MAX}"):
+        decode(m.Admin.KIND, bytes(m.OPEN_HEAD_SIZE_MAX + 1))
+
+
+def test_a_consumer_may_name_half_a_million_ranges():
+    ranges = [(2 * n + 2**32, 2 * n + 2**32 + 1, 3) for n in range(1 << 18)]
+    message = m.Ack(1, ranges)
+    assert decode(m.Ack.KIND, m.encode(message)) == message
+
+
+def test_a_listing_may_fill_a_packet():
+    listing = msgspec.Raw(msgspec.msgpack.encode(["x" * 100] * 100_000))
+    assert decode(m.AdminReply.KIND, m.encode(m.AdminReply(listing))) == m.AdminReply(listing)
+
+
+@pytest.mark.parametrize("code", errors.BY_CODE)
+def test_every_error_arrives_as_itself(code: str):
+    error = errors.BY_CODE[code]("what happened", last=5, subject="orders")
+    failure = decode(m.Failure.KIND, m.encode(m.failure_of(error)))
+    assert isinstance(failure, m.Failure)
+    arrived = m.error_of(failure)
+    assert type(arrived) is type(error)
+    assert (arrived.message, arrived.details, str(arrived)) == (error.message, error.details, str(error))
+
+
+def test_an_error_code_of_a_later_version_is_a_plain_error():
+    arrived = m.error_of(m.Failure("from_the_future", "what", {}))
+    assert type(arrived) is PlaitError
+
+
+def test_details_cannot_break_the_error_they_come_with():
+    arrived = m.error_of(m.Failure("disk_full", "no room", {"message": 1, "self": 2, "": 3}))
+    assert arrived.message == "no room"
+    assert arrived.details == {"message": 1, "self": 2, "": 3}
+
+
+def test_an_error_that_names_a_long_value_fits_its_packet():
+    failure = m.failure_of(errors.InvalidArgument("x" * 1_000_000))
+    assert failure.message.endswith("...")
+    assert decode(m.Failure.KIND, m.encode(failure)) == failure

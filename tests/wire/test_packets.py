@@ -1,0 +1,150 @@
+"""Bytes in, packets out: the same ones however the bytes are cut, and nothing else whatever the bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.errors import ProtocolError
+from plait.wire import packets
+from plait.wire.packets import GROWTH_FIRST, HEADER, HEADER_SIZE, PACKET_SIZE_MAX, SHARED_SIZE, Receiver, pack
+
+
+class Seen(NamedTuple):
+    """What came out of a receiver."""
+
+    packets: list[tuple[int, int, bytes, bytes]]
+    error: str | None
+
+
+def feed(receiver: Receiver, data: bytes, cuts: Iterator[int]) -> Iterator[packets.Packet]:
+    """Put bytes in as a socket does: never more at once than the buffer takes, nor than ``cuts`` says."""
+    position = 0
+    while position < len(data):
+        buffer = receiver.buffer()
+        count = min(len(buffer), next(cuts), len(data) - position)
+        buffer[:count] = data[position : position + count]
+        position += count
+        yield from receiver.received(count)
+
+
+def endless(cuts: list[int]) -> Iterator[int]:
+    while True:
+        yield from cuts
+
+
+def see(data: bytes, cuts: list[int], shared_size: int = SHARED_SIZE) -> Seen:
+    shared = memoryview(bytearray(shared_size))
+    found: list[packets.Packet] = []
+    error = None
+    try:
+        found.extend(feed(Receiver(shared), data, endless(cuts)))
+    except ProtocolError as failure:
+        error = failure.message
+    # Packets own their memory: the buffer they came in is used again.
+    shared[:] = b"\xaa" * shared_size
+    return Seen([(p.kind, p.correlation, bytes(p.head), bytes(p.payload)) for p in found], error)
+
+
+content = st.tuples(
+    st.integers(0, 0xFFFF), st.integers(0, 0xFFFF_FFFF), st.binary(max_size=200), st.binary(max_size=700)
+)
+cutting = st.lists(st.integers(1, 400), min_size=1, max_size=12)
+
+
+def stream(contents: list[tuple[int, int, bytes, bytes]]) -> bytes:
+    return b"".join(pack(kind, number, head, len(payload)) + payload for kind, number, head, payload in contents)
+
+
+@settings(deadline=None)
+@given(st.lists(content, max_size=8), cutting, st.integers(1, 600), st.integers(32, 300))
+def test_packets_do_not_depend_on_how_the_stream_is_cut(
+    contents: list[tuple[int, int, bytes, bytes]], cuts: list[int], shared_size: int, growth: int
+):
+    with patch.object(packets, "GROWTH_FIRST", growth):
+        assert see(stream(contents), cuts, shared_size) == Seen(contents, None)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(content, max_size=3), st.binary(max_size=300), cutting, cutting, st.integers(1, 600), st.integers(1, 600)
+)
+def test_arbitrary_bytes_give_packets_or_a_protocol_error_however_they_are_cut(
+    contents: list[tuple[int, int, bytes, bytes]],
+    tail: bytes,
+    cuts: list[int],
+    other_cuts: list[int],
+    shared_size: int,
+    other_shared_size: int,
+):
+    data = stream(contents) + tail
+    seen = see(data, cuts, shared_size)
+    assert seen == see(data, other_cuts, other_shared_size)
+    assert seen.packets[: len(contents)] == contents
+
+
+@settings(deadline=None)
+@given(st.integers(HEADER_SIZE, PACKET_SIZE_MAX), st.lists(st.integers(1, 100_000), max_size=20))
+def test_a_packet_that_is_only_declared_costs_what_has_arrived(declared: int, arrivals: list[int]):
+    receiver = Receiver(memoryview(bytearray(SHARED_SIZE)))
+    data = HEADER.pack(declared, 1, 0, 1, 0) + bytes(sum(arrivals))
+    room = 0
+    fed = 0
+    for count in [HEADER_SIZE, *arrivals]:
+        piece = data[fed : min(fed + count, declared)]
+        for _ in feed(receiver, piece, endless([SHARED_SIZE])):
+            return
+        fed += len(piece)
+        room = max(room, len(receiver.buffer()) + receiver.partial_size)
+        assert receiver.partial_size == fed
+    assert room <= max(GROWTH_FIRST, 2 * fed, SHARED_SIZE + HEADER_SIZE)
+
+
+@pytest.mark.parametrize("size", [0, HEADER_SIZE - 1, PACKET_SIZE_MAX + 1, 0xFFFF_FFFF])
+def test_an_impossible_size_is_refused_with_the_first_header(size: int):
+    assert see(HEADER.pack(size, 1, 0, 1, 0), [100]).error == (
+        f"packet size {size} is outside {HEADER_SIZE} to {PACKET_SIZE_MAX}"
+    )
+
+
+def test_packets_before_a_bad_one_come_out():
+    good = pack(4, 9, b"\x90")
+    seen = see(good + b"\xff" * 16, [1000])
+    assert [packet[:2] for packet in seen.packets] == [(4, 9)]
+    assert seen.error is not None
+
+
+@pytest.mark.parametrize("head_size", [1, 7, 100, 0xFFFF_FFFF])
+def test_a_head_that_passes_the_end_is_refused(head_size: int):
+    assert see(HEADER.pack(HEADER_SIZE, 1, 0, 1, head_size), [100]).error == (
+        f"packet head of {head_size} bytes passes the packet's end"
+    )
+
+
+def test_a_packet_of_the_largest_size_is_received_in_place():
+    payload_size = PACKET_SIZE_MAX - HEADER_SIZE - 8
+    data = pack(12, 1, b"\x91\x01", payload_size) + b"\x01" * payload_size
+    seen = see(data, [100_000])
+    assert [(len(head), len(payload)) for _, _, head, payload in seen.packets] == [(2, payload_size)]
+    assert set(seen.packets[0][3]) == {1}
+
+
+def test_what_is_too_large_is_not_packed():
+    with pytest.raises(ProtocolError, match="over the limit"):
+        pack(12, 1, b"", PACKET_SIZE_MAX)
+
+
+def test_a_head_may_be_larger_than_sixteen_bits_count():
+    head = bytes(100_000)
+    assert see(pack(41, 1, head), [5000]).packets == [(41, 1, head, b"")]
+
+
+def test_the_header_is_as_documented():
+    assert pack(0x0102, 0x0A0B0C0D, b"\x90", 5).hex() == "1d000000" + "0201" + "0000" + "0d0c0b0a" + "01000000" + (
+        "9000000000000000"
+    )
