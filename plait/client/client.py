@@ -164,10 +164,11 @@ class Client:
     ) -> Ticket:
         """Buffer a message and go on. ``await ticket`` gives the receipt; ``BufferFull`` when there is no room."""
         producer = self._producer
-        if producer.buffered >= producer.limits.buffer_bytes or producer.closed is not None or not self._opened:
+        if producer.buffered >= producer.buffer_bytes or producer.closed is not None or not self._opened:
             self._check_open()
             producer.refuse_when_full()
-        return producer.queue(subject).post(body, key, tags, headers)
+        queue = producer.queues.get(subject) or producer.queue(subject)
+        return queue.post(body, key, tags, headers)
 
     async def send_many(
         self,

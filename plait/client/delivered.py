@@ -148,10 +148,13 @@ class Delivered:
     # --- settling -------------------------------------------------------------------------------
 
     def ack_row(self, row: int) -> Acknowledgement:
-        owner = self.owner
-        if owner is not None:
-            self.acking.append(row)
-            owner.settle_soon(self)
+        acking = self.acking
+        if acking:
+            # The owner knows already that there is something to collect.
+            acking.append(row)
+        elif self.owner is not None:
+            acking.append(row)
+            self.owner.settle_soon(self)
         return ACKNOWLEDGED
 
     def nack_row(self, row: int) -> Acknowledgement:

@@ -35,6 +35,7 @@ class Producer:
     def __init__(self, node: Node, limits: ClientLimits, clock_now: Callable[[], int], compression: str | None) -> None:
         self.node = node
         self.limits = limits
+        self.buffer_bytes = limits.buffer_bytes
         self.now = clock_now
         self.compression = compression
         self.id = new_producer_id()
@@ -45,7 +46,7 @@ class Producer:
         #: Bytes of rows that are buffered or under way.
         self.buffered = 0
         self.closed: PlaitError | None = None
-        self._queues: dict[str, SubjectQueue] = {}
+        self.queues: dict[str, SubjectQueue] = {}
         self._room: deque[asyncio.Future[None]] = deque()
         self._urgent: list[SubjectQueue] = []
         node.on_link.append(self._new_link)
@@ -55,10 +56,10 @@ class Producer:
 
     def queue(self, subject: str) -> SubjectQueue:
         """The queue of a subject."""
-        queue = self._queues.get(subject)
+        queue = self.queues.get(subject)
         if queue is None:
             names.check("subject", subject)
-            queue = self._queues[subject] = SubjectQueue(self, subject)
+            queue = self.queues[subject] = SubjectQueue(self, subject)
         return queue
 
     def take(self, count: int) -> int:
@@ -76,7 +77,7 @@ class Producer:
         """Another producer id: the broker does not know this one any more (R9)."""
         self.id = new_producer_id()
         self.next = 1
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.last = 0
 
     # --- the turn -------------------------------------------------------------------------------
@@ -137,7 +138,7 @@ class Producer:
     # --- connection -----------------------------------------------------------------------------
 
     def _new_link(self, link: Link) -> None:
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.new_link(link)
 
     async def route(self, subject: str) -> tuple[int, PartitionName]:
@@ -149,7 +150,7 @@ class Producer:
 
     async def flush(self) -> None:
         """Until the fate of everything posted so far is known; raises the first error since the last flush."""
-        errors = [await queue.flush() for queue in list(self._queues.values())]
+        errors = [await queue.flush() for queue in list(self.queues.values())]
         for error in errors:
             if error is not None:
                 raise error
@@ -165,6 +166,6 @@ class Producer:
     def abandon(self, error: PlaitError) -> None:
         """Settle everything that is open with an error."""
         self.closed = error
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             queue.abandon(error)
         self._wake_waiting()

@@ -48,6 +48,8 @@ class SubjectQueue:
     __slots__ = (
         "_broken",
         "_confirmed",
+        "_frame_bytes",
+        "_frame_count",
         "_frames",
         "_idle",
         "_linger",
@@ -82,6 +84,8 @@ class SubjectQueue:
         self.name: PartitionName | None = None
         self._partition: int | None = None
         self._routing: asyncio.Task[None] | None = None
+        self._frame_bytes = producer.limits.frame_bytes
+        self._frame_count = producer.limits.frame_count
         self._rows = OpenRows()
         self._oneway = OpenRows()
         self._linger: asyncio.TimerHandle | None = None
@@ -102,17 +106,20 @@ class SubjectQueue:
     ) -> Ticket:
         """Add a row that leaves when the frame is full or has lingered."""
         rows = self._rows
-        self.producer.buffered += rows.add(body, key, tags, headers)
-        row = len(rows.bodies) - 1
+        row = len(rows.bodies)
+        if tags is None and headers is None and rows.plain and type(key) is str and type(body) is bytes:
+            size = rows.add_keyed(body, key)
+        else:
+            size = rows.add(body, key, tags, headers)
+        producer = self.producer
+        producer.buffered += size
         batch = rows.batch
         batch.posted = True
-        ticket = Ticket(batch, row)
-        limits = self.producer.limits
-        if rows.size >= limits.frame_bytes or row + 1 >= limits.frame_count:
+        if rows.size >= self._frame_bytes or row >= self._frame_count - 1:
             self.seal()
         elif row == 0 and self._linger is None:
-            self._linger = self.producer.loop.call_later(limits.linger_seconds, self.seal)
-        return ticket
+            self._linger = producer.loop.call_later(producer.limits.linger_seconds, self.seal)
+        return Ticket(batch, row)
 
     def send(
         self,

@@ -16,6 +16,9 @@ from plait.frame.builder import FrameParts, build_frame
 
 #: What a row costs beside its bytes, about.
 ROW_SIZE = 16
+#: ASCII keys and bodies below these cannot pass their limits: no need to look closer.
+SHORT_KEY_MAX = 256
+SHORT_BODY_MAX = 1_000_000
 
 
 def hash_keys(keys: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
@@ -26,7 +29,7 @@ def hash_keys(keys: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
 class OpenRows:
     """Columns that grow by a row at a time; a column exists from the first row that has it."""
 
-    __slots__ = ("batch", "bodies", "headers", "keys", "size", "tags")
+    __slots__ = ("batch", "bodies", "headers", "keys", "plain", "size", "tags")
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -34,15 +37,28 @@ class OpenRows:
         self.tags: list[bytes] | None = None
         self.headers: list[bytes] | None = None
         self.size = 0
+        #: No row so far has tags or headers.
+        self.plain = True
         self.batch = PendingBatch()
+
+    def add_keyed(self, body: bytes, key: str) -> int:
+        """``add`` for what most rows are: bytes and a text key, in rows that are ``plain``."""
+        keys = self.keys
+        if keys is None or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii() or len(body) > SHORT_BODY_MAX:
+            return self.add(body, key, None, None)
+        self.bodies.append(body)
+        keys.append(key)
+        size = len(body) + len(key) + ROW_SIZE
+        self.size += size
+        return size
 
     def add(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> int:
         """Append a row; its size. Nothing is added when something is wrong with it."""
-        if type(body) is not bytes or len(body) > 1_000_000:
+        if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
             body = encode_body(body)
-        if key is not None and (type(key) is not str or not 0 < len(key) < 256 or not key.isascii()):
+        if key is not None and (type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii()):
             key = encode_key(key)
         bodies = self.bodies
         row = len(bodies)
@@ -52,11 +68,13 @@ class OpenRows:
             size += len(encoded)
             if self.tags is None:
                 self.tags = [b""] * row
+                self.plain = False
         if headers is not None:
             encoded_headers = encode_headers(headers)
             size += len(encoded_headers)
             if self.headers is None:
                 self.headers = [b""] * row
+                self.plain = False
         if self.tags is not None:
             self.tags.append(encoded if tags is not None else b"")
         if self.headers is not None:
