@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from plait.client.encoding import decode_headers, decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
+from plait.errors import FrameError
+from plait.frame.arrow import keys as key_column
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 
@@ -104,8 +106,11 @@ class Delivered:
     def _keys(self, start: int, stop: int) -> list[str | None] | repeat[None]:
         if not self.frame.has(Column.KEY):
             return repeat(None)
-        texts = self.frame.binary(Column.KEY).slice(start, stop - start).cast("string").to_pylist()
-        return [text or None for text in texts] if "" in texts else texts
+        try:
+            texts: list[str | None] = key_column(self.frame).slice(start, stop - start).to_pylist()
+        except UnicodeDecodeError as error:
+            raise FrameError(f"an order key is not UTF-8: {error}") from None
+        return texts
 
     def tags(self, row: int) -> list[str]:
         if not self.frame.has(Column.TAGS):
