@@ -196,7 +196,7 @@ def _headers(given: list[str] | None) -> dict[str, HeaderValue] | None:
             headers[name[:-1]] = msgspec.json.decode(value, type=bool | int | float | str)
         except msgspec.MsgspecError:
             raise InvalidArgument(
-                f"header {text!r}: {value!r} is no number, true, false or quoted text; for text write {name[:-1]}={value}"
+                f"header {text!r}: {value!r} is no number, true, false or quoted text; write {name[:-1]}= for text"
             ) from None
     return headers
 

@@ -1,8 +1,8 @@
 """``plait serve``: a node in the foreground.
 
 Standard output gets exactly one line, which starts with ``ready``, once clients are served. Everything else, recovery
-and damage first, goes to standard error. SIGTERM and SIGINT drain and end with 0; storage that fails ends the process with
-9, because what it could not write it must not keep in memory and acknowledge.
+and damage first, goes to standard error. SIGTERM and SIGINT drain and end with 0; storage that fails ends the process
+with 9, because what it could not write it must not keep in memory and acknowledge.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""Every checkpoint: whole or not, and the newest one that is."""
+
+from __future__ import annotations
+
+import msgspec
+
+from plait.broker.state import PartitionState, decode_partitions
+from plait.cli.checkup.findings import CheckpointFacts, Finding, Report
+from plait.storage.checkpoint import DIRECTORY, Checkpoints, Manifest
+from plait.storage.disk import RealDisk
+
+PART = "checkpoint"
+
+
+class Newest(msgspec.Struct):
+    """The checkpoint that a start would use."""
+
+    manifest: Manifest
+    partitions: dict[int, PartitionState]
+
+
+def examine_checkpoints(disk: RealDisk, report: Report) -> Newest | None:
+    """Read every checkpoint back. A newer format is refused with ``DataDirError``."""
+    newest: Newest | None = None
+    names = [name for name in disk.list(DIRECTORY) if name.startswith("manifest-") and "." not in name]
+    needed: set[str] = set()
+    for name in reversed(names):
+        path = f"{DIRECTORY}/{name}"
+        manifest, partitions, problem = _read(disk, name)
+        if problem and report.in_use and not disk.exists(path):
+            # The server made a new one meanwhile and let the oldest go.
+            continue
+        if manifest is not None:
+            needed.update(where.file for where in manifest.shards.values())
+        report.checkpoints.append(_facts(path, manifest, whole=not problem))
+        if problem:
+            report.add(
+                Finding(
+                    severity="damaged",
+                    part=PART,
+                    file=path,
+                    what=problem,
+                    harm=_harm(newest is not None, len(names)),
+                    advice="check the disk; the next start goes on from another one, or from the logs",
+                )
+            )
+        elif newest is None and manifest is not None:
+            newest = Newest(manifest, partitions)
+    if not report.in_use:
+        _note_leftovers(disk, needed, report)
+    return newest
+
+
+def _read(disk: RealDisk, name: str) -> tuple[Manifest | None, dict[int, PartitionState], str]:
+    """(manifest, its partitions, what is wrong) of one checkpoint."""
+    one = Checkpoints(_OneManifest(disk, name))
+    try:
+        loaded = one.load()
+    except FileNotFoundError:
+        return None, {}, "is gone"
+    if loaded is None:
+        return None, {}, one.rejected[-1].split(": ", 1)[-1] if one.rejected else "does not read back whole"
+    partitions: dict[int, PartitionState] = {}
+    for shard, data in loaded.shards.items():
+        if shard.startswith("partitions-"):
+            try:
+                partitions.update({entry.row.id: entry for entry in decode_partitions(data)})
+            except msgspec.MsgspecError as error:
+                return loaded.manifest, {}, f"shard {shard} does not decode: {error}"
+    return loaded.manifest, partitions, ""
+
+
+class _OneManifest(RealDisk):
+    """A disk on which one manifest is all there is, so that nothing falls back to another."""
+
+    def __init__(self, disk: RealDisk, manifest: str) -> None:
+        super().__init__(disk.root, read_only=True)
+        self._manifest = manifest
+
+    def list(self, path: str) -> list[str]:
+        return [self._manifest] if path == DIRECTORY else super().list(path)
+
+
+def _facts(path: str, manifest: Manifest | None, *, whole: bool) -> CheckpointFacts:
+    if manifest is None:
+        return CheckpointFacts(file=path, whole=False)
+    return CheckpointFacts(
+        file=path,
+        whole=whole,
+        number=manifest.number,
+        clean=manifest.clean,
+        time=manifest.time,
+        epoch=manifest.epoch,
+        message_offset=manifest.message_offset,
+        action_offset=manifest.action_offset,
+        shards=len(manifest.shards),
+    )
+
+
+def _harm(newer_is_whole: bool, count: int) -> str:
+    if newer_is_whole:
+        return "none: a newer checkpoint is whole"
+    if count > 1:
+        return "a start has to go back to an older checkpoint and reads more of the logs; nothing is lost by that"
+    return "a start has to read the logs from their beginning; what was deleted from them is not known any more"
+
+
+def _note_leftovers(disk: RealDisk, needed: set[str], report: Report) -> None:
+    known = needed | {facts.file.removeprefix(f"{DIRECTORY}/") for facts in report.checkpoints}
+    left = [name for name in disk.list(DIRECTORY) if name not in known]
+    # Shards of a checkpoint that does not read back are nobody's either.
+    if left and all(facts.whole for facts in report.checkpoints):
+        report.add(
+            Finding(
+                severity="note",
+                part=PART,
+                file=f"{DIRECTORY}/{left[0]}",
+                what=f"{len(left)} files belong to no checkpoint: one was being written when the server stopped",
+                harm="none",
+                advice="nothing: the next checkpoint clears them away",
+            )
+        )

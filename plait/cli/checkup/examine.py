@@ -1,0 +1,114 @@
+"""The check-up itself, from the checkpoints down to the last byte of both logs. It opens files for reading only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from plait.cli.checkup.action_log import ActionCheck
+from plait.cli.checkup.checkpoints import examine_checkpoints
+from plait.cli.checkup.consume_logs import ConsumeCheck
+from plait.cli.checkup.findings import Finding, LogFacts, Report
+from plait.cli.checkup.message_log import MessageCheck
+from plait.cli.checkup.segments import Walk
+from plait.errors import DataDirError
+from plait.storage.action_log import DIRECTORY as ACTION
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
+from plait.storage.checkpoint import FORMAT_VERSION
+from plait.storage.consume_log import DIRECTORY as CONSUME
+from plait.storage.disk import RealDisk
+from plait.storage.recovery import QUARANTINE
+
+MESSAGE = "message"
+LOCK = "LOCK"
+OURS = {MESSAGE, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK}
+
+#: Called with the name of a step, and how many bytes of how many are done.
+OnStep = Callable[[str, int, int], None]
+
+
+def examine(path: Path, on_step: OnStep) -> Report:
+    """Check a data directory. ``DataDirError`` when it is none, cannot be read, or is of a newer format."""
+    if not path.is_dir():
+        raise DataDirError(f"{path} is no directory; name the one that 'plait serve --data' was given")
+    try:
+        return _examine(path, on_step)
+    except PermissionError as error:
+        raise DataDirError(f"{path} cannot be read: {error}; run it as the user that runs the server") from None
+
+
+def _examine(path: Path, on_step: OnStep) -> Report:
+    disk = RealDisk(path, read_only=True)
+    entries = disk.list("")
+    if not {MESSAGE, CHECKPOINTS} & set(entries):
+        raise DataDirError(f"{path} is no Plait data directory: it has neither {MESSAGE}/ nor {CHECKPOINTS}/")
+    report = Report(
+        path=str(path),
+        in_use=in_use(path),
+        format_version=FORMAT_VERSION,
+        message_log=LogFacts(name=MESSAGE),
+        action_log=LogFacts(name=ACTION),
+    )
+    newest = examine_checkpoints(disk, report) if CHECKPOINTS in entries else None
+    manifest = newest.manifest if newest else None
+    partitions = newest.partitions if newest else {}
+    messages = Walk(
+        disk,
+        MESSAGE,
+        durable=manifest.durable if manifest else 0,
+        in_use=report.in_use,
+        stamps_durable=True,
+        on_progress=lambda done, total: on_step("message log", done, total),
+    )
+    report.message_log = messages.facts
+    covered = manifest.message_offset if manifest else 0
+    consume = ConsumeCheck(disk, partitions, covered, messages.start, report)
+    MessageCheck(messages, partitions, consume, report).run()
+    consume.finish(messages.damages)
+    actions = Walk(
+        disk,
+        ACTION,
+        durable=manifest.action_offset if manifest else 0,
+        in_use=report.in_use,
+        stamps_durable=False,
+        on_progress=lambda done, total: on_step("action log", done, total),
+    )
+    report.action_log = actions.facts
+    ActionCheck(actions, messages.end, report).run()
+    report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
+    _note_strangers(set(entries) - OURS, report)
+    messages.close()
+    actions.close()
+    return report
+
+
+def in_use(path: Path) -> bool:
+    """A server holds the directory's lock."""
+    try:
+        fd = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        # Shared, and given back at once: several may look at the same time.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _note_strangers(names: set[str], report: Report) -> None:
+    for name in sorted(names):
+        report.add(
+            Finding(
+                severity="note",
+                part="data directory",
+                file=name,
+                what="is not Plait's",
+                harm="none",
+                advice="nothing: it is left alone",
+            )
+        )

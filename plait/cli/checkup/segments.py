@@ -1,0 +1,115 @@
+"""One pass over every frame of a log, and what became of the bytes that are no frames."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from plait.cli.checkup.findings import LogFacts
+from plait.errors import FrameError
+from plait.frame.view import FrameView
+from plait.storage.disk import RealDisk
+from plait.storage.log import Log, segment_name, used_size
+from plait.storage.recovery import Damage, LogScan, Plausible
+
+#: Called with how many bytes of how many have been read.
+OnProgress = Callable[[int, int], None]
+
+
+class Walk:
+    """All frames from the first segment on; afterwards ``damages`` tells what could not be read.
+
+    While a server writes, its last frame may be half there, and more may follow while it is looked at: only what stood
+    when the walk began is judged, and what looked bad is looked at again.
+    """
+
+    def __init__(
+        self,
+        disk: RealDisk,
+        directory: str,
+        *,
+        durable: int,
+        in_use: bool,
+        stamps_durable: bool,
+        on_progress: OnProgress,
+    ) -> None:
+        self.directory = directory
+        self._log = Log(disk, directory, 0) if disk.exists(directory) else None
+        self._durable = durable
+        self._in_use = in_use
+        self._stamps_durable = stamps_durable
+        self._on_progress = on_progress
+        segments = self._log.segments if self._log else []
+        self.start = segments[0].base if segments else 0
+        self.end = self.start
+        self.facts = LogFacts(name=directory, segments=len(segments), start=self.start, end=self.start)
+        self.damages: list[Damage] = []
+        #: Offsets at which a frame is believed to start after damage.
+        self.plausible: Plausible | None = None
+
+    def frames(self) -> Iterator[tuple[int, FrameView]]:
+        """(offset, frame) of every frame that is intact."""
+        if self._log is None or not self._log.segments:
+            if self._durable:
+                self.damages = [Damage(self.directory, 0, self._durable, "damaged", "the log's files are missing")]
+                self._count_damages()
+            return
+        last = self._log.segments[-1]
+        limit = last.base + used_size(last.view, 0)
+        scan = LogScan(self._log, self.start, self._durable, self.plausible, stamps_durable=self._stamps_durable)
+        facts = self.facts
+        total = max(limit - self.start, 1)
+        for offset, frame in scan:
+            if self._in_use and offset >= limit:
+                break
+            # What stands before an intact frame is no tail.
+            self.damages = scan.damages
+            facts.frames += 1
+            facts.end = offset + frame.size
+            yield offset, frame
+            self._on_progress(facts.end - self.start, total)
+        self.damages = [damage for damage in scan.damages if not self._was_being_written(damage)]
+        facts.end = self.end = max(facts.end, 0 if self._in_use else scan.end)
+        self._find_missing_files()
+        self._count_damages()
+
+    def _was_being_written(self, damage: Damage) -> bool:
+        if not self._in_use:
+            return False
+        if damage.kind == "torn":
+            return True
+        for segment in self._log.segments if self._log else []:
+            if segment.base <= damage.offset < segment.end:
+                try:
+                    FrameView(segment.view, damage.offset - segment.base).verify()
+                except FrameError:
+                    return False
+                return True
+        return False
+
+    def _find_missing_files(self) -> None:
+        """A file that is gone between two others, where the frames themselves did not tell."""
+        assert self._log is not None
+        for one, other in zip(self._log.segments, self._log.segments[1:], strict=False):
+            known = any(d.offset < other.base and d.offset + d.size > one.end for d in self.damages)
+            if other.base > one.end and not known:
+                size = other.base - one.end
+                self.damages.append(Damage(self.directory, one.end, size, "damaged", "the files between are missing"))
+
+    def _count_damages(self) -> None:
+        self.damages.sort(key=lambda damage: damage.offset)
+        for damage in self.damages:
+            if damage.kind == "torn":
+                self.facts.torn_bytes += damage.size
+            else:
+                self.facts.damaged_bytes += damage.size
+
+    def place(self, offset: int) -> tuple[str, int | None]:
+        """(file, position in it) of a log offset; the name that a missing file would have."""
+        for segment in self._log.segments if self._log else []:
+            if segment.base <= offset < segment.end:
+                return f"{self.directory}/{segment_name(segment.base)}", offset - segment.base
+        return f"{self.directory}/{segment_name(offset)}", None
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()

@@ -1,0 +1,69 @@
+"""``plait`` as a user runs it: real processes, their output and their exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+#: No command of these tests takes this long.
+SECONDS = 60.0
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The caller's, without what would change a command's behaviour."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("PLAIT_SERVER", "PLAIT_DEBUG")}
+    return kept | more
+
+
+def plait(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a command to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "plait.cli", *arguments],
+        input=stdin,
+        capture_output=True,
+        timeout=SECONDS,
+        env=environment(**env),
+    )
+
+
+class Serving:
+    """A ``plait serve`` process that is ready."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ready: str) -> None:
+        self.process = process
+        self.ready = ready
+        self.address = ready.split()[1]
+
+    def stop(self, number: int = signal.SIGTERM) -> tuple[int, str, str]:
+        """(exit code, the rest of standard output, standard error) after a signal."""
+        self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, out.decode(), err.decode()
+
+
+@contextmanager
+def serve(data: Path, *options: str) -> Iterator[Serving]:
+    """A node on a free port, ended whatever happens."""
+    command = [sys.executable, "-m", "plait.cli", "serve", "--data", str(data), "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--segment-size", "32MiB", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().decode()
+        if not line.startswith("ready "):
+            _, err = process.communicate(timeout=SECONDS)
+            raise AssertionError(f"not ready: {line!r} {err.decode()}")
+        yield Serving(process, line)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate(timeout=SECONDS)

@@ -1,0 +1,67 @@
+"""A data directory with something of everything in it, made once and copied for each test that damages it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import plait
+from plait.broker import BrokerConfig
+from plait.frame.view import FrameView
+from plait.server import Server
+from plait.storage.disk import RealDisk
+
+SUBJECTS = ("orders", "payments")
+#: Messages of each subject, and in one frame.
+COUNT = 400
+BATCH = 20
+SEGMENT_SIZE = 8 * 1024
+
+
+async def make(path: Path) -> None:
+    """Two subjects over several segments, two groups, several checkpoints, an orderly stop."""
+    config = BrokerConfig(message_segment_size=SEGMENT_SIZE, action_segment_size=SEGMENT_SIZE)
+    server = Server(RealDisk(path), config, port=0)
+    await server.start()
+    async with plait.connect(server.address) as client:
+        for start in range(0, COUNT, BATCH):
+            for subject in SUBJECTS:
+                await client.send_many(subject, [f"{subject}-{n:04d}".encode() for n in range(start, start + BATCH)])
+            if start == COUNT // 2:
+                server.broker.checkpoint()
+        for subject in SUBJECTS:
+            async with client.consumer(subject, "readers") as consumer:
+                batch = await consumer.fetch(COUNT // 2, wait=5.0)
+                await batch.ack()
+    await server.stop()
+
+
+def frames(path: Path) -> list[tuple[int, FrameView]]:
+    """(position, frame) of every frame of one log file."""
+    data = path.read_bytes()
+    found = []
+    position = 0
+    while position < len(data) and data[position : position + 2] == b"PL":
+        frame = FrameView(data, position)
+        found.append((position, frame))
+        position += frame.size
+    return found
+
+
+def flip(path: Path, position: int, mask: int = 0x10) -> None:
+    """Turn bits of one byte."""
+    data = bytearray(path.read_bytes())
+    data[position] ^= mask
+    path.write_bytes(data)
+
+
+def fingerprint(path: Path) -> dict[str, tuple[str, int, int]]:
+    """(content, size, time of the last change) of everything in a directory, and of the directories."""
+    return {
+        entry.relative_to(path).as_posix(): (
+            hashlib.sha256(entry.read_bytes()).hexdigest() if entry.is_file() else "",
+            entry.stat().st_size,
+            entry.stat().st_mtime_ns,
+        )
+        for entry in sorted(path.rglob("*"))
+    }

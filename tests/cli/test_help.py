@@ -1,0 +1,104 @@
+"""Help, wrong usage, and words for sizes: what needs no node."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from plait.cli.options import size_of
+from plait.cli.output import printable, words_of_seconds, words_of_size
+from plait.cli.run import run
+from plait.errors import InvalidArgument
+from plait.version import VERSION
+from tests.cli.commands import plait
+
+COMMANDS = {
+    "serve": ["--data", "--port", "--flush", "--segment-size", "--retention", "--no-auto-create", "--log-level"],
+    "send": ["SUBJECT", "BODY", "--key", "--tag", "--header", "--file", "--lines", "--server", "--output"],
+    "tail": ["SUBJECT", "--start", "--count", "--group", "--wait", "PLAIT_SERVER", "raw"],
+    "subject": ["list", "describe", "create", "delete"],
+    "subject create": ["--retention", "--retention-size"],
+    "subject delete": ["--yes"],
+    "group": ["list", "describe", "reset"],
+    "group reset": ["--to", "earliest"],
+    "bench": ["--count", "--size", "--keys", "--batch", "--embedded"],
+    "doctor": ["DATA", "--output"],
+}
+
+
+def test_help_names_every_command():
+    result = plait("--help")
+    assert (result.returncode, result.stderr) == (0, b"")
+    missing = [name for name in COMMANDS if " " not in name and name not in result.stdout.decode()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_its_arguments(command: str, capsys: pytest.CaptureFixture[str]):
+    assert run([*command.split(), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [word for word in COMMANDS[command] if word not in text] == []
+
+
+def test_the_top_help_imports_no_command():
+    program = (
+        "import sys\nfrom plait.cli.run import run\nrun(['--help'])\n"
+        "heavy = {'uvloop', 'plait.server.host', 'plait.broker.broker', 'plait.cli.serve', 'plait.cli.send'}\n"
+        "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, b"")
+
+
+def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"{VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["sned"], 'Unknown command "sned"'),
+        (["send"], "SUBJECT requires an argument"),
+        (["send", "a", "b", "c"], "'c'"),
+        (["send", "a", "b", "--file", "c"], "not both"),
+        (["send", "a", "--file", "does-not-exist"], "'does-not-exist' cannot be read"),
+        (["send", "a", "b", "--header", "city"], "header 'city'"),
+        (["send", "a", "b", "--header", "amount:=five"], "'five' is no number"),
+        (["tail", "a", "--count", "0"], "--count"),
+        (["tail", "a", "--wait", "soon"], "duration 'soon'"),
+        (["tail", "a", "--strat", "1"], "Did you mean --start?"),
+        (["group", "reset", "a", "b"], "--to requires an argument"),
+        (["subject", "list", "-o", "yaml"], '"table", "json"'),
+        (["subject", "create", "a", "--retention-size", "5 stones"], "size '5 stones'"),
+        (["bench", "--count", "0"], "--count must be 1 or more"),
+        (["subject", "list", "--server", "http://x"], "plait://host:port"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert words in err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1GiB", 1 << 30), ("64 mib", 64 << 20), ("100MB", 10**8), ("17", 17), ("1.5KiB", 1536)]
+)
+def test_sizes_are_understood(text: str, size: int):
+    assert size_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1MiB", "1XB", "1 2"])
+def test_other_sizes_are_refused(text: str):
+    with pytest.raises(InvalidArgument, match="is not understood"):
+        size_of(text)
+
+
+def test_values_in_words():
+    assert [words_of_size(size) for size in (0, 1023, 1536, 200 << 20)] == ["0 B", "1023 B", "1.5 KiB", "200 MiB"]
+    assert [words_of_seconds(seconds) for seconds in (None, 3 * 86400, 5400, 1.5)] == ["for ever", "3d", "90m", "1.5s"]
+    assert printable("grün\x07\u202e") == "grün\\x07\\u202e"

@@ -1,0 +1,187 @@
+"""``plait serve`` as a process: one ready line, an orderly end, and clear words where it cannot start."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from crc32c import crc32c
+
+from plait.cli.run import run
+from tests.cli.commands import SECONDS, environment, plait, serve
+from tests.cli.data_directory import fingerprint, flip, frames
+
+
+def test_one_ready_line_then_an_orderly_end_on_sigterm(tmp_path: Path):
+    data = tmp_path / "data"
+    with serve(data, "--flush", "sync") as node:
+        assert re.fullmatch(
+            rf"ready plait://127\.0\.0\.1:\d+ data={data} flush=sync epoch=1 pid={node.process.pid} version=\S+\n",
+            node.ready,
+        )
+        assert plait("send", "orders", "created", "--server", node.address).returncode == 0
+        code, out, err = node.stop(signal.SIGTERM)
+    assert (code, out) == (0, "")
+    assert "stopped" in err
+    assert plait("doctor", str(data)).returncode == 0
+
+
+def test_sigint_ends_it_in_order_too_and_the_epoch_goes_on(tmp_path: Path):
+    for _ in range(2):
+        with serve(tmp_path / "data") as node:
+            assert " epoch=1 " in node.ready
+            assert node.stop(signal.SIGINT)[:2] == (0, "")
+
+
+def test_after_sigkill_it_recovers_into_a_new_epoch(tmp_path: Path):
+    with serve(tmp_path / "data") as node:
+        assert plait("send", "orders", "created", "--server", node.address).returncode == 0
+        node.process.kill()
+        node.process.wait(SECONDS)
+    with serve(tmp_path / "data") as node:
+        assert " epoch=2 " in node.ready
+        tail = plait("tail", "orders", "--start", "earliest", "--count", "1", "-o", "raw", "--server", node.address)
+        assert tail.stdout == b"created\n"
+
+
+def test_damage_is_told_on_standard_error(tmp_path: Path):
+    data = tmp_path / "data"
+    with serve(data) as node:
+        assert plait("send", "orders", stdin=b"a\nb\nc\n", PLAIT_SERVER=node.address).returncode == 0
+        assert node.stop()[0] == 0
+    (log,) = (data / "message").iterdir()
+    position, frame = frames(log)[-1]
+    flip(log, position + frame.size - 9)
+    # Without its checkpoints it reads the whole log again.
+    for path in (data / "checkpoints").iterdir():
+        path.unlink()
+    with serve(data) as node:
+        _, _, err = node.stop()
+    assert f"message log, offset {position}, {frame.size} bytes" in err
+
+
+def failing(*arguments: str) -> tuple[int, str]:
+    """(exit code, standard error) of a serve that must not become ready."""
+    result = plait("serve", *arguments)
+    assert result.stdout == b""
+    return result.returncode, result.stderr.decode()
+
+
+def test_a_port_in_use_is_one_clear_line(tmp_path: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, err = failing("--data", str(tmp_path / "data"), "--port", str(port))
+    assert code == 2
+    assert err == (
+        f"error: port {port} of 127.0.0.1 is in use by another process; choose another with --port (invalid_argument)\n"
+    )
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_directory_in_use_is_one_clear_line(tmp_path: Path):
+    with serve(tmp_path / "data"):
+        code, err = failing("--data", str(tmp_path / "data"), "--port", "0")
+    assert code == 8
+    assert err == (
+        f"error: data directory {tmp_path / 'data'} is in use by another plait process; stop it first (data_dir)\n"
+    )
+
+
+def test_a_newer_format_is_refused_untouched(tmp_path: Path):
+    data = tmp_path / "data"
+    with serve(data) as node:
+        assert node.stop()[0] == 0
+    manifest = max((data / "checkpoints").glob("manifest-*"))
+    body = msgspec.msgpack.encode(msgspec.msgpack.decode(manifest.read_bytes()[8:]) | {"version": 99})
+    manifest.write_bytes(b"PLCK" + crc32c(body).to_bytes(4, "little") + body)
+    before = fingerprint(data)
+    code, err = failing("--data", str(data), "--port", "0")
+    assert code == 8
+    assert "format version 99" in err
+    assert err.count("\n") == 1
+    assert fingerprint(data) == before
+    doctor = plait("doctor", str(data))
+    assert doctor.returncode == 8
+    assert b"format version 99" in doctor.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "0"], "--data"),
+        (["--data", "x", "--port", "70000"], "port 70000"),
+        (["--data", "x", "--flush", "never"], '"async", "sync"'),
+        (["--data", "x", "--segment-size", "1KiB"], "--segment-size 1KiB is too small"),
+        (["--data", "x", "--segment-size", "big"], "size 'big'"),
+        (["--data", "x", "--retention", "soon"], "duration 'soon'"),
+        (["--data", "x", "--host", "0.0.0.0"], "loopback"),
+    ],
+)
+def test_wrong_arguments_are_one_clear_line(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    assert run(["serve", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("error: ")
+    assert words in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_data_directory_that_cannot_be_made_is_one_clear_line(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    code, err = failing("--data", str(tmp_path / "file" / "data"), "--port", "0")
+    assert code == 8
+    assert "cannot be used" in err
+    assert "Traceback" not in err
+
+
+def test_subjects_are_not_created_by_use_unless_wanted(tmp_path: Path):
+    with serve(tmp_path / "data", "--no-auto-create") as node:
+        result = plait("send", "orders", "created", "--server", node.address)
+        assert (result.returncode, result.stdout) == (4, b"")
+        assert b"(subject_not_found)" in result.stderr
+
+
+#: ``plait`` on a disk whose every sync fails from SIGUSR1 on.
+FAILING_DISK = """
+import signal
+from plait.cli import main
+from plait.storage.disk import RealFile
+
+def fail(self):
+    raise OSError(5, "Input/output error")
+
+signal.signal(signal.SIGUSR1, lambda *_: setattr(RealFile, "sync", fail))
+main()
+"""
+
+
+def test_storage_that_fails_ends_the_process_with_its_code(tmp_path: Path):
+    command = [sys.executable, "-c", FAILING_DISK, "serve", "--data", str(tmp_path / "data"), "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--flush", "sync"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(), text=True
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split()[1]
+        process.send_signal(signal.SIGUSR1)
+        send = [sys.executable, "-m", "plait.cli", "send", "orders", "created", "--server", address]
+        with subprocess.Popen(send, stdout=subprocess.PIPE, env=environment()) as sending:
+            _, err = process.communicate(timeout=SECONDS)
+            # It would wait for a server that comes back.
+            sending.kill()
+            assert sending.communicate()[0] == b""
+    assert process.returncode == 9
+    assert "error: a log could not be written or synced" in err
+    assert "(storage_failed)" in err

@@ -1,0 +1,200 @@
+"""Commands that talk to a node, as processes: what they print for people and for programs, and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.commands import SECONDS, Serving, environment, plait
+
+
+def json_of(result: subprocess.CompletedProcess[bytes]) -> Any:
+    assert (result.returncode, result.stderr) == (0, b"")
+    return json.loads(result.stdout)
+
+
+def json_lines(result: subprocess.CompletedProcess[bytes]) -> list[Any]:
+    assert (result.returncode, result.stderr) == (0, b"")
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_one_message_with_everything_comes_back_with_everything(node: Serving, subject: str):
+    sent = plait(
+        *("send", subject, "created", "--key", "order-1", "--tag", "new", "--tag", "vip"),
+        *("--header", "city=BJS", "--header", "amount:=5", "--header", "gift:=true", "-o", "json"),
+        PLAIT_SERVER=node.address,
+    )
+    receipt = json_of(sent)
+    assert (receipt["subject"], receipt["partition"], receipt["sequence"]) == (subject, f"{subject}@g1", 0)
+    tail = plait("tail", subject, "--start", "earliest", "--count", "1", "-o", "json", "--server", node.address)
+    (message,) = json_lines(tail)
+    assert message.pop("store_time").endswith("Z")
+    assert message.pop("send_time").endswith("Z")
+    assert message == {
+        **receipt,
+        "key": "order-1",
+        "tags": ["new", "vip"],
+        "headers": {"city": "BJS", "amount": 5, "gift": True},
+        "attempt": 1,
+        "body": "created",
+    }
+
+
+def test_standard_input_is_a_message_a_line_and_comes_back_as_it_was(node: Serving, subject: str):
+    lines = b"first\n\n\xff\xfe binary\n" + b"x" * 3_000_000 + b"\nno newline at the end"
+    sent = json_lines(plait("send", subject, "-o", "json", stdin=lines, PLAIT_SERVER=node.address))
+    assert [receipt["sequence"] for receipt in sent] == [0, 1, 2, 3, 4]
+    raw = plait(
+        "tail", subject, "--start", "0", "--count", "5", "-o", "raw", "--group", "readers", PLAIT_SERVER=node.address
+    )
+    assert raw.stdout == lines + b"\n"
+    group = json_of(plait("group", "describe", subject, "readers", "-o", "json", "--server", node.address))
+    assert (group["lag"], group["next"], group["redelivered"]) == (0, 5, 0)
+
+
+def test_many_lines_are_summed_up_for_people(node: Serving, subject: str):
+    lines = b"".join(b"line %d\n" % number for number in range(20_000))
+    sent = plait("send", subject, "--key", "k", stdin=lines, PLAIT_SERVER=node.address)
+    assert (sent.returncode, sent.stderr) == (0, b"")
+    assert subject.encode() in sent.stdout
+    assert b"20,000" in sent.stdout
+    tail = plait("tail", subject, "--start", "19998", "--wait", "0.1s", PLAIT_SERVER=node.address)
+    shown = [line.split("  ") for line in tail.stdout.decode().splitlines()]
+    assert [line[1:] for line in shown] == [["#19998", "key=k", "line 19998"], ["#19999", "key=k", "line 19999"]]
+
+
+def test_a_file_is_one_message_or_its_lines(node: Serving, subject: str, tmp_path: Path):
+    file = tmp_path / "orders.txt"
+    file.write_bytes(b"a\nb\n")
+    options = ("--file", str(file), "-o", "json", "--server", node.address)
+    assert len(json_lines(plait("send", subject, *options))) == 1
+    assert len(json_lines(plait("send", subject, "--lines", *options))) == 2
+    raw = plait("tail", subject, "--start", "earliest", "--count", "3", "-o", "raw", "--server", node.address)
+    assert raw.stdout == b"a\nb\n\na\nb\n"
+
+
+def test_control_characters_do_not_reach_the_terminal(node: Serving, subject: str):
+    plait("send", subject, "\x1b[2J\tred", "--server", node.address)
+    shown = plait("tail", subject, "--start", "-5m", "--count", "1", "--server", node.address)
+    assert b"\x1b" not in shown.stdout
+    assert b"\\x1b[2J\\tred" in shown.stdout
+
+
+def test_the_life_of_a_subject(node: Serving, subject: str):
+    def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return plait("subject", *arguments, PLAIT_SERVER=node.address)
+
+    created = json_of(run("create", subject, "--retention", "7d", "--retention-size", "1GiB", "-o", "json"))
+    assert (created["retention_seconds"], created["retention_bytes"]) == (7 * 86400, 1 << 30)
+    again = run("create", subject)
+    assert (again.returncode, again.stderr.decode()) == (
+        5,
+        f"error: subject '{subject}' exists already (subject_exists)\n",
+    )
+    assert subject in [info["subject"] for info in json_of(run("list", "-o", "json"))]
+    table = run("list").stdout.decode()
+    assert next(line.split() for line in table.splitlines() if subject in line)[1:3] == ["0", "0"]
+    details = json_of(run("describe", subject, "-o", "json"))
+    assert (details["subject"], details["groups"]) == (created, [])
+    assert "kept for" in run("describe", subject).stdout.decode()
+    unsure = run("delete", subject)
+    assert unsure.returncode == 2
+    assert b"--yes" in unsure.stderr
+    assert run("delete", subject, "--yes").returncode == 0
+    gone = run("describe", subject)
+    assert gone.returncode == 4
+    assert gone.stderr.endswith(b"(subject_not_found)\n")
+
+
+def test_a_group_is_described_and_moved(node: Serving, subject: str):
+    plait("send", subject, stdin=b"a\nb\nc\nd\n", PLAIT_SERVER=node.address)
+
+    def tail(count: int) -> bytes:
+        options = ("--group", "readers", "--count", str(count), "-o", "raw")
+        return plait("tail", subject, *options, PLAIT_SERVER=node.address).stdout
+
+    def group(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return plait("group", *arguments, PLAIT_SERVER=node.address)
+
+    assert tail(3) == b"a\nb\nc\n"
+    (listed,) = json_of(group("list", subject, "-o", "json"))
+    assert (listed["group"], listed["lag"], listed["unacked"]) == ("readers", 1, 0)
+    assert listed == json_of(group("describe", subject, "readers", "-o", "json"))
+    assert b"1 not done yet" in group("describe", subject, "readers").stdout
+    assert json_of(group("reset", subject, "readers", "--to", "1", "-o", "json"))["next"] == 1
+    assert tail(2) == b"b\nc\n"
+    assert json_of(group("reset", subject, "readers", "--to", "latest", "-o", "json"))["next"] == 4
+    nonsense = group("reset", subject, "readers", "--to", "yesterday")
+    assert (nonsense.returncode, nonsense.stderr.count(b"\n")) == (2, 1)
+    unknown = group("describe", subject, "writers")
+    assert unknown.returncode == 4
+    assert unknown.stderr.endswith(b"(group_not_found)\n")
+
+
+def test_nobody_listening_is_one_clear_line_at_once():
+    result = plait("subject", "list", "--server", "plait://127.0.0.1:1")
+    assert (result.returncode, result.stdout) == (3, b"")
+    assert result.stderr == (
+        b"error: cannot connect to plait://127.0.0.1:1 (Connection refused); is 'plait serve' running there? "
+        b"(unavailable)\n"
+    )
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly(node: Serving, subject: str):
+    plait("send", subject, stdin=b"x\n" * 10_000, PLAIT_SERVER=node.address)
+    command = [sys.executable, "-m", "plait.cli", "tail", subject, "--start", "earliest", "-o", "json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(PLAIT_SERVER=node.address)
+    ) as tail:
+        assert tail.stdout is not None
+        assert tail.stderr is not None
+        assert json.loads(tail.stdout.readline())["sequence"] == 0
+        tail.stdout.close()
+        assert (tail.wait(SECONDS), tail.stderr.read()) == (141, b"")
+
+
+def test_ctrl_c_ends_a_tail_without_a_traceback(node: Serving, subject: str):
+    plait("send", subject, "x", "--server", node.address)
+    command = [sys.executable, "-m", "plait.cli", "tail", subject, "--start", "earliest", "--server", node.address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as tail:
+        assert tail.stdout is not None
+        assert tail.stdout.readline().endswith(b"  x\n")
+        tail.send_signal(signal.SIGINT)
+        _, err = tail.communicate(timeout=SECONDS)
+    assert (tail.returncode, err) == (130, b"")
+
+
+@pytest.mark.parametrize("how", [["--debug"], []])
+def test_a_traceback_is_shown_on_request_only(how: list[str]):
+    result = plait("subject", "list", "--server", "plait://127.0.0.1:1", *how)
+    assert result.returncode == 3
+    assert (b"Traceback" in result.stderr) is bool(how)
+    assert result.stderr.splitlines()[-1].startswith(b"error: ")
+
+
+def test_deleting_asks_at_a_terminal(node: Serving, subject: str):
+    plait("send", subject, "x", "--server", node.address)
+    for answer, code in ((b"no\n", 2), (subject.encode() + b"\n", 0)):
+        ours, theirs = pty.openpty()
+        try:
+            os.write(ours, answer)
+            deleting = subprocess.run(
+                [sys.executable, "-m", "plait.cli", "subject", "delete", subject, "--server", node.address],
+                stdin=theirs,
+                capture_output=True,
+                timeout=SECONDS,
+                env=environment(),
+            )
+        finally:
+            os.close(ours)
+            os.close(theirs)
+        assert deleting.returncode == code
+    assert plait("subject", "describe", subject, "--server", node.address).returncode == 4
