@@ -292,6 +292,7 @@ class App:
         hurry: asyncio.Event,
     ) -> None:
         """No new messages; finish what is being handled, within limits. The consumers' closing does the rest."""
+        log.info("draining: no new messages, %d workers finish", sum(not worker.done() for worker in workers))
         stopping.set()
         for consumer in consumers:
             consumer._stop()

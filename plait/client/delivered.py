@@ -158,17 +158,18 @@ class Delivered:
             # The owner knows already that there is something to collect.
             acking.append(row)
         elif self.owner is not None:
-            acking.append(row)
+            # Before the row is noted: it raises when there is nobody left to collect it.
             self.owner.settle_soon(self)
+            acking.append(row)
         return ACKNOWLEDGED
 
     def nack_row(self, row: int) -> Acknowledgement:
         owner = self.owner
         if owner is not None:
+            owner.settle_soon(self)
             if self.acking:
                 owner.settle_now(self)
             self.nacking.append(row)
-            owner.settle_soon(self)
         return ACKNOWLEDGED
 
     def collect(self) -> tuple[list[EpochRange], list[EpochRange]]:

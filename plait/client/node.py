@@ -54,11 +54,11 @@ class Node:
 
     async def ready(self, seconds: float | None = None) -> Link:
         """A link that is up, waiting for it at most ``seconds`` (None: for ever)."""
+        if self.closed is not None:
+            raise self.closed
         link = self.link
         if link is not None:
             return link
-        if self.closed is not None:
-            raise self.closed
         if self._loop is None:
             raise Closed("the client is not connected; use 'async with plait.connect(...)'")
         if self._up is None:

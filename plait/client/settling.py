@@ -102,18 +102,18 @@ class Settling:
         self._absorb()
         for delivered, start, stop in pieces:
             if delivered.owner is not None:
-                delivered.acking.append(slice(start, stop))
                 self.settle_soon(delivered)
+                delivered.acking.append(slice(start, stop))
 
     def nack_pieces(self, pieces: list[Piece]) -> None:
         """All of their rows that are open go back."""
         self._absorb()
         for delivered, start, stop in pieces:
             if delivered.owner is not None:
+                self.settle_soon(delivered)
                 if delivered.acking:
                     self.settle_now(delivered)
                 delivered.nacking.append(slice(start, stop))
-                self.settle_soon(delivered)
 
     def from_thread(self, delivered: Delivered, row: int, *, acked: bool) -> None:
         """The same from any thread: kept aside, and the loop is woken once for all that come before it looks."""

@@ -1,0 +1,318 @@
+"""``send``: receipts, bodies, refusals and what a lost or silent server does to it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import pydantic
+import pytest
+
+import plait
+from plait.broker.partition import Partition
+from plait.broker.sends import SendReply
+from plait.frame.view import FrameView
+from plait.limits import BODY_SIZE_MAX
+from plait.testing import EmbeddedBroker
+from tests.client.conftest import fetch_all, until
+
+
+async def bodies_of(client: plait.Client, subject: str) -> list[bytes]:
+    async with client.reader(subject, start="earliest") as reader:
+        return [message.body for message in await reader.fetch(10_000, wait=0)]
+
+
+async def test_a_receipt_names_message_partition_and_sequence(client: plait.Client) -> None:
+    first = await client.send("order.book", b"created")
+    second = await client.send("order.book", b"paid")
+    assert (first.sequence, second.sequence) == (0, 1)
+    assert str(first.partition) == "order.book@g1"
+    assert first.message_id.producer == second.message_id.producer
+    assert second.message_id.sequence == first.message_id.sequence + 1
+    assert str(first.message_id) == f"{first.message_id.producer:016x}-{first.message_id.sequence}"
+
+
+async def test_a_message_carries_what_was_sent_and_where_it_is(client: plait.Client) -> None:
+    receipt = await client.send("order.book", b"created", key="order-1")
+    async with client.consumer("order.book", group="billing") as consumer:
+        [message] = await fetch_all(consumer, 1)
+    assert (message.subject, message.body, message.key) == ("order.book", b"created", "order-1")
+    assert (message.message_id, message.sequence, message.partition) == (
+        receipt.message_id,
+        receipt.sequence,
+        receipt.partition,
+    )
+    assert message.send_time is not None
+    assert message.send_time <= message.store_time
+    assert (message.attempt, message.tags, message.headers) == (1, [], {})
+
+
+async def test_sends_of_one_moment_leave_together_in_order(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await client.send("order.book", b"first")
+    receipts = await asyncio.gather(*(client.send("order.book", b"%d" % n) for n in range(200)))
+    assert [receipt.sequence for receipt in receipts] == list(range(1, 201))
+    assert (await bodies_of(client, "order.book"))[1:] == [b"%d" % n for n in range(200)]
+    assert len(broker.server.broker.subjects["order.book"].consume_log) == 2
+
+
+@dataclass
+class Paid:
+    amount: int
+
+
+class Placed(msgspec.Struct):
+    amount: int
+
+
+class Shipped(pydantic.BaseModel):
+    amount: int
+
+
+@pytest.mark.parametrize(
+    ("body", "stored"),
+    [
+        (b"\0\xff", b"\0\xff"),
+        (bytearray(b"ab"), b"ab"),
+        (memoryview(b"ab"), b"ab"),
+        ("grün", "grün".encode()),
+        ({"a": [1, None]}, b'{"a":[1,null]}'),
+        (Paid(5), b'{"amount":5}'),
+        (Placed(5), b'{"amount":5}'),
+        (Shipped(amount=5), b'{"amount":5}'),
+        (b"", b""),
+    ],
+)
+async def test_bodies_go_through_a_codec(client: plait.Client, body: Any, stored: bytes) -> None:
+    await client.send("order.book", body)
+    await client.send_many("order.book", [body, body])
+    assert await bodies_of(client, "order.book") == [stored] * 3
+
+
+@pytest.mark.parametrize("body", [object(), "\ud800", {1j: 2}])
+async def test_a_body_no_codec_takes_is_refused(client: plait.Client, body: Any) -> None:
+    with pytest.raises(plait.CodecError, match="cannot be encoded"):
+        await client.send("order.book", body)
+    with pytest.raises(plait.CodecError, match="cannot be encoded"):
+        client.post("order.book", body)
+    assert (await client.send("order.book", b"fine")).sequence == 0
+
+
+async def test_a_body_over_the_limit_is_refused_and_one_at_the_limit_is_not(client: plait.Client) -> None:
+    with pytest.raises(plait.TooLarge, match=str(BODY_SIZE_MAX)):
+        await client.send("large", bytes(BODY_SIZE_MAX + 1))
+    with pytest.raises(plait.TooLarge, match=str(BODY_SIZE_MAX)):
+        await client.send_many("large", [b"small", bytes(BODY_SIZE_MAX + 1)])
+    receipt = await client.send("large", bytes(BODY_SIZE_MAX))
+    async with client.reader("large", start=receipt.sequence) as reader:
+        [message] = await reader.fetch(1)
+    assert len(message.body) == BODY_SIZE_MAX
+
+
+async def test_a_oneway_send_has_no_sequence_and_arrives(client: plait.Client) -> None:
+    async with client.consumer("order.book", group="billing") as consumer:
+        receipt = await client.send("order.book", b"maybe", key="k", oneway=True)
+        [message] = await fetch_all(consumer, 1)
+    assert receipt.sequence is None
+    assert (message.body, message.key, message.message_id) == (b"maybe", "k", receipt.message_id)
+
+
+async def test_oneway_sends_of_one_moment_keep_their_ids(client: plait.Client) -> None:
+    async with client.consumer("order.book", group="billing") as consumer:
+        receipts = [await client.send("order.book", b"%d" % n, oneway=True) for n in range(50)]
+        messages = await fetch_all(consumer, 50)
+    assert [m.body for m in messages] == [b"%d" % n for n in range(50)]
+    assert [m.message_id for m in messages] == [r.message_id for r in receipts]
+
+
+@pytest.mark.parametrize("subject", ["", ".hidden", "-x", "a b", "ä", "x" * 201, "a/b", None, 5])
+async def test_a_subject_name_against_the_rules_is_refused(client: plait.Client, subject: Any) -> None:
+    with pytest.raises(plait.InvalidName, match="subject name"):
+        await client.send(subject, b"")
+    with pytest.raises(plait.InvalidName, match="subject name"):
+        client.post(subject, b"")
+    with pytest.raises(plait.InvalidName, match="subject name"):
+        client.consumer(subject, group="g")
+    with pytest.raises(plait.InvalidName, match="subject name"):
+        client.reader(subject)
+
+
+async def test_every_allowed_character_makes_a_name(client: plait.Client) -> None:
+    assert str((await client.send("A_z%9.b:c-d" + "x" * 189, b"")).partition).startswith("A_z%9.b:c-d")
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+async def test_compressed_bodies_take_less_and_read_the_same(
+    broker: EmbeddedBroker, compression: Literal["zstd", "lz4"]
+) -> None:
+    bodies = [b"the same words again and again %d" % (n % 7) for n in range(2_000)]
+    async with broker.connect() as plain, plait.connect(broker.address, compression=compression) as packed:
+        await plain.send_many("plain", bodies)
+        await packed.send_many("packed", bodies)
+        for body in bodies[:10]:
+            packed.post("packed", body)
+        await packed.flush()
+        sizes = {info.subject: info.size for info in await plain.admin.subjects()}
+        assert sizes["packed"] < sizes["plain"] / 4
+        async with plain.consumer("packed", group="g") as consumer:
+            assert [m.body for m in await fetch_all(consumer, 2_010)] == bodies + bodies[:10]
+
+
+async def test_an_unknown_compression_is_refused() -> None:
+    with pytest.raises(plait.InvalidArgument, match="'zip' is not known"):
+        plait.connect(compression="zip")  # type: ignore[arg-type]
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_refusal_reaches_the_caller_at_once_and_the_next_send_succeeds(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    await client.admin.create_subject("order.book")
+    broker.server.broker.read_only = True
+    with pytest.raises(plait.ReadOnly):
+        await client.send("order.book", b"refused")
+    with pytest.raises(plait.ReadOnly):
+        await client.send("new.subject", b"refused")
+    broker.server.broker.read_only = False
+    assert (await client.send("order.book", b"stored")).sequence == 0
+    assert (await client.send("new.subject", b"stored")).sequence == 0
+
+
+async def test_frames_behind_a_refused_one_are_stored_in_order_and_once(
+    broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R7: a frame names its predecessor; when that was refused, the ones behind it are signed anew."""
+    submit = broker.server.broker.submit
+
+    def refuse_some(partition: Partition, frame: FrameView, reply: SendReply | None) -> None:
+        if frame.first in refused:
+            refused.remove(frame.first)
+            raise plait.FlowControl("too busy")
+        submit(partition, frame, reply)
+
+    monkeypatch.setattr(broker.server.broker, "submit", refuse_some)
+    async with broker.connect(limits=plait.ClientLimits(frame_count=1)) as client:
+        for refused in ({1}, {13}, {23, 24, 30}):
+            results = await asyncio.gather(
+                *(client.send("order.book", b"%d" % n) for n in range(10)), return_exceptions=True
+            )
+            failed = [n for n, result in enumerate(results) if isinstance(result, plait.FlowControl)]
+            assert not refused
+            stored = [b"%d" % n for n in range(10) if n not in failed]
+            assert (await bodies_of(client, "order.book"))[-len(stored) :] == stored
+            sequences = [r.sequence for r in results if isinstance(r, plait.Receipt)]
+            assert sequences == list(range(sequences[0] or 0, (sequences[0] or 0) + len(stored)))
+        assert len(await bodies_of(client, "order.book")) == 25
+
+
+async def test_a_forgotten_producer_leaves_what_was_sent_in_doubt_and_goes_on_under_a_new_id(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    before = await client.send("order.book", b"known")
+    broker.server.broker.producers._windows.clear()
+    with pytest.raises(plait.UnknownProducer, match="in doubt"):
+        await client.send("order.book", b"in doubt")
+    after = await client.send("order.book", b"again")
+    assert after.message_id.producer != before.message_id.producer
+    assert await bodies_of(client, "order.book") == [b"known", b"again"]
+
+
+async def test_a_deleted_subject_is_made_anew_by_the_next_send(client: plait.Client) -> None:
+    await client.send("order.book", b"old")
+    await client.admin.delete_subject("order.book")
+    assert (await client.send("order.book", b"new")).sequence == 0
+    assert await bodies_of(client, "order.book") == [b"new"]
+
+
+# --- a server that is away --------------------------------------------------------------------------------------------
+
+
+async def test_a_send_without_an_answer_times_out_and_says_why(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(send_seconds=0.05, reconnect_first_seconds=0.001)) as client:
+        await client.send("order.book", b"first")
+        await broker.kill()
+        with pytest.raises(plait.Timeout, match=r"'order.book' within 0.05 s"):
+            await client.send("order.book", b"lost")
+        await broker.start()
+        await client._node.ready()
+        assert (await client.send("order.book", b"last")).sequence == 1
+
+
+async def test_a_first_frame_that_timed_out_does_not_fail_those_behind_it(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(send_seconds=0.05, reconnect_first_seconds=0.001)) as client:
+        await client.admin.create_subject("order.book")
+        await broker.kill()
+        with pytest.raises(plait.Timeout):
+            await client.send("order.book", b"lost")
+        await broker.start()
+        await client._node.ready()
+        assert (await client.send("order.book", b"stored")).sequence == 0
+
+
+async def test_no_server_is_said_with_its_address_and_what_to_do() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"plait://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(plait.Unavailable, match=f"{address}.*is 'plait serve' running there?"):
+            async with plait.connect(address, limits=plait.ClientLimits(request_seconds=0.05)):
+                pass
+
+
+@pytest.mark.parametrize("address", ["", "plait://", "host:port", "plait://h:0", "http://h", "a..b", "h:99999", []])
+async def test_an_address_that_is_none_is_refused(address: Any) -> None:
+    with pytest.raises(plait.InvalidArgument, match="plait://host:port"):
+        plait.connect(address)
+
+
+async def test_the_first_address_that_answers_is_used(broker: EmbeddedBroker) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        addresses = [f"plait://127.0.0.1:{free.getsockname()[1]}", broker.address]
+        async with plait.connect(addresses) as client:
+            assert (await client.send("s", b"")).sequence == 0
+        async with plait.connect(", ".join(addresses)) as client:
+            assert (await client.send("s", b"")).sequence == 1
+
+
+async def test_a_client_that_is_not_open_says_so(broker: EmbeddedBroker) -> None:
+    client = broker.connect()
+    uses: list[Callable[[], Any]] = [
+        lambda: client.send("s", b""),
+        lambda: client.send_many("s", [b""]),
+        lambda: client.flush(),
+        lambda: client.admin.subjects(),
+    ]
+    for state in ("not connected", "is closed"):
+        for use in uses:
+            with pytest.raises(plait.Closed, match=state):
+                await use()
+        with pytest.raises(plait.Closed, match=state):
+            client.post("s", b"")
+        with pytest.raises(plait.Closed, match=state):
+            client.consumer("s", group="g")
+        with pytest.raises(plait.Closed, match=state):
+            client.reader("s")
+        if state == "not connected":
+            async with client:
+                await client.send("s", b"")
+
+
+async def test_closing_sends_what_was_posted(broker: EmbeddedBroker, client: plait.Client) -> None:
+    async with plait.connect(broker.address) as other:
+        tickets = [other.post("order.book", b"%d" % n) for n in range(100)]
+    assert [(await ticket).sequence for ticket in tickets] == list(range(100))
+    assert len(await bodies_of(client, "order.book")) == 100
+
+
+async def test_a_cancelled_send_disturbs_nobody(client: plait.Client) -> None:
+    await client.send("order.book", b"0")
+    sends = [asyncio.ensure_future(client.send("order.book", b"%d" % n)) for n in range(1, 4)]
+    await asyncio.sleep(0)
+    sends[1].cancel()
+    assert [(await sends[0]).sequence, (await sends[2]).sequence] == [1, 3]
+    await until(lambda: client._producer.buffered == 0)
