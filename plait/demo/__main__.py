@@ -1,0 +1,65 @@
+"""``python -m plait.demo``; exits with 0 when everything came out as it has to."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from plait.cli.loop import run_loop
+from plait.cli.run import EXIT_INTERRUPTED, EXIT_USAGE
+from plait.demo.processes import DemoFailed
+from plait.demo.scenario import Plan, run
+from plait.errors import InvalidArgument, PlaitError
+
+app = App(
+    name="plait.demo", version_flags=[], help="Producers, groups, a killed consumer, and Spark over the log files."
+)
+
+
+@app.default
+def demo(
+    *,
+    orders: Annotated[int, Parameter(help="Orders of each producer; an order is four messages.")] = 20_000,
+    producers: Annotated[int, Parameter(help="Producer processes.")] = 3,
+    seconds: Annotated[float, Parameter(help="How long the sending is spread over.")] = 8.0,
+    spark: Annotated[bool, Parameter(negative="--no-spark", help="Whether Spark checks the log files.")] = True,
+) -> int:
+    """Show a node at work, and check that nothing is lost."""
+    for name, value in (("orders", orders), ("producers", producers)):
+        if value < 1:
+            raise InvalidArgument(f"--{name} must be 1 or more, not {value}")
+    return run_loop(_run(Plan(producers, orders, seconds, spark)))
+
+
+async def _run(plan: Plan) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    # Ended from outside, it still ends its processes and clears away its directory.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await run(plan)
+    return 0
+
+
+def main() -> int:
+    try:
+        result = app(exit_on_error=False, print_error=False, result_action="return_value")
+    except DemoFailed as error:
+        sys.stderr.write(f"demo failed: {error}\n")
+        return 1
+    except CycloptsError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return EXIT_USAGE
+    except PlaitError as error:
+        sys.stderr.write(f"error: {error.message} ({error.code})\n")
+        return error.exit_code
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        return EXIT_INTERRUPTED
+    return result if isinstance(result, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""What the demo shows: live bars on a terminal, a line a second elsewhere, and what happened in between."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from plait.cli.output import console
+
+LINE_SECONDS = 1.0
+
+
+class Screen:
+    """Named counts on their way to a total."""
+
+    def __init__(self) -> None:
+        self._console = console()
+        self._begun = time.monotonic()
+        self._next_line = self._begun + LINE_SECONDS
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._last_line = ""
+        self._tasks: dict[str, TaskID] = {}
+        self._bars: Progress | None = None
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bars = Progress(*columns, console=self._console, refresh_per_second=8)
+            self._bars.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """Something happened."""
+        stamp = f"{time.monotonic() - self._begun:5.1f} s  "
+        self._console.print(Text(stamp + text), soft_wrap=True)
+
+    def count(self, name: str, done: int, total: int) -> None:
+        """So much of it is done."""
+        self._counts[name] = (done, total)
+        if self._bars is not None:
+            if name not in self._tasks:
+                self._tasks[name] = self._bars.add_task(name, total=total)
+            self._bars.update(self._tasks[name], completed=done)
+        elif time.monotonic() >= self._next_line:
+            self.line()
+
+    def line(self) -> None:
+        """All counts, where there are no bars."""
+        text = ", ".join(f"{name} {done:,} of {total:,}" for name, (done, total) in self._counts.items())
+        if self._bars is None and text != self._last_line:
+            self._next_line = time.monotonic() + LINE_SECONDS
+            self._last_line = text
+            self.say(text)
+
+    def table(self, table: Table) -> None:
+        self._console.print(table)
