@@ -1,0 +1,290 @@
+"""Frames as the Arrow record batches that Spark takes: columns are wrapped or joined whole, never row by row.
+
+Several small frames become one batch, since a batch costs Spark as much as a few thousand rows. Only headers, which
+are encoded row by row, are decoded so, and only where a frame has them and somebody asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait.errors import FrameError
+from plait.frame import check
+from plait.frame.columns import TAG_SEPARATOR, Codec, Column, label
+from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS, MIB
+from plait.storage.chunks import ChunkPartition
+
+#: Frames are joined until a batch has this many rows, or this many bytes.
+BATCH_COUNT: Final = 8_192
+BATCH_SIZE: Final = 4 * MIB
+#: A batch of more rows is handed over in parts, so that Spark's memory for it stays bounded.
+BATCH_COUNT_MAX: Final = 65_536
+
+_TEXT: Final = pa.string()
+_TIME: Final = pa.timestamp("us", tz="UTC")
+_TEXTS: Final = pa.list_(pa.field("element", _TEXT))
+_MAP: Final = pa.map_(_TEXT, _TEXT)
+_RAW: Final = int(Codec.RAW)
+#: Two hexadecimal digits for each byte value.
+_HEX: Final = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
+_decode_headers = msgspec.msgpack.Decoder(dict[str, str | bool | int | float]).decode
+
+_Offsets = npt.NDArray[np.int32]
+
+
+class Frames:
+    """Frames that become one batch, and what several of its columns need."""
+
+    def __init__(self, members: Sequence[tuple[ChunkPartition, FrameView]], group: str) -> None:
+        self.group = group
+        self.partitions = [partition for partition, _ in members]
+        self.views = [view for _, view in members]
+        self.counts = np.array([view.count for view in self.views])
+        self.count = int(self.counts.sum())
+        self._keys: tuple[_Offsets, memoryview] | None = None
+
+    def repeat(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
+        """One value a frame, for each of its rows."""
+        return np.repeat(np.array(values, np.int64), self.counts)
+
+    def keys(self) -> tuple[_Offsets, memoryview]:
+        """Order keys; empty where a row has none."""
+        if self._keys is None:
+            self._keys = self.variable(Column.KEY)
+            check.text(*self._keys, Column.KEY)
+        return self._keys
+
+    def has(self, column: int) -> bool:
+        """Some frame has it."""
+        return any(column in view.places for view in self.views)
+
+    def variable(self, column: int) -> tuple[_Offsets, memoryview]:
+        """Offsets and data of a variable column; rows of frames without it are empty."""
+        if len(self.views) == 1 and self.views[0].has(column):
+            return self.views[0].variable(column)
+        offsets: list[Any] = []
+        pieces: list[memoryview] = []
+        for view in self.views:
+            codec, start, end = view.places.get(column, (_RAW, 0, 0))
+            if end == 0:
+                offsets.append(bytes(4 * (view.count + 1)))
+                pieces.append(memoryview(b""))
+            elif codec == _RAW:
+                split = start + 4 * (view.count + 1)
+                offsets.append(view.buffer[start:split])
+                pieces.append(view.buffer[split:end])
+            else:
+                own_offsets, data = view.variable(column)
+                offsets.append(own_offsets)
+                pieces.append(data)
+        return self._joined(column, np.frombuffer(b"".join(offsets), "<i4"), pieces)
+
+    def _joined(self, column: int, offsets: _Offsets, pieces: list[memoryview]) -> tuple[_Offsets, memoryview]:
+        ends = np.cumsum(self.counts + 1)
+        sizes = np.array([len(piece) for piece in pieces])
+        lengths = np.delete(np.diff(offsets), ends[:-1] - 1)
+        # Within each frame from where its data starts to where it ends, and never back.
+        fits = len(offsets) == ends[-1] and np.array_equal(offsets[ends - 1] - offsets[ends - 1 - self.counts], sizes)
+        if not fits or lengths.min() < 0:
+            raise FrameError(f"{label(column)} column has offsets that do not fit its data")
+        joined = np.zeros(self.count + 1, np.int32)
+        np.cumsum(lengths, out=joined[1:])
+        return joined, memoryview(b"".join(pieces))
+
+    def fixed(self, column: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
+        """Values of a fixed column, and which rows have one (None: all)."""
+        has = [view.has(column) for view in self.views]
+        values = [
+            view.fixed(column) if there else np.zeros(view.count, np.int64)
+            for view, there in zip(self.views, has, strict=True)
+        ]
+        joined = np.concatenate(values) if len(values) > 1 else np.ascontiguousarray(values[0])
+        return joined, None if all(has) else np.repeat(has, self.counts)
+
+
+# --- columns ------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=16)
+def _same_texts(text: str, count: int) -> pa.Array:
+    data = text.encode()
+    offsets = np.arange(0, (count + 1) * len(data), len(data), dtype=np.int32)
+    return pa.Array.from_buffers(_TEXT, count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
+
+
+def _texts(frames: Frames, texts: list[str]) -> pa.Array:
+    """One text a frame, for each of its rows."""
+    if len(set(texts)) == 1:
+        # Rounded up, so that batches of all sizes share a few columns.
+        rounded = 1 << (frames.count - 1).bit_length()
+        return _same_texts(texts[0], rounded).slice(0, frames.count)
+    return pa.array(texts, _TEXT).take(pa.array(np.repeat(np.arange(len(texts)), frames.counts)))
+
+
+def _subject(frames: Frames) -> pa.Array:
+    return _texts(frames, [partition.subject for partition in frames.partitions])
+
+
+def _partition(frames: Frames) -> pa.Array:
+    return _texts(frames, [f"{partition.name}@{frames.group}" for partition in frames.partitions])
+
+
+def _sequence(frames: Frames) -> pa.Array:
+    sequences = [view.sequences() for view in frames.views]
+    return pa.array(np.concatenate(sequences) if len(sequences) > 1 else sequences[0])
+
+
+def _message_id(frames: Frames) -> pa.Array:
+    """As ``MessageId`` prints: the producer in 16 hexadecimal digits, and its number."""
+    ids = [view.message_ids() for view in frames.views]
+    producers = np.concatenate([producer for producer, _ in ids])
+    numbers = pc.cast(pa.array(np.concatenate([number for _, number in ids])), _TEXT)
+    if (producers == producers[0]).all():
+        return pc.binary_join_element_wise(f"{int(producers[0]):016x}", numbers, "-")
+    digits = _HEX[producers.astype(">u8").view(np.uint8)]
+    offsets = np.arange(0, 16 * len(producers) + 1, 16, dtype=np.int32)
+    texts = pa.Array.from_buffers(_TEXT, len(producers), [None, pa.py_buffer(offsets), pa.py_buffer(digits)])
+    return pc.binary_join_element_wise(texts, numbers, "-")
+
+
+def _key(frames: Frames) -> pa.Array:
+    if not frames.has(Column.KEY):
+        return pa.nulls(frames.count, _TEXT)
+    return _nullable(_TEXT, *frames.keys())
+
+
+def _tags(frames: Frames) -> pa.Array:
+    if not frames.has(Column.TAGS):
+        return pa.nulls(frames.count, _TEXTS)
+    offsets, data = frames.variable(Column.TAGS)
+    check.text(offsets, data, Column.TAGS)
+    joined = pc.utf8_trim(_nullable(_TEXT, offsets, data), characters=TAG_SEPARATOR)
+    return pc.split_pattern(joined, TAG_SEPARATOR).cast(_TEXTS)
+
+
+def _headers(frames: Frames) -> pa.Array:
+    if not frames.has(Column.HEADERS):
+        return pa.nulls(frames.count, _MAP)
+    encoded = _binary(*frames.variable(Column.HEADERS)).to_pylist()
+    try:
+        rows = [_header_texts(_decode_headers(row)) if row else None for row in encoded]
+    except msgspec.MsgspecError as error:
+        raise FrameError(f"headers do not decode: {error}") from None
+    return pa.array(rows, _MAP)
+
+
+def _header_texts(headers: dict[str, str | bool | int | float]) -> list[tuple[str, str]]:
+    return [(name, str(value).lower() if isinstance(value, bool) else str(value)) for name, value in headers.items()]
+
+
+def _body(frames: Frames) -> pa.Array:
+    return _binary(*frames.variable(Column.BODY))
+
+
+def _send_time(frames: Frames) -> pa.Array:
+    if not frames.has(Column.SEND_TIME):
+        return pa.nulls(frames.count, _TIME)
+    times, valid = frames.fixed(Column.SEND_TIME)
+    check.times(times, Column.SEND_TIME)
+    return _fixed(_TIME, times, valid)
+
+
+def _store_time(frames: Frames) -> pa.Array:
+    return _fixed(_TIME, frames.repeat([view.store_time for view in frames.views]), None)
+
+
+def _logical_partition(frames: Frames) -> pa.Array:
+    """Null for a row without a key: it belongs to no logical partition for good."""
+    if not frames.has(Column.KEY_HASH):
+        return pa.nulls(frames.count, pa.int32())
+    hashes, valid = frames.fixed(Column.KEY_HASH)
+    if frames.has(Column.KEY):
+        offsets, _ = frames.keys()
+        keyed = offsets[1:] != offsets[:-1]
+        valid = keyed if valid is None else keyed & valid
+    slots = (hashes.astype(np.uint64, copy=False) % np.uint64(LOGICAL_PARTITIONS)).astype(np.int32)
+    return _fixed(pa.int32(), slots, valid)
+
+
+class SparkColumn(NamedTuple):
+    """A column of the source, and how it is made."""
+
+    type: pa.DataType
+    nullable: bool
+    build: Callable[[Frames], pa.Array]
+
+
+#: All columns, in the order of the source's schema.
+COLUMNS: Final[dict[str, SparkColumn]] = {
+    "subject": SparkColumn(_TEXT, False, _subject),
+    "partition": SparkColumn(_TEXT, False, _partition),
+    "sequence": SparkColumn(pa.int64(), False, _sequence),
+    "message_id": SparkColumn(_TEXT, False, _message_id),
+    "key": SparkColumn(_TEXT, True, _key),
+    "tags": SparkColumn(_TEXTS, True, _tags),
+    "headers": SparkColumn(_MAP, True, _headers),
+    "body": SparkColumn(pa.binary(), False, _body),
+    "send_time": SparkColumn(_TIME, True, _send_time),
+    "store_time": SparkColumn(_TIME, False, _store_time),
+    "logical_partition": SparkColumn(pa.int32(), True, _logical_partition),
+}
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+def record_batches(
+    frames: Iterable[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str
+) -> Iterator[pa.RecordBatch]:
+    """Batches of the columns that ``schema`` names, in its order; all rows, in the order of the frames."""
+    builders = [COLUMNS[name].build for name in schema.names]
+    members: list[tuple[ChunkPartition, FrameView]] = []
+    count = size = 0
+    for member in frames:
+        members.append(member)
+        count += member[1].count
+        size += member[1].size
+        if count >= BATCH_COUNT or size >= BATCH_SIZE:
+            yield from _batch(Frames(members, group), builders, schema)
+            members, count, size = [], 0, 0
+    if members:
+        yield from _batch(Frames(members, group), builders, schema)
+
+
+def _batch(frames: Frames, builders: list[Callable[[Frames], pa.Array]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    batch = pa.RecordBatch.from_arrays([build(frames) for build in builders], schema=schema)
+    if frames.count <= BATCH_COUNT_MAX:
+        yield batch
+        return
+    for start in range(0, frames.count, BATCH_COUNT_MAX):
+        yield batch.slice(start, BATCH_COUNT_MAX)
+
+
+def _binary(offsets: _Offsets, data: memoryview) -> pa.Array:
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers, 0)
+
+
+def _nullable(kind: pa.DataType, offsets: _Offsets, data: memoryview) -> pa.Array:
+    """An empty row is null."""
+    filled = offsets[1:] != offsets[:-1]
+    buffers = [_validity(filled), pa.py_buffer(offsets), pa.py_buffer(data)]
+    return pa.Array.from_buffers(kind, len(filled), buffers)
+
+
+def _fixed(kind: pa.DataType, values: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None) -> pa.Array:
+    validity = None if valid is None else _validity(valid)
+    return pa.Array.from_buffers(kind, len(values), [validity, pa.py_buffer(values)])
+
+
+def _validity(valid: npt.NDArray[np.bool_]) -> pa.Buffer | None:
+    return None if valid.all() else pa.py_buffer(np.packbits(valid, bitorder="little"))

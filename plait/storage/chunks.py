@@ -1,0 +1,299 @@
+"""Which parts of a message log hold wanted rows, cut into pieces of work, and reading one of them.
+
+One process plans, by headers alone; others each take a chunk and read its frames. A chunk lies in one segment file and
+carries everything it takes to read it: nothing is shared but the files.
+
+Promise: every wanted row is in exactly one chunk. A frame's rows are handed out only after its checksums held; frames
+that others wrote in between are passed over by their headers. Rows that seem to be missing are looked for before the
+gap is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from struct import Struct
+from typing import Final
+
+import msgspec
+
+from plait.errors import DamageError, DataDirError, FrameError, SubjectNotFound
+from plait.frame.header import PREFIX, SEQUENCE_MAX, TIME_MAX
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.storage.catalog import PartitionRow
+from plait.storage.checkpoint import Loaded
+from plait.storage.disk import Disk
+from plait.storage.reader import LogReader, LogWalk, Piece, damage_error, expired_error
+from plait.storage.recovery import Damage
+
+#: A chunk's wanted frames come to about this much.
+CHUNK_SIZE: Final = 64 * MIB
+#: Names of subjects that an error message lists.
+SHOWN_MAX: Final = 20
+
+#: prefix, size, count; partition, base, store time.
+_HEADER: Final = Struct("<3sxII32xIQq")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which rows somebody asks for. Bounds are inclusive; they choose whole frames, which may hold other rows too."""
+
+    subjects: frozenset[str] = frozenset()
+    #: Beginnings of subject names.
+    prefixes: tuple[str, ...] = ()
+    #: Of these, only subjects and partitions of these names; None: all.
+    subjects_only: frozenset[str] | None = None
+    partitions_only: frozenset[str] | None = None
+    sequence_min: int = 0
+    sequence_max: int = SEQUENCE_MAX
+    #: Store times, in microseconds.
+    time_min: int = 0
+    time_max: int = TIME_MAX
+
+    def names(self, subject: str) -> bool:
+        """The subject is asked for."""
+        return subject in self.subjects or subject.startswith(self.prefixes)
+
+    def covers(self, row: PartitionRow) -> bool:
+        """Some rows of the partition may be asked for."""
+        return (
+            self.names(row.subject)
+            and (self.subjects_only is None or row.subject in self.subjects_only)
+            and (self.partitions_only is None or row.name in self.partitions_only)
+        )
+
+    def takes(self, base: int, count: int, store_time: int) -> bool:
+        """Some rows of a frame may be asked for."""
+        return (
+            base <= self.sequence_max
+            and base + count > self.sequence_min
+            and self.time_min <= store_time <= self.time_max
+        )
+
+
+@dataclass(frozen=True)
+class ChunkPartition:
+    """A partition as far as a chunk needs to know it."""
+
+    subject: str
+    name: str
+    #: Rows below this are expired.
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Frames of one segment file: [start, end) in it. ``size`` is that of the wanted ones."""
+
+    segment: str
+    start: int
+    end: int
+    size: int
+    partitions: Mapping[int, ChunkPartition]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All chunks, in log order, and the damage that lies between them."""
+
+    chunks: list[Chunk]
+    damages: list[Damage]
+
+
+@dataclass
+class _Run:
+    """Neighbouring frames with wanted ones among them, a piece of the walk at most."""
+
+    offset: int
+    segment: str
+    #: Runs of one stretch have nothing but whole frames between them.
+    stretch: int
+    start: int
+    end: int
+    size: int
+    partitions: set[int] = field(default_factory=set)
+
+
+def plan(
+    reader: LogReader,
+    wanted: Wanted,
+    *,
+    chunk_size: int = CHUNK_SIZE,
+    chunks_min: int = 1,
+    fail_on_damage: bool = True,
+) -> Plan:
+    """Chunks of about ``chunk_size`` and equal sizes, at least ``chunks_min`` where there is enough to share.
+
+    ``SubjectNotFound`` where the log does not know a subject that is asked for.
+    """
+    starts = _logical_starts(reader.checkpoint)
+    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, starts)
+    runs = planner.run()
+    partitions = planner.walk.partitions
+    if planner.frame_count and not partitions:
+        raise DataDirError(f"{reader.place!r} holds no message log: its frames name no partition")
+    rows = {row.id: row for row in partitions.values() if not row.deleted}
+    _check_subjects(reader, wanted, list(rows.values()))
+    live = {number for number, row in rows.items() if wanted.covers(row)}
+    runs = [run for run in runs if not run.partitions.isdisjoint(live)]
+    total = sum(run.size for run in runs)
+    size = max(min(chunk_size, -(-total // chunks_min)), 1)
+    known = {number: ChunkPartition(rows[number].subject, rows[number].name, starts.get(number, 0)) for number in live}
+    return Plan(_chunks(runs, known, size), planner.walk.damages)
+
+
+class _Planner:
+    """Follows a walk and keeps the runs of wanted frames."""
+
+    def __init__(self, walk: LogWalk, wanted: Wanted, starts: Mapping[int, int]) -> None:
+        self.walk = walk
+        self._wanted = wanted
+        self._starts = starts
+        self._runs: list[_Run] = []
+        #: Partition → (the sequence its next frame should have, the log offset of its last one).
+        self._next: dict[int, tuple[int, int]] = {}
+        self._end = 0
+        self._stretch = 0
+        self.frame_count = 0
+
+    def run(self) -> list[_Run]:
+        version = -1
+        ids: set[int] = set()
+        for piece in self.walk:
+            if version != self.walk.catalog_version:
+                version = self.walk.catalog_version
+                ids = {row.id for row in self.walk.partitions.values() if self._wanted.covers(row)}
+            if piece.offset < self._end:
+                self._take_back(piece.offset)
+            elif piece.offset > self._end:
+                self._stretch += 1
+            self._take(piece, ids)
+            self.frame_count += len(piece.frames)
+        return self._runs
+
+    def _take_back(self, offset: int) -> None:
+        """What was told from ``offset`` on does not count."""
+        while self._runs and self._runs[-1].offset >= offset:
+            self._runs.pop()
+        self._next.clear()
+
+    def _take(self, piece: Piece, ids: set[int]) -> None:
+        wanted, starts, expected = self._wanted, self._starts, self._next
+        run: _Run | None = None
+        for position, size, count, partition, base, store_time in piece.frames:
+            if partition not in ids:
+                continue
+            offset = piece.segment_base + position
+            following = expected.get(partition)
+            if following is not None and following[0] != base and offset >= self.walk.verified:
+                self.walk.distrust(following[1])
+            expected[partition] = (base + count, offset)
+            if not wanted.takes(base, count, store_time) or base + count <= starts.get(partition, 0):
+                continue
+            if run is None:
+                run = _Run(piece.offset, piece.segment, self._stretch, position, position, 0)
+                self._runs.append(run)
+            run.end = position + size
+            run.size += size
+            run.partitions.add(partition)
+        self._end = piece.offset
+        if piece.frames:
+            last = piece.frames[-1]
+            self._end = piece.segment_base + last.position + last.size
+
+
+def _chunks(runs: list[_Run], known: Mapping[int, ChunkPartition], size: int) -> list[Chunk]:
+    """Runs joined up to ``size``; the chunks of one segment are about equal."""
+    chunks: list[Chunk] = []
+    by_segment: dict[str, list[_Run]] = {}
+    for run in runs:
+        by_segment.setdefault(run.segment, []).append(run)
+    for segment, members in by_segment.items():
+        total = sum(run.size for run in members)
+        share = total / -(-total // size)
+        taken: list[_Run] = []
+        done = cuts = 0
+        for run, following in zip_longest(members, members[1:]):
+            taken.append(run)
+            done += run.size
+            # Half a run too much is nearer to the share than half a run too little.
+            full = following is not None and done + following.size / 2 >= (cuts + 1) * share
+            if following is None or full or _are_apart(run, following, share):
+                cuts += full
+                ids = set[int]().union(*(run.partitions for run in taken)) & known.keys()
+                partitions = {partition: known[partition] for partition in sorted(ids)}
+                taken_size = sum(run.size for run in taken)
+                chunks.append(Chunk(segment, taken[0].start, taken[-1].end, taken_size, partitions))
+                taken = []
+    return chunks
+
+
+def _are_apart(run: _Run, following: _Run, share: float) -> bool:
+    """Damage lies between, or so much of others that passing over it would take longer than a task of its own."""
+    return run.stretch != following.stretch or following.start - run.end > share
+
+
+def _check_subjects(reader: LogReader, wanted: Wanted, rows: list[PartitionRow]) -> None:
+    known = sorted({row.subject for row in rows})
+    missing = sorted(wanted.subjects.difference(known))
+    missing += [f"{prefix}*" for prefix in wanted.prefixes if not any(name.startswith(prefix) for name in known)]
+    if missing:
+        more = "" if len(known) <= SHOWN_MAX else f" and {len(known) - SHOWN_MAX} more"
+        there = f"there are {', '.join(known[:SHOWN_MAX])}{more}" if known else "there are no subjects"
+        raise SubjectNotFound(f"subject {', '.join(map(repr, missing))} is not in {reader.place}; {there}")
+
+
+class _PartitionPlace(msgspec.Struct, array_like=True):
+    """The beginning of a partition's checkpoint record."""
+
+    row: PartitionRow
+    start: int
+
+
+_places = msgspec.msgpack.Decoder(list[_PartitionPlace])
+
+
+def _logical_starts(checkpoint: Loaded | None) -> dict[int, int]:
+    """Partition → the first sequence that retention has left, as far as a checkpoint knows it."""
+    if checkpoint is None:
+        return {}
+    shards = [data for shard, data in checkpoint.shards.items() if shard.startswith("partitions-")]
+    return {place.row.id: place.start for data in shards for place in _places.decode(data) if place.start}
+
+
+def read_chunk(
+    disk: Disk, place: str, chunk: Chunk, wanted: Wanted, *, fail_on_damage: bool = True
+) -> Iterator[tuple[ChunkPartition, FrameView]]:
+    """The wanted frames of a chunk, verified.
+
+    A frame that is damaged raises ``DamageError``, or is left out; ``Expired`` where the segment is gone.
+    """
+    try:
+        file = disk.open(chunk.segment)
+    except FileNotFoundError:
+        raise expired_error(place, chunk.segment) from None
+    try:
+        view = file.view()
+    finally:
+        file.close()
+    partitions, unpack = chunk.partitions, _HEADER.unpack_from
+    position = chunk.start
+    while position < chunk.end:
+        prefix, size, count, number, base, store_time = unpack(view, position)
+        if prefix != PREFIX or not 0 < size <= chunk.end - position:
+            raise DamageError(
+                f"{place}/{chunk.segment} has changed at offset {position} since it was looked at; read again"
+            )
+        partition = partitions.get(number)
+        if partition is not None and base + count > partition.start and wanted.takes(base, count, store_time):
+            try:
+                frame = FrameView(view, position).verify()
+            except FrameError as error:
+                if fail_on_damage:
+                    raise damage_error(place, chunk.segment, position, size, str(error)) from error
+            else:
+                yield partition, frame
+        position += size

@@ -1,0 +1,532 @@
+"""Reading a log beside its writer: the rows a server would keep, no other, and nothing changed on the disk."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plait.errors import DamageError, DataDirError, Expired, SubjectNotFound
+from plait.frame.builder import build_frame
+from plait.frame.columns import Column
+from plait.frame.header import HEADER_SIZE
+from plait.storage.catalog import SubjectSettings
+from plait.storage.chunks import Chunk, Plan, Wanted, plan, read_chunk
+from plait.storage.disk import Disk, RealDisk
+from plait.storage.reader import LogReader, open_log
+from plait.testing.disk import SimulatedDisk
+from tests.support.broker_node import Node, Producer
+
+Row = tuple[str, int, bytes]
+
+
+def wanted(*subjects: str, **bounds: Any) -> Wanted:
+    return Wanted(frozenset(subjects), **bounds)
+
+
+def read(reader: LogReader, want: Wanted, *, fail_on_damage: bool = True, **settings: Any) -> list[Row]:
+    planned = plan(reader, want, fail_on_damage=fail_on_damage, **settings)
+    return rows_of(reader, planned, want, fail_on_damage=fail_on_damage)
+
+
+def rows_of(reader: LogReader, planned: Plan, want: Wanted, *, fail_on_damage: bool = True) -> list[Row]:
+    rows: list[Row] = []
+    for chunk in planned.chunks:
+        for partition, frame in read_chunk(reader.disk, reader.place, chunk, want, fail_on_damage=fail_on_damage):
+            bodies = frame.binary(Column.BODY).to_pylist()
+            rows += [(partition.subject, *pair) for pair in zip(frame.sequences().tolist(), bodies, strict=True)]
+    return rows
+
+
+def stored(node: Node, subject: str) -> list[Row]:
+    return [(subject, row.sequence, row.body) for row in node.stored(subject)]
+
+
+def message_log(disk: Disk) -> LogReader:
+    return LogReader(disk, "message")
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted((root / "message").glob("*.log"))
+
+
+def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    node = Node(RealDisk(tmp_path))
+    yield node
+    node.broker.message_log.close()
+    node.broker.action_log.close()
+
+
+# --- what is read -------------------------------------------------------------------------------
+
+
+def test_every_row_of_a_subject_is_read_once_and_in_order(node: Node, tmp_path: Path):
+    for number in range(300):
+        node.send("orders", b"%d" % number, b"x" * (number % 50))
+    assert len(segments(tmp_path)) > 3
+    rows = read(open_log(str(tmp_path)), wanted("orders"))
+    assert rows == stored(node, "orders")
+    assert len(rows) == 600
+
+
+def test_frames_of_other_subjects_are_passed_over(node: Node, tmp_path: Path):
+    for number in range(200):
+        node.send(f"s{number % 3}", b"%d" % number)
+    reader = open_log(str(tmp_path))
+    assert read(reader, wanted("s1")) == stored(node, "s1")
+    assert sorted(read(reader, wanted("s0", "s2"))) == stored(node, "s0") + stored(node, "s2")
+
+
+def test_a_prefix_names_every_subject_that_starts_with_it(node: Node, tmp_path: Path):
+    for subject in ("eu.orders", "eu.refunds", "us.orders"):
+        node.send(subject, subject.encode())
+    rows = read(open_log(str(tmp_path)), Wanted(prefixes=("eu.",)))
+    assert [row[0] for row in rows] == ["eu.orders", "eu.refunds"]
+    assert len(read(open_log(str(tmp_path)), Wanted(prefixes=("",)))) == 3
+
+
+def test_frames_of_several_producers_joined_into_one_are_read(node: Node, tmp_path: Path):
+    producers = [Producer(number) for number in range(1, 6)]
+    for producer in producers:
+        node.submit(producer.frame("orders", b"from %d" % producer.id))
+    node.turn()
+    assert [row[2] for row in read(open_log(str(tmp_path)), wanted("orders"))] == [b"from %d" % n for n in range(1, 6)]
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_compressed_frames_are_read(node: Node, tmp_path: Path, compression: str):
+    node.submit(Producer(7).frame("orders", *[b"x" * 100] * 50, compression=compression))
+    node.turn()
+    assert read(open_log(str(tmp_path)), wanted("orders")) == stored(node, "orders")
+
+
+def test_a_subject_without_messages_has_no_chunks(node: Node, tmp_path: Path):
+    node.broker.create_subject("empty")
+    node.turn()
+    assert plan(open_log(str(tmp_path)), wanted("empty")).chunks == []
+
+
+def test_a_directory_in_which_nothing_was_written_yet_knows_no_subject(node: Node, tmp_path: Path):
+    with pytest.raises(SubjectNotFound, match="there are no subjects"):
+        plan(open_log(str(tmp_path)), wanted("orders"))
+
+
+def test_rows_of_a_deleted_subject_are_left_out_and_those_of_its_successor_are_not(node: Node, tmp_path: Path):
+    node.send("orders", b"old")
+    node.send("other", b"other")
+    node.broker.delete_subject("orders")
+    node.turn()
+    with pytest.raises(SubjectNotFound, match=r"'orders' is not in .*; there are other"):
+        plan(open_log(str(tmp_path)), wanted("orders"))
+    node.send("orders", b"new", producer=Producer(2))
+    assert read(open_log(str(tmp_path)), wanted("orders")) == [("orders", 0, b"new")]
+
+
+def test_an_unknown_subject_is_named_with_those_there_are(node: Node, tmp_path: Path):
+    node.send("orders", b"a")
+    with pytest.raises(SubjectNotFound, match=r"'nobody\*', .*|'gone'.*'nobody\*'.*there are orders"):
+        plan(open_log(str(tmp_path)), Wanted(frozenset({"gone"}), ("nobody",)))
+
+
+def test_expired_rows_that_are_still_in_a_segment_are_left_out(node: Node, tmp_path: Path):
+    node.broker.create_subject("orders", SubjectSettings(retention_seconds=60.0))
+    node.send("orders", b"old")
+    node.clock.advance(100.0)
+    node.send("orders", b"new")
+    node.retention.run()
+    node.turn()
+    node.checkpoint()
+    assert read(open_log(str(tmp_path)), wanted("orders")) == [("orders", 1, b"new")]
+
+
+def test_each_segment_file_can_be_read_alone(node: Node, tmp_path: Path):
+    for number in range(200):
+        node.send("orders", b"%d" % number)
+    rows = []
+    for path in segments(tmp_path):
+        alone = tmp_path / "copies" / path.stem
+        alone.mkdir(parents=True)
+        shutil.copy(path, alone)
+        rows += read(open_log(str(alone)), wanted("orders"))
+    assert rows == stored(node, "orders")
+
+
+# --- bounds -------------------------------------------------------------------------------------
+
+
+def test_bounds_leave_out_frames_without_such_rows(node: Node, tmp_path: Path):
+    times = []
+    for number in range(30):
+        node.clock.advance(1.0)
+        times.append(node.clock.now())
+        node.send("orders", b"a%d" % number, b"b%d" % number)
+    reader = open_log(str(tmp_path))
+
+    def sequences(**bounds: int) -> list[int]:
+        return [row[1] for row in read(reader, wanted("orders", **bounds))]
+
+    assert sequences(sequence_min=21, sequence_max=25) == [20, 21, 22, 23, 24, 25]
+    assert sequences(time_min=times[28]) == [56, 57, 58, 59]
+    assert sequences(time_max=times[1] - 1) == [0, 1]
+    assert sequences(sequence_min=60) == []
+
+
+def test_partitions_are_chosen_by_name(node: Node, tmp_path: Path):
+    for subject in ("a", "b", "c"):
+        node.send(subject, subject.encode())
+    reader = open_log(str(tmp_path))
+    both = frozenset({"a", "b"})
+    assert [row[0] for row in read(reader, wanted("a", "b", "c", subjects_only=both))] == ["a", "b"]
+    assert [row[0] for row in read(reader, wanted("b", "c", partitions_only=both))] == ["b"]
+
+
+# --- chunks -------------------------------------------------------------------------------------
+
+
+def big_log(root: Path, frames: int = 48) -> Node:
+    """Frames of 256 KiB, of two subjects by turns."""
+    node = Node(RealDisk(root), message_segment_size=8 << 20)
+    producer = Producer(3)
+    for number in range(frames):
+        node.submit(producer.frame(("orders", "other")[number % 2], *[bytes([number]) * 1024] * 255))
+        node.turn()
+    return node
+
+
+def test_chunks_are_of_about_equal_size_and_hold_every_row_once(tmp_path: Path):
+    node = big_log(tmp_path)
+    reader = open_log(str(tmp_path))
+    for chunks_min in (1, 2, 5):
+        planned = plan(reader, wanted("orders"), chunks_min=chunks_min)
+        assert len(planned.chunks) >= chunks_min
+        rows = rows_of(reader, planned, wanted("orders"))
+        assert rows == stored(node, "orders")
+    sizes = [chunk.size for chunk in plan(reader, wanted("orders"), chunk_size=2 << 20).chunks]
+    assert max(sizes) <= 2 << 20
+    assert max(sizes) < 2 * min(sizes)
+    node.broker.stop()
+
+
+def test_a_chunk_can_be_read_by_another_process_with_nothing_but_the_files(tmp_path: Path):
+    node = big_log(tmp_path, 8)
+    node.broker.stop()
+    (chunk,) = plan(open_log(str(tmp_path)), wanted("orders")).chunks
+    assert chunk == Chunk(chunk.segment, chunk.start, chunk.end, chunk.size, chunk.partitions)
+    frames = list(read_chunk(RealDisk(tmp_path, read_only=True), "here", chunk, wanted("orders")))
+    assert [frame.count for _, frame in frames] == [255] * 4
+
+
+def test_a_long_stretch_of_other_subjects_is_nobodys_chunk(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), message_segment_size=64 << 20)
+    producer = Producer(3)
+    for subject, frames in (("orders", 4), ("other", 32), ("orders", 4)):
+        for _ in range(frames):
+            node.submit(producer.frame(subject, *[bytes(1024)] * 255))
+            node.turn()
+    chunks = plan(open_log(str(tmp_path)), wanted("orders"), chunk_size=4 << 20).chunks
+    assert len(chunks) == 2
+    assert all(chunk.end - chunk.start == chunk.size for chunk in chunks)
+    node.broker.stop()
+
+
+def test_a_segment_that_retention_takes_before_it_is_read_is_a_clear_error(tmp_path: Path):
+    node = big_log(tmp_path)
+    node.broker.stop()
+    reader = open_log(str(tmp_path))
+    planned = plan(reader, wanted("orders"))
+    segments(tmp_path)[0].unlink()
+    with pytest.raises(Expired, match="removed by retention"):
+        rows_of(reader, planned, wanted("orders"))
+
+
+def test_a_segment_that_retention_takes_before_it_is_planned_is_not_missed(tmp_path: Path):
+    node = big_log(tmp_path)
+    kept = [row for row in stored(node, "orders") if row[1] >= 255 * 16]
+    node.broker.stop()
+    reader = open_log(str(tmp_path))
+    segments(tmp_path)[0].unlink()
+    rows = read(reader, wanted("orders"))
+    assert rows[-len(kept) :] == kept
+    assert rows[0][1] > 0
+
+
+# --- only reading -------------------------------------------------------------------------------
+
+
+def test_nothing_in_the_directory_changes(node: Node, tmp_path: Path):
+    for number in range(100):
+        node.send("orders", b"%d" % number)
+    node.checkpoint()
+    before = snapshot(tmp_path)
+    read(open_log(str(tmp_path)), wanted("orders"))
+    assert snapshot(tmp_path) == before
+
+
+def test_the_right_to_read_is_enough(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    node.send("orders", b"a")
+    node.checkpoint()
+    opened = os.open
+
+    def read_only(path: Any, flags: int, *rest: Any, **more: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    for name in ("mkdir", "rename", "replace", "unlink", "fsync", "fdatasync"):
+        monkeypatch.delattr(os, name)
+    assert read(open_log(str(tmp_path)), wanted("orders")) == [("orders", 0, b"a")]
+
+
+def test_a_read_only_disk_refuses_to_change_anything(tmp_path: Path):
+    (tmp_path / "a").write_bytes(b"abc")
+    disk = RealDisk(tmp_path, read_only=True)
+    file = disk.open("a")
+    assert bytes(file.view()) == b"abc"
+    for change in (
+        lambda: file.write([b"x"], 0),
+        lambda: file.truncate(0),
+        lambda: file.allocate(10),
+        lambda: disk.open("b", create=True),
+        lambda: disk.make_directory("c"),
+        lambda: disk.rename("a", "b"),
+        lambda: disk.remove("a"),
+        lambda: disk.sync_directory(""),
+        lambda: disk.lock(),
+    ):
+        with pytest.raises(OSError, match=r"read-only|Bad file|Invalid"):
+            change()
+    file.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_what_is_not_a_data_directory_is_said(tmp_path: Path):
+    with pytest.raises(DataDirError, match="there is no directory"):
+        open_log(str(tmp_path / "nowhere"))
+    (tmp_path / "file").write_text("hello")
+    with pytest.raises(DataDirError, match="there is no directory"):
+        open_log(str(tmp_path / "file"))
+    with pytest.raises(DataDirError, match="not a Plait data directory"):
+        open_log(str(tmp_path))
+
+
+def test_an_action_log_is_not_taken_for_a_message_log(node: Node, tmp_path: Path):
+    node.send("orders", b"a")
+    node.attach("orders", "billing")
+    with pytest.raises(DataDirError, match="holds no message log"):
+        plan(open_log(str(tmp_path / "action")), wanted("orders"))
+
+
+def test_frames_of_a_newer_format_are_refused_and_not_taken_for_the_end(node: Node, tmp_path: Path):
+    node.send("orders", b"a")
+    end = node.broker.message_log.end
+    node.send("orders", b"b")
+    path = segments(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[end + 2] = 9
+    path.write_bytes(data)
+    with pytest.raises(DataDirError, match="format version 9"):
+        plan(open_log(str(tmp_path)), wanted("orders"))
+
+
+# --- beside a writer, and after a crash ---------------------------------------------------------
+
+
+def test_a_log_that_grows_meanwhile_is_read_up_to_some_moment(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 20)
+    producer = Producer(1)
+    node.submit(producer.frame("orders", b"first"))
+    node.turn()
+    done = threading.Event()
+
+    def write() -> None:
+        chance = random.Random(1)
+        for _ in range(1500):
+            bodies = [chance.randbytes(chance.randrange(2000)) for _ in range(chance.randrange(1, 20))]
+            node.submit(producer.frame("orders", *bodies))
+            node.turn()
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    looks = []
+    while not done.is_set():
+        looks.append(read(open_log(str(tmp_path)), wanted("orders")))
+    writer.join()
+    final = stored(node, "orders")
+    assert len(looks) > 3
+    assert all(look == final[: len(look)] for look in looks)
+    assert read(open_log(str(tmp_path)), wanted("orders")) == final
+    node.broker.stop()
+
+
+def test_an_unfinished_frame_at_the_end_is_left_out(node: Node, tmp_path: Path):
+    node.send("orders", b"whole")
+    end = node.broker.message_log.end
+    node.send("orders", b"torn" * 300)
+    path = segments(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    for cut in (end + 8, end + HEADER_SIZE, end + 512):
+        torn = data[:cut] + bytes(len(data) - cut)
+        path.write_bytes(torn)
+        assert read(open_log(str(tmp_path)), wanted("orders")) == [("orders", 0, b"whole")]
+
+
+def test_a_copy_that_ends_inside_a_frame_is_read_up_to_it(node: Node, tmp_path: Path):
+    node.send("orders", b"whole")
+    end = node.broker.message_log.end
+    node.send("orders", b"cut" * 300)
+    (copy := tmp_path / "copy").mkdir()
+    source = segments(tmp_path)[0]
+    (copy / source.name).write_bytes(source.read_bytes()[: end + 200])
+    assert read(open_log(str(copy)), wanted("orders")) == [("orders", 0, b"whole")]
+
+
+@pytest.mark.parametrize("keep", ["none", "all", "random"])
+@pytest.mark.parametrize("flush", ["async", "sync"])
+def test_after_a_power_loss_the_rows_are_those_that_recovery_keeps(keep: Any, flush: Any, seed: int):
+    for number in range(60):
+        chance = random.Random(seed * 1000 + number)
+        node = Node(flush=flush)
+        producer = Producer(1)
+        for _ in range(chance.randrange(1, 120)):
+            subject = chance.choice(["a", "b", "c"])
+            bodies = [chance.randbytes(chance.randrange(400)) for _ in range(chance.randrange(1, 5))]
+            node.submit(producer.frame(subject, *bodies))
+            if chance.random() < 0.7:
+                node.turn()
+            if chance.random() < 0.1:
+                node.sync()
+            if chance.random() < 0.03:
+                node.checkpoint()
+            if chance.random() < 0.02 and "b" in node.broker.subjects:
+                node.broker.delete_subject("b")
+                producer = Producer(producer.id + 1)
+        node.commit()
+        disk: SimulatedDisk = node.disk.after_crash(chance, keep)
+        before = disk.copy()
+        recovered = Node(disk.copy())
+        damaged = any(damage.kind == "damaged" for damage in recovered.report.damages)
+        rows = (
+            read(message_log(disk), Wanted(prefixes=("",)), fail_on_damage=not damaged)
+            if recovered.broker.subjects
+            else []
+        )
+        for subject in ("a", "b", "c"):
+            kept = stored(recovered, subject) if subject in recovered.broker.subjects else []
+            assert [row for row in rows if row[0] == subject] == kept, (number, recovered.report)
+        assert disk.list("message") == before.list("message")
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def damaged_log(root: Path) -> tuple[Path, list[int], list[Row]]:
+    """A stopped server's log: its file, where the frames of "orders" start, and all rows."""
+    node = Node(RealDisk(root), message_segment_size=1 << 20)
+    places = []
+    for number in range(20):
+        node.send("other", b"between")
+        places.append(node.broker.message_log.end)
+        node.send("orders", b"row %d" % number)
+    rows = stored(node, "orders")
+    node.broker.stop()
+    return segments(root)[0], places, rows
+
+
+@pytest.mark.parametrize(
+    ("what", "byte"),
+    [("magic", 0), ("size", 5), ("count", 8), ("columns", 12), ("partition", 44), ("base", 48), ("body", 93)],
+)
+def test_a_damaged_frame_is_named_with_its_file_and_place_or_left_out(tmp_path: Path, what: str, byte: int):
+    path, places, rows = damaged_log(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[places[7] + byte] ^= 0x55
+    path.write_bytes(data)
+    with pytest.raises(DamageError, match=rf"{path.name} is damaged: \d+ bytes at offset {places[7]} .*plait doctor"):
+        read(open_log(str(tmp_path)), wanted("orders"))
+    left = read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False)
+    assert left == rows[:7] + rows[8:]
+
+
+def test_a_wrong_size_in_another_subjects_frame_hides_no_row(tmp_path: Path):
+    path, places, rows = damaged_log(tmp_path)
+    data = bytearray(path.read_bytes())
+    # It claims to reach to the end of the frame behind it: headers alone look whole.
+    between = places[6] + int.from_bytes(data[places[6] + 4 : places[6] + 8], "little")
+    end = places[7] + int.from_bytes(data[places[7] + 4 : places[7] + 8], "little")
+    data[between + 4 : between + 8] = (end - between).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(DamageError, match=f"at offset {between} "):
+        read(open_log(str(tmp_path)), wanted("orders"))
+    assert read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False) == rows
+
+
+def test_a_damaged_frame_of_another_subject_is_not_ours_to_complain_of(tmp_path: Path):
+    path, places, rows = damaged_log(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[places[3] - 8] ^= 0xFF
+    path.write_bytes(data)
+    assert read(open_log(str(tmp_path)), wanted("orders")) == rows
+    with pytest.raises(DamageError):
+        read(open_log(str(tmp_path)), wanted("other"))
+
+
+def test_damage_in_one_segment_leaves_the_others_readable(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    for number in range(300):
+        node.send("orders", b"%d" % number)
+    rows = stored(node, "orders")
+    node.broker.stop()
+    path = segments(tmp_path)[2]
+    data = bytearray(path.read_bytes())
+    data[1000:1400] = np.random.default_rng(1).bytes(400)
+    path.write_bytes(data)
+    with pytest.raises(DamageError, match=path.name):
+        read(open_log(str(tmp_path)), wanted("orders"))
+    left = read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False)
+    lost = sorted(set(rows) - set(left))
+    assert left == [row for row in rows if row not in lost]
+    assert 1 <= len(lost) <= 6
+    assert lost[-1][1] - lost[0][1] == len(lost) - 1
+
+
+def test_a_segment_missing_in_the_middle_is_damage(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    for number in range(300):
+        node.send("orders", b"%d" % number)
+    node.broker.stop()
+    segments(tmp_path)[2].unlink()
+    with pytest.raises(DamageError, match="missing"):
+        read(open_log(str(tmp_path)), wanted("orders"))
+    left = [row[1] for row in read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False)]
+    assert left == sorted(left)
+    assert 200 < len(left) < 300
+
+
+def test_a_frame_inside_a_message_body_is_never_taken_for_one_of_the_log(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 20)
+    inner = build_frame([b"inner"], producer=5, first=1).tobytes()
+    node.send("orders", b"before")
+    place = node.broker.message_log.end
+    node.send("orders", bytes(80) + inner)
+    node.send("orders", b"after")
+    node.broker.stop()
+    path = segments(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[place] ^= 0xFF
+    path.write_bytes(data)
+    left = read(open_log(str(tmp_path)), wanted("orders"), fail_on_damage=False)
+    assert [row[2] for row in left] == [b"before", b"after"]
