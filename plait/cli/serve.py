@@ -30,6 +30,7 @@ from plait.cli.options import size_of
 from plait.cli.output import words_of_size
 from plait.client.arguments import seconds_of
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
+from plait.server.health import Health
 from plait.server.host import Server
 from plait.storage.disk import RealDisk
 from plait.storage.log import SEGMENT_SIZE_MIN
@@ -50,6 +51,9 @@ def serve(
     *,
     data: Annotated[Path, Parameter(help="The data directory; made if it is not there.")],
     port: Annotated[int, Parameter(help="0 takes a free one; the ready line names it.")] = 7450,
+    http: Annotated[
+        int | None, Parameter(help="A port for GET /health over HTTP; 0 takes a free one. Without it there is none.")
+    ] = None,
     host: Annotated[str, Parameter(help="The address to listen on: loopback, as there is no authentication.")] = (
         "127.0.0.1"
     ),
@@ -81,7 +85,7 @@ def serve(
         auto_create=auto_create,
     )
     keep_buffers()
-    return run_loop(_serve(data, host, port, config))
+    return run_loop(_serve(data, host, port, http, config))
 
 
 def _segment_size(text: str) -> int:
@@ -93,20 +97,28 @@ def _segment_size(text: str) -> int:
     return size
 
 
-async def _serve(data: Path, host: str, port: int, config: BrokerConfig) -> int:
+async def _serve(data: Path, host: str, port: int, http: int | None, config: BrokerConfig) -> int:
     stop = _stop_on_signals()
     server = Server(RealDisk(data), config, host=host, port=port)
+    health = None if http is None else Health(server, http)
     _check_free(host, port)
+    _check_free(host, http or 0)
     report = await _start(server, data)
+    if health is not None:
+        await health.start()
     assert server.failed is not None
     facts = (
         f"data={shlex.quote(str(data))} flush={config.flush} epoch={report.epoch} pid={os.getpid()} version={VERSION}"
     )
+    if health is not None:
+        facts += f" http=http://{host}:{health.port}/health"
     with contextlib.suppress(BrokenPipeError):
         print(f"ready {server.address} {facts}", flush=True)
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((stopping, server.failed), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    if health is not None:
+        await health.stop()
     if not server.failed.done():
         log.info("draining")
         try:
