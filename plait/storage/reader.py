@@ -318,7 +318,6 @@ class LogWalk:
         start = self._mark_before(index, min(doubtful - 1, self._durable))
         for _ in range(LOOKS_MAX):
             segments = self._segments_from(start, index if until is None else len(self._reader.files) - 1)
-            self._refuse_newer(segments, doubtful)
             self._recent_rows = [entry for entry in self._recent_rows if entry[0] < start]
             self.catalog_version += 1
             scan = LogScan(_Segments(self._reader.place, segments), start, self._durable, self._plausible)
@@ -331,6 +330,8 @@ class LogWalk:
             # A server writes faster than this can look: the log ends where it was still writing.
             damages = [damage for damage in damages if damage.offset < min(being_written)]
             found, resume = [entry for entry in found if entry[0] < min(being_written)], None
+        if resume is None:
+            self._refuse_newer(segments, max((offset + head.size for offset, head in found), default=start))
         self._distrusted = None
         self.verified = max(self.verified, scan.end if resume is None else resume)
         # Whose frame it is can be told where only its rows are damaged: that is for those to say who want them.
@@ -415,7 +416,7 @@ class LogWalk:
             raise damage_error(self._reader.place, holder.path, damage.offset - holder.base, damage.size, damage.reason)
 
     def _refuse_newer(self, segments: list[MappedSegment], offset: int) -> None:
-        """A frame of a later format is neither damage nor the end."""
+        """Where the log ends with a frame of a later format, it does not end there."""
         for segment in segments:
             position = offset - segment.base
             if 0 <= position <= segment.size - HEADER_SIZE:

@@ -397,7 +397,7 @@ def test_a_copy_that_ends_inside_a_frame_is_read_up_to_it(node: Node, tmp_path: 
 @pytest.mark.parametrize("keep", ["none", "all", "random"])
 @pytest.mark.parametrize("flush", ["async", "sync"])
 def test_after_a_power_loss_the_rows_are_those_that_recovery_keeps(keep: Any, flush: Any, seed: int):
-    for number in range(60):
+    for number in range(30):
         chance = random.Random(seed * 1000 + number)
         node = Node(flush=flush)
         producer = Producer(1)
