@@ -155,9 +155,11 @@ class LogScan:
     def _never_durable(self, segment: ReadableSegment, position: int, behind: int) -> bool:
         """A part of the bad region never reached the disk, and nothing says that it had to."""
         offset = segment.base + position
+        # The frame may have been meant to reach further than anything that is there.
+        meant = position + _claimed_size(segment.view, position)
         return (
             offset >= self.durable
-            and _missing_sector(segment.view, position, behind)
+            and _missing_sector(segment.view, position, max(behind, meant))
             and offset >= self._durable_from(segment, behind)
         )
 
@@ -229,9 +231,15 @@ class LogScan:
         self.end = max(self.end, self.durable)
 
 
+def _claimed_size(view: memoryview, position: int) -> int:
+    """What a header that is not to be trusted says of its frame's size."""
+    prefix_and_size = bytes(view[position : position + 8])
+    return int.from_bytes(prefix_and_size[4:], "little") if prefix_and_size.startswith(PREFIX) else 0
+
+
 def _missing_sector(view: memoryview, start: int, end: int) -> bool:
     """Some sector of [start, end) was not written since the segment was made: from ``start`` on it is zeros."""
-    for sector in range(start - start % SECTOR_SIZE, end, SECTOR_SIZE):
+    for sector in range(start - start % SECTOR_SIZE, min(end, len(view)), SECTOR_SIZE):
         piece = bytes(view[max(start, sector) : sector + SECTOR_SIZE])
         if piece.count(0) == len(piece):
             return True

@@ -1,0 +1,151 @@
+"""What must hold after any crash of a broker, checked on what the crash left.
+
+``check`` starts a broker on the disk that was found and compares it with what the outsiders of a ``Trace`` were told:
+nothing acknowledged is lost, nothing is invented, changed or stored twice, everybody's order is kept, what was acked
+stays acked, and whatever is left can be sent again and consumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from plait.broker.group import Group
+from plait.clock import ManualClock
+from plait.testing.disk import SimulatedDisk
+from tests.support.broker_node import Node, Row, Sent
+from tests.support.broker_trace import Told, Trace
+
+BATCH = 1 << 20
+
+Stored = dict[str, list[Row]]
+
+
+def check(disk: SimulatedDisk, trace: Trace, *, drained: int = 0, all_written: bool = True) -> None:
+    """Recover and compare. ``drained`` picks the group that is consumed to its end.
+
+    ``all_written``: the crash could take nothing that was acknowledged. Otherwise (a power loss with
+    ``flush="async"``) only what was synced has to be there, and the rest must still be right.
+    """
+    told = trace.look()
+    node = Node(disk, ManualClock(trace.clock.now()), trace.config)
+    if told.epoch:
+        assert node.broker.epoch > told.epoch, "an unclean start goes on in the old epoch"
+    assert [damage for damage in node.report.damages if damage.kind != "torn"] == [], "a crash is no damage"
+    stored = everything(node)
+    certain = [frame for frame in told.frames if frame.acknowledged] if all_written else told.durable_frames
+    check_rows(told, stored)
+    check_certain(told, certain, stored)
+    check_beginnings(told, stored)
+    groups = check_groups(told, node, all_written=all_written)
+    ends = {subject: partition.next for subject, partition in node.broker.subjects.items()}
+    if all_written:
+        send_again(told, node)
+    if groups:
+        key = sorted(groups)[drained % len(groups)]
+        drain(told, key, node, groups[key], ends[key[0]], all_written=all_written)
+
+
+def everything(node: Node) -> Stored:
+    return {subject: node.stored(subject) for subject in node.broker.subjects}
+
+
+def check_rows(told: Told, stored: Stored) -> None:
+    """Nothing is invented or changed or there twice, and every producer's order is kept."""
+    for subject, rows in stored.items():
+        last: dict[int, int] = {}
+        for row in rows:
+            known = (row.producer, row.number)
+            assert told.rows.get(known) == (subject, row.body), f"{subject}: {known} is not what was sent"
+            before = last.get(row.producer, 0)
+            assert before < row.number, f"{subject}: {known} comes after {before}"
+            last[row.producer] = row.number
+
+
+def check_certain(told: Told, certain: Iterable[Sent], stored: Stored) -> None:
+    """Every row is where its receipt says, unless retention took it."""
+    places = {(row.producer, row.number): (subject, row.sequence) for subject, rows in stored.items() for row in rows}
+    for frame in certain:
+        sequence = frame.sequence
+        assert sequence is not None
+        expired = told.expired.get(frame.subject, 0)
+        for row in range(len(frame.bodies)):
+            known = (frame.view.producer, frame.view.first + row)
+            found = places.get(known)
+            if found is None and sequence + row < expired:
+                continue
+            assert found == (frame.subject, sequence + row), f"{known}, acknowledged as {sequence + row}, is {found}"
+
+
+def check_beginnings(told: Told, stored: Stored) -> None:
+    """Of what each producer sent to a subject a beginning is stored, without holes."""
+    present = {(row.producer, row.number) for rows in stored.values() for row in rows}
+    missing: set[tuple[str, int]] = set()
+    for frame in told.frames:
+        expired = frame.acknowledged and (frame.sequence or 0) < told.expired.get(frame.subject, 0)
+        for row in range(len(frame.bodies)):
+            known = (frame.view.producer, frame.view.first + row)
+            if known in present:
+                assert (frame.subject, known[0]) not in missing, f"{frame.subject}: {known} follows a missing row"
+            elif not expired:
+                missing.add((frame.subject, known[0]))
+
+
+def check_groups(told: Told, node: Node, *, all_written: bool) -> dict[tuple[str, str], Group]:
+    """Positions are sane, and acknowledged acks count; the groups that are there."""
+    groups: dict[tuple[str, str], Group] = {}
+    for key, group_told in told.groups.items():
+        subject, name = key
+        partition = node.broker.subjects.get(subject)
+        group = partition.groups.get(name) if partition is not None else None
+        if group is None:
+            assert not group_told.durable, f"group {key} is gone"
+            continue
+        groups[key] = group
+        log = group.pull_log
+        assert 0 <= log.floor <= log.next <= group.partition.next, f"group {key}: position {log.next}"
+        open_rows = {s for r in log.returned for s in range(r.start, r.end)}
+        for held in log.held.values():
+            for piece in held:
+                sequences = range(piece.start, piece.end)
+                assert open_rows.isdisjoint(sequences), f"group {key}: rows in two hands"
+                open_rows.update(sequences)
+        assert all(sequence < log.next for sequence in open_rows), f"group {key}: rows ahead of its position"
+        if all_written:
+            done = group_told.done
+            assert open_rows.isdisjoint(done), f"group {key}: acknowledged acks are open again"
+            assert not done or max(done) < log.next, f"group {key}: acknowledged acks are ahead of the position"
+    return groups
+
+
+def send_again(told: Told, node: Node) -> None:
+    """Whoever got no answer sends again: everything is stored once, in order."""
+    again = [node.submit(Sent(frame.subject, frame.data, frame.bodies)) for frame in told.unacknowledged]
+    node.turn()
+    stored = {subject: node.stored(subject) for subject in {frame.subject for frame in again}}
+    check_rows(told, stored)
+    check_certain(told, again, stored)
+
+
+def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_end: int, *, all_written: bool) -> None:
+    """Everything that is not done is handed out once, and nothing else. Rows from ``recovered_end`` on are new."""
+    group_told = told.groups[key]
+    node.clock.advance(node.broker.limits.consumer_lost_seconds + 1)
+    node.membership.lose_silent()
+    client = group.name.removeprefix("%broadcast%") if group.definition.broadcast else "drain"
+    name = None if group.definition.broadcast else group.name
+    consumer = node.attach(key[0], name, client, delivery=group.definition.delivery)
+    got: list[int] = []
+    while ranges := node.pull(consumer, BATCH, BATCH).ranges:
+        for start, end, _ in ranges:
+            got += range(start, end)
+            node.broker.ack(consumer, [(start, end, epoch) for _, epoch in group.partition.epochs], None)
+    assert len(set(got)) == len(got), f"{key}: handed out twice"
+    rows = {row.sequence for row in node.stored(key[0])}
+    assert rows.issuperset(got), f"{key}: rows that do not exist"
+    if all_written:
+        assert group_told.done.isdisjoint(got), f"{key}: done rows come again"
+    doubtful = {sequence for sequence in group_told.doubtful if sequence < recovered_end}
+    first = max(min(group_told.start, recovered_end), told.expired.get(key[0], 0))
+    wanted = {sequence for sequence in rows if sequence >= first} - doubtful
+    assert wanted.issubset(got), f"{key}: {sorted(wanted.difference(got))[:5]} are never handed out"
+    assert group.pull_log.floor == group.partition.visible, f"{key}: not at its end"

@@ -1,0 +1,115 @@
+"""Crashes a running broker everywhere: at every disk operation, and inside every write.
+
+The trace runs once. At each crash point its disk is copied, the copy crashes, and what it leaves is recovered and
+checked while the trace waits; then the trace goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from plait.testing.cached_file import SECTOR_SIZE, CachedFile
+from plait.testing.disk import Operation, SimulatedCrash, SimulatedDisk
+from tests.support.broker_checker import check
+from tests.support.broker_node import Node
+from tests.support.broker_trace import Trace
+
+#: How a crash point is turned into what the next start finds.
+Survive = Callable[[SimulatedDisk, random.Random], SimulatedDisk]
+
+
+def kill(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
+    """The process dies, the machine lives on."""
+    return disk.copy()
+
+
+def power_loss(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
+    """Of what was not synced anything may survive."""
+    return disk.after_crash(rng)
+
+
+class ExploredDisk(SimulatedDisk):
+    """Calls ``on_point`` with a copy of itself before every operation and in the middle of every write."""
+
+    def __init__(self, bytes_of: Callable[[int, int], list[int]]) -> None:
+        super().__init__(on_operation=self._before)
+        #: (offset, size) of a write → how many bytes of it are there at its crash points.
+        self._bytes_of = bytes_of
+        self.on_point: Callable[[SimulatedDisk, str], None] | None = None
+
+    def _before(self, operation: Operation, path: str, size: int) -> None:
+        if self.on_point is not None:
+            self.on_point(self.copy(), f"{operation} {path}")
+
+    def _write(self, cached: CachedFile, path: str, data: bytes, offset: int) -> None:
+        if self.on_point is not None:
+            for size in self._bytes_of(offset, len(data)):
+                part = self.copy()
+                part.open(path).write([data[:size]], offset)
+                self.on_point(part, f"byte {size} of {len(data)}, write {path}")
+        super()._write(cached, path, data, offset)
+
+
+class Explorer:
+    """Runs a trace and crashes it at all its points."""
+
+    def __init__(
+        self,
+        seed: int,
+        flush: str,
+        survive: Survive,
+        *,
+        bytes_of: Callable[[int, int], list[int]] | None = None,
+        all_written: bool = True,
+        operations: int = 200,
+        every: int = 1,
+        first: int = 0,
+    ) -> None:
+        self._rng = random.Random(seed)
+        self._survive = survive
+        self._all_written = all_written
+        self._every = every
+        self._first = first
+        self._disk = ExploredDisk(bytes_of or self._some_bytes)
+        self.trace = Trace(seed, flush, self._disk, operations=operations)
+        #: Crash points passed, and those that were crashed at.
+        self.points = 0
+        self.crashes = 0
+        self.double_crashes = 0
+
+    def run(self) -> None:
+        self._disk.on_point = self._point
+        self.trace.run()
+
+    def _some_bytes(self, offset: int, size: int) -> list[int]:
+        """The sector boundaries inside a write, and some places between."""
+        chosen = set(range(-offset % SECTOR_SIZE, size, SECTOR_SIZE))
+        chosen.update(self._rng.sample(range(size), min(size, 4)))
+        return sorted(chosen - {0})
+
+    def _point(self, disk: SimulatedDisk, where: str) -> None:
+        number = self.points
+        self.points += 1
+        if number % self._every != self._first:
+            return
+        self.crashes += 1
+        try:
+            found = self._survive(disk, self._rng)
+            if number % 5 == 0:
+                found = self._crash_recovery(found)
+            check(found, self.trace, drained=number, all_written=self._all_written)
+        except AssertionError as error:
+            error.add_note(f"crash point {number}: {where}")
+            raise
+
+    def _crash_recovery(self, disk: SimulatedDisk) -> SimulatedDisk:
+        """Recovery itself is interrupted, up to three times."""
+        for _ in range(3):
+            disk.crash_at(disk.operations + self._rng.randrange(30), self._rng.randrange(600))
+            try:
+                Node(disk, self.trace.clock, self.trace.config)
+            except SimulatedCrash:
+                self.double_crashes += 1
+            disk = self._survive(disk, self._rng)
+        return disk

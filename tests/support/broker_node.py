@@ -1,0 +1,286 @@
+"""A broker in a test's hands: the shipped classes on a simulated disk and clock, every step explicit.
+
+Nothing happens in the background. ``turn`` is what a server does at the end of a loop turn: commit, and sync when
+somebody waits for it. A stopped, killed or powerless node is replaced by ``restart``, ``killed`` and ``power_lost``.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from plait.broker import Broker, BrokerConfig, Membership, Retention
+from plait.broker.group import Consumer, Delivery, Group
+from plait.broker.partition import Batch, Partition
+from plait.clock import ManualClock
+from plait.errors import PlaitError
+from plait.frame.builder import Buffer, build_frame
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED
+from plait.frame.view import FrameView, frames_in
+from plait.storage.disk import Disk
+from plait.testing.cached_file import Keep
+from plait.testing.disk import SimulatedDisk
+
+#: Small enough that a few dozen messages fill several segments.
+SMALL_SEGMENTS = {"message_segment_size": 8192, "action_segment_size": 4096}
+NO_WATERMARKS = {"disk_free_min": 0, "disk_used_max": 1.0}
+
+
+class Row(NamedTuple):
+    """A message as a consumer gets it."""
+
+    sequence: int
+    producer: int
+    number: int
+    body: bytes
+    epoch: int
+
+
+def rows_of(parts: Sequence[Buffer]) -> list[Row]:
+    """All messages of frames that stand one after another; every frame is verified."""
+    return [row for frame in frames_in(b"".join(parts)) for row in _rows_of_frame(bytes(frame.buffer))]
+
+
+# The same frames are read again after every crash of an exploration.
+@functools.lru_cache(maxsize=10_000)
+def _rows_of_frame(data: bytes) -> list[Row]:
+    frame = FrameView(data).verify()
+    producers, numbers = frame.message_ids()
+    sequences, bodies = frame.sequences().tolist(), frame.binary(Column.BODY).to_pylist()
+    columns = zip(sequences, producers.tolist(), numbers.tolist(), bodies, strict=True)
+    return [Row(*values, frame.epoch) for values in columns]
+
+
+class Sent:
+    """A frame on its way and what became of it."""
+
+    def __init__(self, subject: str, data: bytes, bodies: Sequence[bytes]) -> None:
+        self.subject = subject
+        self.data = data
+        self.bodies = list(bodies)
+        self.view = FrameView(data)
+        self.answers: list[tuple[int | None, PlaitError | None]] = []
+
+    def answer(self, sequence: int | None, error: PlaitError | None) -> None:
+        self.answers.append((sequence, error))
+
+    @property
+    def acknowledged(self) -> bool:
+        return bool(self.answers) and self.answers[-1][1] is None
+
+    @property
+    def sequence(self) -> int | None:
+        """The receipt; the send must have succeeded."""
+        assert self.answers, "no answer yet"
+        sequence, error = self.answers[-1]
+        assert error is None, error
+        return sequence
+
+    @property
+    def error(self) -> PlaitError:
+        """The refusal; the send must have failed."""
+        assert self.answers, "no answer yet"
+        error = self.answers[-1][1]
+        assert error is not None, "the send was acknowledged"
+        return error
+
+
+class Producer:
+    """Numbers rows as a client does: over all subjects, each frame naming its predecessor in its subject."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.next = 1
+        self.last: dict[str, int] = {}
+
+    def frame(self, subject: str, *bodies: bytes, **columns: Any) -> Sent:
+        """The next frame for a subject."""
+        previous = self.last.get(subject, 0)
+        parts = build_frame(bodies, producer=self.id, first=self.next, previous=previous, **columns)
+        self.next += len(bodies)
+        self.last[subject] = self.next - 1
+        return Sent(subject, parts.tobytes(), bodies)
+
+    def oneway(self, subject: str, *bodies: bytes) -> Sent:
+        parts = build_frame(bodies, producer=self.id, first=self.next, flags=FLAG_UNSEQUENCED)
+        self.next += len(bodies)
+        return Sent(subject, parts.tobytes(), bodies)
+
+
+class Pulled:
+    """A pull and its answer."""
+
+    def __init__(self) -> None:
+        self.answers: list[Delivery | None] = []
+
+    def answer(self, delivery: Delivery | None) -> None:
+        # The parts show the log: what is compared later is what was there when the answer left.
+        if delivery is not None:
+            delivery.parts = [bytes(part) for part in delivery.parts]
+        self.answers.append(delivery)
+
+    @property
+    def answered(self) -> bool:
+        return bool(self.answers)
+
+    @property
+    def ranges(self) -> list[tuple[int, int, int]]:
+        assert len(self.answers) == 1, f"{len(self.answers)} answers"
+        return self.answers[0].ranges if self.answers[0] is not None else []
+
+    @property
+    def rows(self) -> list[Row]:
+        assert len(self.answers) == 1, f"{len(self.answers)} answers"
+        return rows_of(self.answers[0].parts) if self.answers[0] is not None else []
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [row.body for row in self.rows]
+
+
+class ReadAnswer:
+    """A read without a group and its answers."""
+
+    def __init__(self) -> None:
+        self.answers: list[Batch | None] = []
+
+    def answer(self, batch: Batch | None) -> None:
+        self.answers.append(batch)
+
+
+class Node:
+    """One start of a broker."""
+
+    def __init__(
+        self,
+        disk: Disk | None = None,
+        clock: ManualClock | None = None,
+        config: BrokerConfig | None = None,
+        **settings: Any,
+    ) -> None:
+        self.disk: Any = disk if disk is not None else SimulatedDisk()
+        self.clock = clock or ManualClock()
+        self.config = config or BrokerConfig(**{**SMALL_SEGMENTS, **NO_WATERMARKS, **settings})
+        self.broker = Broker(self.disk, self.clock, self.config)
+        self.report = self.broker.start()
+        self.membership = Membership(self.broker)
+        self.retention = Retention(self.broker)
+        self._own = Producer(1)
+
+    # --- turns ----------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        self.broker.commit()
+
+    def sync(self) -> None:
+        """Sync as the server does: a failure stops the broker."""
+        work = self.broker.begin_sync()
+        try:
+            work.run()
+        except OSError as error:
+            self.broker.sync_failed(error)
+        else:
+            self.broker.end_sync(work)
+
+    def turn(self) -> None:
+        """The end of a loop turn, and of those that follow from it."""
+        self.broker.commit()
+        while self.broker.sync_wanted and self.broker.failed is None:
+            self.sync()
+            self.broker.commit()
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def submit(self, sent: Sent) -> Sent:
+        """Give a frame to the broker; a refusal at the door is an answer too."""
+        try:
+            self.broker.submit(self.partition(sent.subject), sent.view, sent.answer)
+        except PlaitError as error:
+            sent.answer(None, error)
+        return sent
+
+    def send(self, subject: str, *bodies: bytes, producer: Producer | None = None) -> Sent:
+        """Send one frame and finish the turn."""
+        sent = self.submit((producer or self._own).frame(subject, *bodies))
+        self.turn()
+        return sent
+
+    # --- consuming ------------------------------------------------------------------------------
+
+    def attach(self, subject: str, group: str | None, client: str = "c1", **settings: Any) -> Consumer:
+        consumer = self.membership.attach(subject, group, client, **settings)
+        self.turn()
+        return consumer
+
+    def pull(self, consumer: Consumer, count: int = 1000, size: int = 1 << 20, wait: float = 0) -> Pulled:
+        """Ask, and finish the turn."""
+        pulled = Pulled()
+        self.broker.pull(consumer, count, size, wait, pulled.answer)
+        self.turn()
+        return pulled
+
+    def ack(self, consumer: Consumer, *ranges: tuple[int, ...]) -> list[bool]:
+        """(start, end) or (start, end, epoch) ranges are done; the list has an item once that is acknowledged."""
+        answered: list[bool] = []
+        self.broker.ack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True))
+        self.turn()
+        return answered
+
+    def nack(self, consumer: Consumer, *ranges: tuple[int, ...]) -> list[bool]:
+        answered: list[bool] = []
+        self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True))
+        self.turn()
+        return answered
+
+    def _with_epochs(self, consumer: Consumer, ranges: Sequence[tuple[int, ...]]) -> list[tuple[int, int, int]]:
+        return [(r[0], r[1], r[2] if len(r) > 2 else self.broker.epoch) for r in ranges]
+
+    def read(self, subject: str, sequence: int, count: int = 1000, size: int = 1 << 20, wait: float = 0) -> ReadAnswer:
+        answer = ReadAnswer()
+        self.broker.read(self.partition(subject), sequence, count, size, wait, answer.answer)
+        return answer
+
+    # --- looking --------------------------------------------------------------------------------
+
+    def partition(self, subject: str) -> Partition:
+        return self.broker.partition_of(subject)
+
+    def group(self, subject: str, name: str) -> Group:
+        return self.membership.group(subject, name)
+
+    def stored(self, subject: str) -> list[Row]:
+        """Every visible message."""
+        partition = self.partition(subject)
+        batch = partition.read(self.broker.message_log, partition.start, partition.visible, 1 << 30, 1 << 30)
+        return rows_of(batch.parts)
+
+    def bodies(self, subject: str) -> list[bytes]:
+        return [row.body for row in self.stored(subject)]
+
+    def checkpoint(self) -> None:
+        self.broker.checkpoint()
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def restart(self, **settings: Any) -> Node:
+        """An orderly stop and the next start."""
+        self.broker.stop()
+        return self._again(self.disk, settings)
+
+    def killed(self, **settings: Any) -> Node:
+        """The process is gone, the machine lives on."""
+        return self._again(self.disk.copy(), settings)
+
+    def power_lost(self, keep: Keep = "none", rng: random.Random | None = None, **settings: Any) -> Node:
+        """The machine is gone; of what was not synced, ``keep`` survives."""
+        return self._again(self.disk.after_crash(rng, keep), settings)
+
+    def _again(self, disk: Disk, settings: dict[str, Any]) -> Node:
+        if not settings:
+            return Node(disk, self.clock, self.config)
+        import msgspec
+
+        return Node(disk, self.clock, msgspec.structs.replace(self.config, **settings))

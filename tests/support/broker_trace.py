@@ -1,0 +1,311 @@
+"""A random but repeatable life of one broker, and what it was told meanwhile.
+
+``Trace.run`` performs operations drawn from a seed: sends from several producers, pulls, acks, nacks, coming and going
+consumers, checkpoints, retention, a clean restart. ``Trace.told`` is what an outsider knows at any moment: what was
+asked for and what was acknowledged. A checker compares it with what a crash left (``broker_checker``).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from plait.broker import BrokerConfig
+from plait.broker.group import Consumer
+from plait.clock import ManualClock
+from plait.errors import GroupBusy
+from plait.storage.catalog import SubjectSettings
+from plait.testing.disk import SimulatedDisk
+from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS, Node, Producer, Pulled, Sent
+
+SUBJECTS = ("orders", "audit", "short")
+#: Subject of which little is kept, so that retention has something to do.
+SHORT_SUBJECT = "short"
+GROUPS: dict[str, dict[str, Any]] = {
+    "billing": {},
+    "shipping": {"start": "latest"},
+    "once": {"delivery": "at_most_once"},
+}
+
+
+@dataclass
+class GroupTold:
+    """What was asked and acknowledged about one group of one subject."""
+
+    start: int
+    delivery: str
+    #: The group is certain to survive.
+    durable: bool = False
+    ack_asked: set[int] = field(default_factory=set)
+    ack_acknowledged: set[int] = field(default_factory=set)
+    #: Rows that left the broker.
+    handed: set[int] = field(default_factory=set)
+    #: Rows below this may count as handed out.
+    taken_until: int = 0
+
+    @property
+    def done(self) -> set[int]:
+        """What must not be handed out any more."""
+        return self.handed if self.delivery == "at_most_once" else self.ack_acknowledged
+
+    @property
+    def doubtful(self) -> set[int]:
+        """What may count as done."""
+        return set(range(self.taken_until)) if self.delivery == "at_most_once" else self.ack_asked
+
+
+@dataclass
+class Told:
+    """What an outsider knows."""
+
+    #: (producer, number) → (subject, body) of everything ever submitted.
+    rows: dict[tuple[int, int], tuple[str, bytes]] = field(default_factory=dict)
+    #: Every frame submitted, in order.
+    frames: list[Sent] = field(default_factory=list)
+    groups: dict[tuple[str, str], GroupTold] = field(default_factory=dict)
+    #: Rows below these may be gone by retention.
+    expired: dict[str, int] = field(default_factory=dict)
+    #: The epoch in which the broker serves, 0 while it stops or starts.
+    epoch: int = 0
+
+    #: Frames that were acknowledged when a sync began that succeeded.
+    durable_frames: set[Sent] = field(default_factory=set)
+
+    @property
+    def unacknowledged(self) -> list[Sent]:
+        return [frame for frame in self.frames if not frame.acknowledged]
+
+
+class Trace:
+    """Performs the operations; see the module."""
+
+    def __init__(self, seed: int, flush: str, disk: SimulatedDisk, *, operations: int = 200) -> None:
+        self._rng = random.Random(seed)
+        self._operations = operations
+        self.told = Told()
+        self.clock = ManualClock()
+        self.config = BrokerConfig(
+            flush=flush,  # type: ignore[arg-type]
+            retention_seconds=150.0,
+            **{**SMALL_SEGMENTS, **NO_WATERMARKS},
+        )
+        self.disk = disk
+        self._producers = [Producer(number) for number in (101, 102, 103)]
+        self._consumers: list[Consumer] = []
+        #: (consumer, sequences) in somebody's hands.
+        self._hands: list[tuple[Consumer, list[tuple[int, int, int]]]] = []
+        self._clients = 0
+        self.performed: dict[str, int] = {}
+        #: Segments of the message log that retention deleted.
+        self.removed = 0
+
+    def run(self) -> None:
+        self._start()
+        self.node.broker.create_subject(SHORT_SUBJECT, SubjectSettings(retention_seconds=60.0))
+        weights = {
+            self._send_one: 30,
+            self._send_batch: 12,
+            self._send_burst: 16,
+            self._send_large: 4,
+            self._attach: 8,
+            self._pull: 34,
+            self._ack: 30,
+            self._nack: 6,
+            self._detach: 3,
+            self._lose: 3,
+            self._commit_only: 10,
+            self._checkpoint: 7,
+            self._slow_checkpoint: 2,
+            self._expire: 6,
+            self._prepare: 4,
+        }
+        chosen = self._rng.choices(list(weights), list(weights.values()), k=self._operations - 1)
+        chosen.insert(self._operations * 2 // 3, self._restart)
+        for operation in chosen:
+            name = operation.__name__
+            self.performed[name] = self.performed.get(name, 0) + 1
+            operation()
+            self.clock.advance(self._rng.random())
+            self.node.broker.run_timers()
+            if self._rng.random() < 0.8:
+                self._turn()
+        self._turn()
+
+    # --- turns ----------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self.told.epoch = 0
+        self.node = Node(self.disk, self.clock, self.config)
+        self.told.epoch = self.node.broker.epoch
+        self._consumers, self._hands = [], []
+
+    def _turn(self) -> None:
+        self.node.turn()
+        if self.config.flush == "async" and self._rng.random() < 0.3:
+            acknowledged = [frame for frame in self.told.frames if frame.acknowledged]
+            self.node.sync()
+            self.told.durable_frames.update(acknowledged)
+        log = self.node.broker.action_log
+        if log.durable == log.end:
+            for group in self.told.groups.values():
+                group.durable = True
+
+    def look(self) -> Told:
+        """What is told at this moment, in the middle of whatever happens."""
+        for (subject, name), told in self.told.groups.items():
+            group = self.node.broker.subjects[subject].groups.get(name)
+            if group is not None:
+                told.taken_until = max(told.taken_until, group.pull_log.next)
+        return self.told
+
+    def _commit_only(self) -> None:
+        self.node.commit()
+
+    def _checkpoint(self) -> None:
+        self.node.checkpoint()
+
+    def _slow_checkpoint(self) -> None:
+        """What happens while a checkpoint is being written is not in it."""
+        work = self.node.broker.begin_checkpoint()
+        self._send_one()
+        self._pull()
+        self.node.commit()
+        work.run()
+        self._send_one()
+        self.node.broker.end_checkpoint(work)
+
+    def _prepare(self) -> None:
+        self.node.broker.message_log.prepare_next()
+        self.node.broker.action_log.prepare_next()
+
+    def _restart(self) -> None:
+        self._turn()
+        self.told.epoch = 0
+        self.node.broker.stop()
+        self._start()
+
+    # --- sends ----------------------------------------------------------------------------------
+
+    def _submit(self, producer: Producer, subject: str, count: int, size_max: int = 120, **columns: Any) -> None:
+        rng = self._rng
+        bodies = [
+            f"{producer.id}/{producer.next + row}:".encode() + rng.randbytes(rng.randrange(size_max))
+            for row in range(count)
+        ]
+        first = producer.next
+        frame = producer.frame(subject, *bodies, **columns)
+        for row, body in enumerate(bodies):
+            self.told.rows[producer.id, first + row] = (subject, body)
+        self.told.frames.append(frame)
+        self.node.submit(frame)
+
+    def _subject(self) -> str:
+        return self._rng.choices(SUBJECTS, (6, 2, 2))[0]
+
+    def _send_one(self) -> None:
+        self._submit(self._rng.choice(self._producers), self._subject(), 1)
+
+    def _send_batch(self) -> None:
+        self._submit(self._rng.choice(self._producers), self._subject(), self._rng.randint(2, 8))
+
+    def _send_burst(self) -> None:
+        """Several producers and several frames of each in one turn: some join, some cannot."""
+        for _ in range(self._rng.randint(2, 6)):
+            timed = {"send_time": self.clock.now()} if self._rng.random() < 0.4 else {}
+            self._submit(self._rng.choice(self._producers), self._subject(), self._rng.randint(1, 3), **timed)
+
+    def _send_large(self) -> None:
+        self._submit(self._rng.choice(self._producers), "orders", 2, 2500)
+
+    # --- consumers ------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        subject = self._subject()
+        name = self._rng.choice([*GROUPS, None])
+        if name is None and self._rng.random() < 0.5:
+            return
+        self._clients += 1
+        client = f"c{self._clients}" if name else f"b{self._clients % 2}"
+        settings = GROUPS[name] if name else {"start": "earliest"}
+        try:
+            consumer = self.node.membership.attach(subject, name, client, **settings)
+        except GroupBusy:
+            return
+        group = consumer.group
+        known = (subject, group.name)
+        if known not in self.told.groups:
+            self.told.groups[known] = GroupTold(group.definition.start, group.definition.delivery)
+        self._consumers.append(consumer)
+
+    def _pull(self) -> None:
+        if not self._consumers:
+            self._attach()
+            return
+        consumer = self._rng.choice(self._consumers)
+        group = consumer.group
+        told = self.told.groups[group.partition.row.subject, group.name]
+        pulled = Pulled()
+
+        def answer(delivery: Any) -> None:
+            pulled.answer(delivery)
+            if delivery is not None:
+                for start, end, _ in delivery.ranges:
+                    told.handed.update(range(start, end))
+                if group.definition.delivery == "at_least_once":
+                    self._hands.append((consumer, self._epoch_ranges(consumer, pulled)))
+
+        wait = 5.0 if self._rng.random() < 0.2 else 0.0
+        self.node.broker.pull(consumer, self._rng.randint(1, 12), 4096, wait, answer)
+
+    @staticmethod
+    def _epoch_ranges(consumer: Consumer, pulled: Pulled) -> list[tuple[int, int, int]]:
+        return [(row.sequence, row.sequence + 1, row.epoch) for row in pulled.rows]
+
+    def _ack(self) -> None:
+        if not self._hands:
+            self._pull()
+            return
+        consumer, rows = self._hands.pop(self._rng.randrange(len(self._hands)))
+        if consumer not in self._consumers:
+            return
+        rows = [row for row in rows if self._rng.random() < 0.9]
+        told = self.told.groups[consumer.group.partition.row.subject, consumer.group.name]
+        sequences = {start for start, _, _ in rows}
+        told.ack_asked |= sequences
+        self.node.broker.ack(consumer, rows, lambda: told.ack_acknowledged.update(sequences))
+
+    def _nack(self) -> None:
+        if not self._hands:
+            return
+        consumer, rows = self._hands.pop(self._rng.randrange(len(self._hands)))
+        if consumer in self._consumers:
+            self.node.broker.nack(consumer, rows, None)
+
+    def _detach(self) -> None:
+        if self._consumers:
+            consumer = self._consumers.pop(self._rng.randrange(len(self._consumers)))
+            self.node.membership.detach(consumer)
+
+    def _lose(self) -> None:
+        """Somebody is silent for too long; the others are heard from."""
+        if not self._consumers:
+            return
+        silent = self._rng.choice(self._consumers)
+        self.clock.advance(self.node.broker.limits.consumer_lost_seconds + 1)
+        for consumer in self._consumers:
+            if consumer is not silent:
+                consumer.heard = self.clock.monotonic()
+        for lost, _ in self.node.membership.lose_silent():
+            if lost in self._consumers:
+                self._consumers.remove(lost)
+
+    def _expire(self) -> None:
+        self.clock.advance(self._rng.choice((5, 40)))
+        partitions = self.node.broker.partitions.values()
+        # Told before it happens: the crash may come in the middle of it.
+        self.told.expired = {partition.row.subject: partition.visible for partition in partitions}
+        self.removed += len(self.node.retention.run())
+        self.told.expired = {partition.row.subject: partition.start for partition in partitions}
+        for consumer in self._consumers:
+            consumer.heard = self.clock.monotonic()
