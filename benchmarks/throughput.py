@@ -128,7 +128,9 @@ def sync_flush(scale: Scale) -> Iterator[Result]:
             return 64 / (sync + job_seconds / scale.latency)
 
         ratio, mine, limit = median_ratio(ours, possible, scale.pairs)
-        yield Result("flush=sync, 64 tasks / (fdatasync + round trip)", ratio, 0.5, details={"plait": mine, "limit": limit})
+        yield Result(
+            "flush=sync, 64 tasks / (fdatasync + round trip)", ratio, 0.5, details={"plait": mine, "limit": limit}
+        )
 
 
 def _one_task(job: Job) -> Job:
@@ -149,6 +151,10 @@ def latency(scale: Scale) -> Iterator[Result]:
             return loopback.asyncio_round_trip_seconds(scale.latency, BODY_SIZE, PAUSE_SECONDS)
 
         ratio, mine, theirs = median_ratio(ours, bare, scale.pairs)
-        yield Result("send to handler p50 / asyncio round trip", ratio, 4, at_most=True, details={"plait": mine, "asyncio": theirs})
-
-
+        yield Result(
+            "send to handler p50 / asyncio round trip",
+            ratio,
+            4,
+            at_most=True,
+            details={"plait": mine, "asyncio": theirs},
+        )

@@ -103,9 +103,7 @@ def imports(package: Path) -> Iterator[Import]:
 def violations(package: Path) -> list[str]:
     """What breaks the rules, one line each."""
     parts = {module.split(".")[0] for module, _ in modules(package)}
-    found = [
-        f"{part}: unknown part, give it a line in MAY_IMPORT" for part in sorted(parts - MAY_IMPORT.keys())
-    ]
+    found = [f"{part}: unknown part, give it a line in MAY_IMPORT" for part in sorted(parts - MAY_IMPORT.keys())]
     for seen in imports(package):
         part = seen.module.split(".")[0]
         where = f"plait/{seen.module.replace('.', '/')}:{seen.line}"

@@ -74,9 +74,7 @@ def _member(kind: type, name: str) -> str:
         return f"{type(value).__name__} {name}{_signature(getattr(kind, name))}"
     if inspect.isfunction(value):
         return f"{_kind(value)} {name}{_signature(value)}"
-    annotations = {
-        k: v for owner in reversed(kind.__mro__) for k, v in inspect.get_annotations(owner).items()
-    }
+    annotations = {k: v for owner in reversed(kind.__mro__) for k, v in inspect.get_annotations(owner).items()}
     return f"field {name}: {_annotation(annotations[name])}" if name in annotations else f"attribute {name}"
 
 

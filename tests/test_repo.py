@@ -16,12 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = 600
 
 # Written so that the patterns do not find themselves.
-MACHINE_PATH = re.compile(
-    r"(?<![\w.$~{}*-])/(?:wor[k]|roo[t]|hom[e]|User[s]|tm[p]|op[t]|mn[t]/[a-z])(?:/|\b)"
-)
-PACKAGE_INDEX = re.compile(
-    r"index[-_]ur[l]|find[-_]link[s]|trusted[-_]hos[t]|sha25[6]:|^-[ef] ", re.MULTILINE
-)
+MACHINE_PATH = re.compile(r"(?<![\w.$~{}*-])/(?:wor[k]|roo[t]|hom[e]|User[s]|tm[p]|op[t]|mn[t]/[a-z])(?:/|\b)")
+PACKAGE_INDEX = re.compile(r"index[-_]ur[l]|find[-_]link[s]|trusted[-_]hos[t]|sha25[6]:|^-[ef] ", re.MULTILINE)
 LOOSE_END = re.compile(r"\bTOD[O]\b|\bFIXM[E]\b|\bXX[X]\b|\bHAC[K]\b")
 ADDRESS = re.compile(r"(?:https?|ftp|git\+\w+)://([\w.-]+)")
 #: Hosts that mean the same to every reader.
@@ -51,9 +47,7 @@ def tracked() -> list[Path]:
         paths = [ROOT / name for name in listing.stdout.decode().split("\0") if name]
     else:
         parts = ("plait", "tests", "tools", "docs", "benchmarks", "examples")
-        paths = [
-            path for part in parts for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts
-        ]
+        paths = [path for part in parts for path in (ROOT / part).rglob("*") if "__pycache__" not in path.parts]
         paths += [path for path in ROOT.iterdir() if path.suffix in (".md", ".toml", ".txt", "")]
     return sorted({path for path in paths if path.is_file()})
 
@@ -84,12 +78,7 @@ def foreign_hosts(files: dict[str, str]) -> list[str]:
     def public(host: str) -> bool:
         return any(host == known or host.endswith(f".{known}") for known in PUBLIC_HOSTS)
 
-    return [
-        f"{name}: {host}"
-        for name, text in files.items()
-        for host in ADDRESS.findall(text)
-        if not public(host)
-    ]
+    return [f"{name}: {host}" for name, text in files.items() for host in ADDRESS.findall(text) if not public(host)]
 
 
 def sleeps(name: str, source: str) -> list[str]:
@@ -125,11 +114,7 @@ def test_every_link_between_pages_leads_somewhere():
     for name, text in TEXTS.items():
         if name.endswith(".md"):
             targets = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)
-            broken += [
-                f"{name}: {target}"
-                for target in targets
-                if not (ROOT / name).parent.joinpath(target).exists()
-            ]
+            broken += [f"{name}: {target}" for target in targets if not (ROOT / name).parent.joinpath(target).exists()]
     assert broken == []
 
 
@@ -196,9 +181,7 @@ def test_other_paths_are_let_be(text: str):
 
 def test_a_private_host_is_found():
     scheme = "https:" + "//"
-    assert foreign_hosts({"f": f"{scheme}mirror.internal/simple {scheme}docs.python.org/3"}) == [
-        "f: mirror.internal"
-    ]
+    assert foreign_hosts({"f": f"{scheme}mirror.internal/simple {scheme}docs.python.org/3"}) == ["f: mirror.internal"]
 
 
 @pytest.mark.parametrize(

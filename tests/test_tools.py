@@ -106,9 +106,7 @@ def _basics(machine: Machine) -> str:
     directory = machine.programs.parent / "basics"
     directory.mkdir()
     for name in ("sed", "head", "id"):
-        (directory / name).symlink_to(
-            next(p for p in (Path("/usr/bin") / name, Path("/bin") / name) if p.exists())
-        )
+        (directory / name).symlink_to(next(p for p in (Path("/usr/bin") / name, Path("/bin") / name) if p.exists()))
     return str(directory)
 
 

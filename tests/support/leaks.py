@@ -48,9 +48,7 @@ class Traces:
 
     def beyond(self, before: Traces) -> list[str]:
         """What is here and was not before, one line each."""
-        lines = [
-            f"process {text}" for process, text in self.processes.items() if process not in before.processes
-        ]
+        lines = [f"process {text}" for process, text in self.processes.items() if process not in before.processes]
         lines += [f"port {text}" for port, text in self.ports.items() if port not in before.ports]
         lines += [f"namespace {name}" for name in sorted(self.namespaces - before.namespaces)]
         lines += [f"mount {point}" for point in sorted(self.mounts - before.mounts)]
@@ -144,6 +142,4 @@ def _mounts() -> list[str]:
 
 
 def _of_another_run(name: str) -> bool:
-    return any(
-        int(pid) != os.getpid() and psutil.pid_exists(int(pid)) for pid in _RUN_NAME.findall(name + "-")
-    )
+    return any(int(pid) != os.getpid() and psutil.pid_exists(int(pid)) for pid in _RUN_NAME.findall(name + "-"))

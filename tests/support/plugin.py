@@ -28,9 +28,7 @@ _CALL_PASSED = pytest.StashKey[bool]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--suite", default=None, metavar="NAME", help='deep tests of that suite, or "all"')
-    parser.addini(
-        "ending_seconds", "how long a process that is ending after the last test may take", default="5"
-    )
+    parser.addini("ending_seconds", "how long a process that is ending after the last test may take", default="5")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,9 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     state = config.stash.get(_STATE, None)
-    return f"plait: PLAIT_SEED={_run_seed(config)}" + (
-        f", {len(state.passed)} tests done before" if state else ""
-    )
+    return f"plait: PLAIT_SEED={_run_seed(config)}" + (f", {len(state.passed)} tests done before" if state else "")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -92,9 +88,7 @@ def pytest_runtest_makereport(
     state = item.config.stash.get(_STATE, None)
     if state is not None:
         if report.failed:
-            report.sections.append(
-                ("again with", f"PLAIT_SEED={state.seed} make test-deep SUITE={_suite_of(item)}")
-            )
+            report.sections.append(("again with", f"PLAIT_SEED={state.seed} make test-deep SUITE={_suite_of(item)}"))
         elif report.when == "call":
             item.stash[_CALL_PASSED] = report.passed
         elif report.when == "teardown" and item.stash.get(_CALL_PASSED, False):

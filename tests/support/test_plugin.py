@@ -18,9 +18,7 @@ class Suite:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        (directory / "pytest.ini").write_text(
-            "[pytest]\nending_seconds = 0.3\nmarkers =\n    deep(suite): long\n"
-        )
+        (directory / "pytest.ini").write_text("[pytest]\nending_seconds = 0.3\nmarkers =\n    deep(suite): long\n")
 
     def run(self, source: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
         (self.directory / "test_inner.py").write_text(dedent(source))
