@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import scale as scale_suite
-from benchmarks import spark_scan, throughput
+from benchmarks import throughput
 from benchmarks.peers.suite import machine_facts
 from benchmarks.plot import plot
 from benchmarks.result import Result
@@ -31,8 +31,15 @@ SUITES: dict[str, Suite] = {
     "subjects": scale_suite.many_subjects,
     "restart": scale_suite.restart,
     "idle": scale_suite.idle_consumers,
-    "spark": spark_scan.results,
+    "spark": lambda smoke: _spark(smoke),
 }
+
+
+def _spark(smoke: bool) -> Iterator[Result]:
+    # Only whoever measures Spark needs it installed.
+    from benchmarks import spark_scan
+
+    return spark_scan.results(smoke)
 
 
 def _scale(smoke: bool) -> throughput.Scale:

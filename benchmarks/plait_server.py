@@ -30,7 +30,18 @@ class PlaitServer:
 
     def start(self) -> None:
         """Start, and wait for the ready line."""
-        command = [sys.executable, "-m", "plait.cli", "serve", "--data", str(self.data), "--port", "0"]
+        command = [
+            sys.executable,
+            "-m",
+            "plait.cli",
+            "serve",
+            "--data",
+            str(self.data),
+            "--port",
+            "0",
+            "--log-level",
+            "warning",
+        ]
         started = time.monotonic()
         self._process = subprocess.Popen(
             [*command, "--flush", self._flush, *self._options], stdout=subprocess.PIPE, text=True, env={**os.environ}
@@ -60,10 +71,10 @@ class PlaitServer:
         self._process = None
 
     def cpu_seconds(self) -> float:
-        """CPU that the server has used so far."""
+        """CPU that the server's threads have used so far, to the nanosecond; the process clock ticks every 10 ms."""
         assert self._process is not None
-        times = psutil.Process(self._process.pid).cpu_times()
-        return float(times.user + times.system)
+        threads = Path(f"/proc/{self._process.pid}/task").glob("*/schedstat")
+        return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
     def resident_bytes(self) -> int:
         """Resident memory that is the server's own; pages of mapped log files belong to the page cache."""
