@@ -268,8 +268,11 @@ class Log:
         return removed
 
     def zero_from(self, offset: int) -> None:
-        """Clear what stands after ``offset``, in its segment and in those after it, durably."""
-        for segment in self.segments:
+        """Clear what stands after ``offset``, in its segment and in those after it, durably.
+
+        The last comes first: until the end of it the reason for the cut is there to be found again.
+        """
+        for segment in reversed(self.segments):
             start = max(offset, segment.base) - segment.base
             dirty = used_size(segment.view, start) if start < segment.size else 0
             for done in range(0, dirty, len(_ZEROS)):

@@ -76,6 +76,8 @@ class Ranges:
 
     def remove(self, start: int, end: int) -> list[Range]:
         """Take [start, end) out; what was there."""
+        if start >= end:
+            return []
         low = bisect_right(self._ends, start)
         high = bisect_left(self._starts, end, low)
         if low >= high:
@@ -97,6 +99,8 @@ class Ranges:
 
     def overlap(self, start: int, end: int) -> list[Range]:
         """The parts of [start, end) that are in the set."""
+        if start >= end:
+            return []
         low = bisect_right(self._ends, start)
         high = bisect_left(self._starts, end, low)
         return [

@@ -1,0 +1,357 @@
+"""Appending, segments, durability and space of one log."""
+
+from __future__ import annotations
+
+import errno
+import threading
+
+import pytest
+
+from plait.errors import DamageError
+from plait.frame.builder import FrameParts
+from plait.frame.view import FrameView
+from plait.storage.log import Log, SyncJob, segment_name, used_size
+from plait.testing.disk import SimulatedDisk
+from tests.storage.frames import DIRECTORY, SEGMENT_SIZE, append, body_of, frame, open_log, scan, some_bodies
+
+# --- appending ----------------------------------------------------------------------------------
+
+
+def test_nothing_reaches_the_disk_before_write():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    (offset,) = append(log, b"hello")
+    assert log.end > offset == log.written
+    assert not any(disk.read(f"{DIRECTORY}/{segment_name(0)}"))
+    log.write()
+    assert log.written == log.end
+    assert b"hello" in disk.read(f"{DIRECTORY}/{segment_name(0)}")
+
+
+def test_the_appends_of_a_turn_are_one_write():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    log.place_for(100)
+    before = disk.operations
+    append(log, *some_bodies(10))
+    log.write()
+    assert disk.operations == before + 1
+    log.write()
+    assert disk.operations == before + 1
+
+
+def test_a_frame_that_does_not_fit_starts_the_next_segment():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    offsets = append(log, *some_bodies(5, 1000))
+    assert offsets[3:] == [SEGMENT_SIZE, SEGMENT_SIZE + (offsets[1] - offsets[0])]
+    assert disk.list(DIRECTORY) == ["00000000000000000000.log", "00000000000000004096.log"]
+    log.sync()
+    assert scan(disk)[2] == some_bodies(5, 1000)
+
+
+def test_a_frame_larger_than_a_segment_gets_one_of_its_size():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, b"small", b"x" * 10_000, b"small")
+    log.sync()
+    assert scan(disk)[2] == [b"small", b"x" * 10_000, b"small"]
+    assert len(disk.list(DIRECTORY)) == 3
+
+
+def test_a_segment_has_room_for_its_head_and_the_frame_that_asked_for_it():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    log.on_segment = lambda previous_end: [frame(b"h" * 2000, previous_end=previous_end)]
+    bodies = some_bodies(4, 3000)
+    append(log, *bodies)
+    log.sync()
+    found = scan(disk)[2]
+    assert [body for body in found if body != b"h" * 2000] == bodies
+    for segment in log.segments:
+        assert segment.file.size == segment.size
+
+
+def test_the_head_is_told_where_the_segment_before_ended():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    ends: list[int] = []
+
+    def head(previous_end: int) -> list[FrameParts]:
+        ends.append(previous_end)
+        return []
+
+    log.on_segment = head
+    offsets = append(log, *some_bodies(5, 1000))
+    assert ends == [0, offsets[2] + (offsets[1] - offsets[0])]
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def test_a_view_is_not_copied_and_shows_later_writes():
+    log = open_log(SimulatedDisk())
+    (offset,) = append(log, b"hello")
+    size = log.end - offset
+    view = log.view(offset, size)
+    assert not any(view)
+    log.write()
+    assert b"hello" in bytes(view)
+
+
+def test_what_no_segment_holds_cannot_be_viewed():
+    log = open_log(SimulatedDisk())
+    append(log, *some_bodies(5, 1000))
+    log.write()
+    for offset in (-1, 2 * SEGMENT_SIZE):
+        with pytest.raises(DamageError, match=f"no segment holds offset {offset}"):
+            log.view(offset, 8)
+    with pytest.raises(DamageError, match="pass the end of their segment"):
+        log.view(SEGMENT_SIZE - 8, 16)
+
+
+# --- durability ---------------------------------------------------------------------------------
+
+
+def test_durable_follows_the_end_of_a_sync_not_its_beginning():
+    log = open_log(SimulatedDisk())
+    append(log, b"one")
+    log.write()
+    first_end = log.end
+    job = log.begin_sync()
+    append(log, b"two")
+    log.write()
+    job.run()
+    assert log.durable == 0
+    log.end_sync(job)
+    assert log.durable == first_end < log.end
+
+
+def test_overlapping_syncs_count_for_what_each_began_with():
+    log = open_log(SimulatedDisk())
+    append(log, b"one")
+    log.write()
+    early = log.begin_sync()
+    append(log, b"two")
+    log.write()
+    late = log.begin_sync()
+    late.run()
+    log.end_sync(late)
+    early.run()
+    log.end_sync(early)
+    assert log.durable == log.end
+    assert log.begin_sync().segments == []
+
+
+def test_a_sync_covers_every_segment_written_since_the_last():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    bodies = some_bodies(9, 1000)
+    append(log, *bodies)
+    log.sync()
+    assert scan(disk.after_crash(keep="none"))[2] == bodies
+
+
+def test_after_a_failed_sync_no_sync_succeeds_any_more():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, b"one")
+    log.write()
+    disk.fail("sync", path=f"{DIRECTORY}/*")
+    with pytest.raises(OSError, match=r"\[Errno 5\]"):
+        log.sync()
+    assert log.durable == 0
+    # The system would report success now, although the pages it gave up are gone.
+    with pytest.raises(OSError, match=r"\[Errno 5\]"):
+        log.sync()
+    assert log.durable == 0
+
+
+def test_a_sync_that_waited_for_a_failing_one_fails_too():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, b"one")
+    log.write()
+    first, second = log.begin_sync(), log.begin_sync()
+    begun, go_on = threading.Event(), threading.Event()
+    calls: list[str] = []
+
+    def slow_and_failing(operation: str, path: str, size: int) -> None:
+        if operation == "sync":
+            calls.append(path)
+            begun.set()
+            assert go_on.wait(10)
+            raise OSError(errno.EIO, "gone")
+
+    disk.on_operation = slow_and_failing
+    errors: list[OSError] = []
+
+    def run(job: SyncJob) -> None:
+        try:
+            job.run()
+        except OSError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(job,)) for job in (first, second)]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    go_on.set()
+    for thread in threads:
+        thread.join(10)
+    assert [error.errno for error in errors] == [errno.EIO, errno.EIO]
+    assert len(calls) == 1
+
+
+def test_what_a_killed_process_left_in_the_page_cache_is_durable_once_the_log_resumes():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    bodies = some_bodies(6, 1000)
+    append(log, *bodies)
+    log.write()
+    killed = disk.copy()
+    assert scan(killed)[2] == bodies
+    assert scan(killed.after_crash(keep="none"))[2] == bodies
+
+
+# --- space --------------------------------------------------------------------------------------
+
+
+def test_a_segment_that_finds_no_room_leaves_the_log_as_it_was():
+    disk = SimulatedDisk(capacity=6000)
+    log = open_log(disk)
+    bodies = some_bodies(4, 1000)
+    append(log, *bodies[:3])
+    end = log.end
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space") as raised:
+            append(log, bodies[3])
+        assert raised.value.errno == errno.ENOSPC
+        assert (log.end, log.written) == (end, end)
+        assert disk.list(DIRECTORY) == [segment_name(0)]
+    append(log, b"fits")
+    disk.capacity = 10_000
+    append(log, bodies[3])
+    log.sync()
+    assert scan(disk)[2] == [*bodies[:3], b"fits", bodies[3]]
+
+
+def test_segments_before_an_offset_go_and_the_active_one_stays():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, *some_bodies(9, 1000))
+    log.sync()
+    assert log.remove_before(SEGMENT_SIZE - 1) == []
+    assert log.remove_before(SEGMENT_SIZE) == [0]
+    assert (log.start, log.size) == (SEGMENT_SIZE, log.end - SEGMENT_SIZE)
+    assert log.remove_before(1 << 40) == [SEGMENT_SIZE]
+    assert disk.after_crash(keep="none").list(DIRECTORY) == [segment_name(2 * SEGMENT_SIZE)]
+    with pytest.raises(DamageError):
+        log.view(0, 8)
+
+
+def test_the_next_segment_is_made_ahead_once_the_active_one_is_half_full():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    log.prepare_next()
+    append(log, b"small")
+    log.prepare_next()
+    assert disk.list(DIRECTORY) == [segment_name(0)]
+    append(log, *some_bodies(3, 1000)[:2])
+    log.prepare_next()
+    log.prepare_next()
+    assert disk.list(DIRECTORY) == [segment_name(0), segment_name(SEGMENT_SIZE)]
+    log.write()
+    before = disk.operations
+    append(log, *some_bodies(2, 1000))
+    assert disk.operations == before + 1  # the write of what was pending; the segment was there
+    log.sync()
+    assert len(scan(disk)[2]) == 5
+
+
+def test_a_segment_made_ahead_that_is_too_small_is_made_larger():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, *some_bodies(2, 1500))
+    log.prepare_next()
+    append(log, b"x" * 9000)
+    log.sync()
+    assert scan(disk)[2][-1] == b"x" * 9000
+    assert disk.list(DIRECTORY) == [segment_name(0), segment_name(SEGMENT_SIZE)]
+
+
+def test_a_segment_made_ahead_and_never_used_is_no_obstacle_to_the_next_start():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, *some_bodies(2, 1500))
+    log.prepare_next()
+    log.sync()
+    log.close()
+    again, _, bodies = scan(disk)
+    assert bodies == some_bodies(2, 1500)
+    append(again, *some_bodies(2, 1500))
+    again.sync()
+    assert len(scan(disk)[2]) == 4
+
+
+# --- starting again -----------------------------------------------------------------------------
+
+
+def test_a_file_that_was_never_allocated_is_ignored_and_removed_only_when_the_log_resumes():
+    disk = SimulatedDisk()
+    disk.make_directory(DIRECTORY)
+    disk.open(f"{DIRECTORY}/{segment_name(0)}", create=True)
+    disk.open(f"{DIRECTORY}/notes.txt", create=True)
+    log = open_log(disk)
+    assert log.segments == []
+    assert disk.list(DIRECTORY) == [segment_name(0), "notes.txt"]
+    log.resume_at(0)
+    assert disk.list(DIRECTORY) == ["notes.txt"]
+
+
+def test_a_log_whose_end_was_lost_goes_on_behind_it():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, *some_bodies(9, 1000))
+    log.sync()
+    durable = log.durable
+    disk.remove(f"{DIRECTORY}/{segment_name(2 * SEGMENT_SIZE)}")
+    again, found, bodies = scan(disk, durable)
+    assert len(bodies) == 6
+    assert again.end == durable
+    (offset,) = append(again, b"new")
+    assert offset >= durable
+    again.sync()
+    assert scan(disk, durable)[2] == [*some_bodies(9, 1000)[:6], b"new"]
+
+
+def test_only_what_is_used_counts_as_used():
+    assert used_size(memoryview(bytes(1 << 20)), 0) == 0
+    data = bytearray(1 << 20)
+    data[600_000] = 1
+    assert used_size(memoryview(data), 0) == 600_008
+    assert used_size(memoryview(data), 600_000) == 8
+    assert used_size(memoryview(data), 600_008) == 0
+    data[-1] = 1
+    assert used_size(memoryview(data), 16) == (1 << 20) - 16
+
+
+def test_closing_lets_every_file_go():
+    log = open_log(SimulatedDisk())
+    append(log, *some_bodies(2, 1500))
+    log.prepare_next()
+    files = [log.segments[0].file]
+    log.close()
+    with pytest.raises(OSError, match="Bad file"):
+        files[0].sync()
+    assert log.segments == []
+
+
+def test_frames_come_back_as_they_were_appended():
+    disk = SimulatedDisk()
+    log = Log(disk, DIRECTORY, SEGMENT_SIZE)
+    offsets = append(log, *some_bodies(20, 300))
+    log.write()
+    built = frame(some_bodies(20, 300)[11])
+    view = log.view(offsets[11], built.size)
+    assert body_of(FrameView(view).verify()) == some_bodies(20, 300)[11]

@@ -1,0 +1,156 @@
+"""A group's position against a model that knows every sequence by itself."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from plait.storage.pull_log import PullLog
+from plait.storage.ranges import Range
+
+CONSUMERS = st.integers(1, 3)
+SEQUENCES = st.integers(0, 30)
+SIZES = st.integers(1, 8)
+START = 3
+
+
+class PullLogMachine(RuleBasedStateMachine):
+    """Each sequence is ahead, held by somebody, returned, or done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = PullLog(START)
+        self.next = START
+        self.held: dict[int, tuple[int, int]] = {}
+        self.returned: dict[int, int] = {}
+
+    def _pass(self, start: int, end: int) -> None:
+        if end > self.next:
+            self.returned.update(dict.fromkeys(range(self.next, start), 0))
+            self.next = end
+
+    @rule(consumer=CONSUMERS, count=SIZES)
+    def pull_new(self, consumer: int, count: int) -> None:
+        start = self.next
+        self.log.pulled(consumer, start, start + count, 1)
+        self.next += count
+        self.held.update({s: (consumer, 1) for s in range(start, start + count)})
+
+    @rule(consumer=CONSUMERS)
+    def pull_returned(self, consumer: int) -> None:
+        if not self.returned:
+            return
+        start, end, attempt = self.log.returned.head()
+        assert set(range(start, end)) <= self.returned.keys()
+        self.log.pulled(consumer, start, end, attempt + 1)
+        for sequence in range(start, end):
+            assert self.returned.pop(sequence) == attempt
+            self.held[sequence] = (consumer, attempt + 1)
+
+    @rule(consumer=CONSUMERS, ahead=st.integers(1, 5), count=SIZES)
+    def pull_ahead(self, consumer: int, ahead: int, count: int) -> None:
+        """An event whose predecessors were lost: what it jumps over is handed out again."""
+        start = self.next + ahead
+        self._pass(start, start + count)
+        self.log.pulled(consumer, start, start + count, 1)
+        self.held.update({s: (consumer, 1) for s in range(start, start + count)})
+
+    @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
+    def ack(self, consumer: int, start: int, count: int) -> None:
+        self._pass(start, start + count)
+        settled = 0
+        for sequence in range(start, start + count):
+            if self.returned.pop(sequence, None) is not None:
+                settled += 1
+            if self.held.get(sequence, (0, 0))[0] == consumer:
+                del self.held[sequence]
+                settled += 1
+        assert self.log.acked(consumer, start, start + count) == settled
+
+    @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
+    def nack(self, consumer: int, start: int, count: int) -> None:
+        pieces = self.log.nacked(consumer, start, start + count)
+        expected = {s: a for s, (c, a) in self.held.items() if c == consumer and start <= s < start + count}
+        assert {s: p.attempt for p in pieces for s in range(p.start, p.end)} == expected
+        for sequence, attempt in expected.items():
+            del self.held[sequence]
+            self.returned[sequence] = attempt
+
+    @rule(consumer=CONSUMERS)
+    def offline(self, consumer: int) -> None:
+        gone = {s: a for s, (c, a) in self.held.items() if c == consumer}
+        assert self.log.offline(consumer) == len(gone)
+        for sequence, attempt in gone.items():
+            del self.held[sequence]
+            self.returned[sequence] = attempt
+
+    @rule(start=SEQUENCES, count=SIZES)
+    def skip(self, start: int, count: int) -> None:
+        end = start + count
+        expired = [s for s in self.returned if start <= s < end]
+        for sequence in expired:
+            del self.returned[sequence]
+        lost = len(expired)
+        if start <= self.next < end:
+            lost += end - self.next
+            self.next = end
+        assert self.log.skipped(start, end) == lost
+
+    @rule(sequence=SEQUENCES)
+    def reset(self, sequence: int) -> None:
+        self.log.reset(sequence)
+        self.next, self.held, self.returned = sequence, {}, {}
+
+    @rule()
+    def checkpoint(self) -> None:
+        self.log = PullLog.load(*self.log.dump(durable_holds=True))
+
+    @rule()
+    def checkpoint_of_a_broadcast_group(self) -> None:
+        self.log = PullLog.load(*self.log.dump(durable_holds=False))
+        self.returned.update({s: attempt for s, (_, attempt) in self.held.items()})
+        self.held = {}
+
+    @invariant()
+    def they_agree(self) -> None:
+        assert self.log.next == self.next
+        assert {s: r.attempt for r in self.log.returned for s in range(r.start, r.end)} == self.returned
+        held = {
+            s: (consumer, r.attempt)
+            for consumer, ranges in self.log.held.items()
+            for r in ranges
+            for s in range(r.start, r.end)
+        }
+        assert held == self.held
+        assert self.log.held_count == len(self.held)
+        assert self.log.floor == min([self.next, *self.held, *self.returned])
+        for consumer in (1, 2, 3):
+            assert self.log.ranges_of(consumer) == len(list(self.log.held.get(consumer, [])))
+
+    @invariant()
+    def nobody_is_remembered_for_nothing(self) -> None:
+        assert all(self.log.held.values())
+
+
+TestPullLog = PullLogMachine.TestCase
+TestPullLog.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_the_same_events_lead_to_the_same_state():
+    events = [
+        lambda log: log.pulled(1, 0, 10, 1),
+        lambda log: log.acked(1, 0, 4),
+        lambda log: log.nacked(1, 4, 6),
+        lambda log: log.pulled(2, 4, 6, 2),
+        lambda log: log.offline(1),
+    ]
+    lived, replayed = PullLog(0), PullLog(0)
+    for number, event in enumerate(events):
+        event(lived)
+        if number == 2:
+            replayed = PullLog.load(*lived.dump(durable_holds=True))
+        elif number > 2:
+            event(replayed)
+    assert replayed.dump(durable_holds=True) == lived.dump(durable_holds=True)
+    assert lived.dump(durable_holds=True) == (10, [Range(6, 10, 1)], {2: [Range(4, 6, 2)]})

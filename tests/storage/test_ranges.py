@@ -1,0 +1,89 @@
+"""Ranges against the plainest model there is: a dictionary of single sequences."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from plait.storage.ranges import Range, Ranges
+
+SEQUENCES = st.integers(0, 40)
+ATTEMPTS = st.integers(0, 3)
+
+
+def spelled_out(ranges: list[Range]) -> dict[int, int]:
+    return {sequence: r.attempt for r in ranges for sequence in range(r.start, r.end)}
+
+
+class RangesMachine(RuleBasedStateMachine):
+    """Every operation on both, then they must agree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranges = Ranges()
+        self.model: dict[int, int] = {}
+
+    @rule(start=SEQUENCES, size=st.integers(-2, 12), attempt=ATTEMPTS)
+    def add(self, start: int, size: int, attempt: int) -> None:
+        self.ranges.add(start, start + size, attempt)
+        self.model.update(dict.fromkeys(range(start, start + size), attempt))
+
+    @rule(start=SEQUENCES, size=st.integers(-2, 12))
+    def remove(self, start: int, size: int) -> None:
+        expected = {s: self.model.pop(s) for s in range(start, start + size) if s in self.model}
+        assert self.ranges.overlap(start, start + size) == (removed := self.ranges.remove(start, start + size))
+        assert spelled_out(removed) == expected
+
+    @rule(start=SEQUENCES, size=st.integers(0, 12))
+    def look(self, start: int, size: int) -> None:
+        expected = {s: self.model[s] for s in range(start, start + size) if s in self.model}
+        assert spelled_out(self.ranges.overlap(start, start + size)) == expected
+
+    @rule()
+    def clear(self) -> None:
+        self.ranges.clear()
+        self.model = {}
+
+    @rule()
+    def copy(self) -> None:
+        self.ranges = Ranges(list(self.ranges))
+
+    @invariant()
+    def they_agree(self) -> None:
+        listed = list(self.ranges)
+        assert spelled_out(listed) == self.model
+        assert self.ranges.count == len(self.model)
+        assert bool(self.ranges) == bool(self.model)
+        if self.model:
+            assert self.ranges.first == min(self.model)
+            assert self.ranges.head() == listed[0]
+
+    @invariant()
+    def as_few_ranges_as_possible_in_order(self) -> None:
+        listed = list(self.ranges)
+        assert len(self.ranges) == len(listed)
+        for one, two in zip(listed, listed[1:], strict=False):
+            assert one.end < two.start or (one.end == two.start and one.attempt != two.attempt)
+
+
+TestRanges = RangesMachine.TestCase
+TestRanges.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+@given(st.lists(st.tuples(SEQUENCES, st.integers(1, 9), ATTEMPTS)))
+def test_ranges_are_made_of_any_ranges_in_any_order(pieces: list[tuple[int, int, int]]):
+    model: dict[int, int] = {}
+    for start, size, attempt in pieces:
+        model.update(dict.fromkeys(range(start, start + size), attempt))
+    assert spelled_out(list(Ranges((s, s + n, a) for s, n, a in pieces))) == model
+
+
+def test_a_million_sequences_cost_as_much_as_ten():
+    ranges = Ranges()
+    ranges.add(0, 10**12, 1)
+    assert ranges.remove(5, 10**12 - 5) == [Range(5, 10**12 - 5, 1)]
+    assert list(ranges) == [Range(0, 5, 1), Range(10**12 - 5, 10**12, 1)]
+    with pytest.raises(IndexError):
+        _ = Ranges().first
