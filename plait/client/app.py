@@ -66,6 +66,7 @@ class App:
         self._thread = 0
         self._stopping: asyncio.Event | None = None
         self._hurry: asyncio.Event | None = None
+        self._consumers: list[Consumer] = []
 
     def _new_client(self) -> Client:
         return Client(self._address, client_id=self._client_id, compression=self._compression, limits=self.limits)
@@ -207,6 +208,8 @@ class App:
         if self._stopping.is_set():
             self._hurry.set()
         self._stopping.set()
+        for consumer in self._consumers:
+            consumer._stop()
 
     async def run(self) -> None:
         """Connect and handle messages until SIGTERM, SIGINT, ``stop`` or cancellation, then drain.
@@ -233,6 +236,7 @@ class App:
                         await self._serve(client, self._stopping, self._hurry)
         finally:
             self._client = self._loop = self._stopping = self._hurry = None
+            self._consumers = []
 
     @contextmanager
     def _signals(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
@@ -259,7 +263,7 @@ class App:
         pool = ThreadPoolExecutor(max(threads, 1), "plait-handler")
         loop = asyncio.get_running_loop()
         workers: list[asyncio.Task[None]] = []
-        consumers: list[Consumer] = []
+        self._consumers = consumers = []
         try:
             async with AsyncExitStack() as stack:
                 for subscription in self._subscriptions:
@@ -275,7 +279,7 @@ class App:
                     await asyncio.wait([*workers, stopped], return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     stopped.cancel()
-                    await self._drain(consumers, workers, stopping, hurry)
+                    await self._drain(workers, hurry)
         finally:
             for worker in workers:
                 worker.cancel()
@@ -284,18 +288,11 @@ class App:
             if not worker.cancelled() and (error := worker.exception()) is not None:
                 raise error
 
-    async def _drain(
-        self,
-        consumers: list[Consumer],
-        workers: list[asyncio.Task[None]],
-        stopping: asyncio.Event,
-        hurry: asyncio.Event,
-    ) -> None:
+    async def _drain(self, workers: list[asyncio.Task[None]], hurry: asyncio.Event) -> None:
         """No new messages; finish what is being handled, within limits. The consumers' closing does the rest."""
         log.info("draining: no new messages, %d workers finish", sum(not worker.done() for worker in workers))
-        stopping.set()
-        for consumer in consumers:
-            consumer._stop()
+        if self._stopping is not None and not self._stopping.is_set():
+            self._stop()
         loop = asyncio.get_running_loop()
         hurried = loop.create_task(hurry.wait())
         deadline = loop.time() + self.limits.drain_seconds

@@ -360,7 +360,7 @@ class Consumer:
             if message is not None:
                 return message
             self._opened()
-            self._demand = ITERATION_COUNT
+            self._demand = 1 if self._tracks else min(ITERATION_COUNT, self._limits.prefetch_count)
             try:
                 self._pull()
                 await self._arrival(None)

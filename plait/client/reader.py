@@ -50,7 +50,7 @@ class Reader:
         self._closed = True
 
     async def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
-        """Up to ``count`` messages: what is there, or the first that come within ``wait`` seconds."""
+        """Up to ``count`` messages, or ``pull_bytes`` of them: what is there, or the first within ``wait`` seconds."""
         if count < 1:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
         await self._fill(count, seconds_of(wait))

@@ -7,6 +7,8 @@ client that its parent opened raises ``ForkedClient`` there.
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -22,10 +24,21 @@ from plait.client.loops import LoopThread, shared_loop
 from plait.client.sync_consumer import Consumer
 from plait.client.sync_reader import Reader
 from plait.client.types import Receipt, Receipts
-from plait.errors import Timeout
+from plait.errors import PlaitError, Timeout
 from plait.limits import ClientLimits
 
 T = TypeVar("T")
+
+#: How long the end of a program waits for each client that it did not close.
+EXIT_SECONDS = 2.0
+
+_open: weakref.WeakSet[Client] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_forgotten() -> None:
+    for client in list(_open):
+        client._close_at_exit()
 
 
 def connect(
@@ -90,6 +103,7 @@ class Client:
             thread.run(self._client.open())
             self._inbox = Inbox(self._client._producer, thread.loop)
             self._thread = thread
+            _open.add(self)
         return self
 
     def close(self) -> None:
@@ -100,6 +114,15 @@ class Client:
     async def _close(self) -> None:
         self._take_posted()
         await self._client.close()
+
+    def _close_at_exit(self) -> None:
+        """The program ends without having closed: what it posted still gets a moment."""
+        if self._thread is None or self._client._producer.closed is not None or not self._thread.running:
+            return
+        try:
+            self._thread.run(self._close(), EXIT_SECONDS)
+        except (TimeoutError, PlaitError):
+            self._thread.run(self._client._node.close(), EXIT_SECONDS)
 
     def __enter__(self) -> Self:
         return self.open()

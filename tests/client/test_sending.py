@@ -18,7 +18,7 @@ from plait.broker.sends import SendReply
 from plait.frame.view import FrameView
 from plait.limits import BODY_SIZE_MAX
 from plait.testing import EmbeddedBroker
-from tests.client.conftest import fetch_all, until
+from tests.client.support import fetch_all, until
 
 
 async def bodies_of(client: plait.Client, subject: str) -> list[bytes]:

@@ -1,0 +1,506 @@
+"""``App`` at work: return acknowledges, raise gives back, and what happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from plait.testing.embedded import TEST_CONFIG
+from tests.client.support import fetch_all, numbers, send, until
+
+#: A failing handler pauses for a moment only.
+BRISK = plait.ClientLimits(failure_pause_first_seconds=0.001, failure_pause_max_seconds=0.002)
+
+
+class Order(msgspec.Struct):
+    number: int
+
+
+@asynccontextmanager
+async def running(app: plait.App) -> AsyncIterator[None]:
+    """The app, until the block ends; then it drains."""
+    task = asyncio.ensure_future(app.run())
+    try:
+        yield
+    finally:
+        app.stop()
+        await asyncio.wait_for(task, 20)
+
+
+@pytest.fixture
+def app(broker: EmbeddedBroker) -> plait.App:
+    return plait.App(broker.address, group="g", limits=BRISK)
+
+
+async def settled(client: plait.Client, lag: int = 0) -> None:
+    """Until the group has ``lag`` messages left."""
+    async with asyncio.timeout(20):
+        while True:
+            groups = await client.admin.groups("s")
+            if groups and groups[0].lag == lag:
+                return
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
+async def test_a_handler_gets_body_and_message_and_returning_acknowledges(
+    client: plait.Client, app: plait.App, asynchronous: bool
+) -> None:
+    seen: list[tuple[int, str | None, int]] = []
+
+    if asynchronous:
+
+        @app.subscriber("s")
+        async def handle(order: Order, message: plait.Message) -> None:
+            seen.append((order.number, message.key, message.attempt))
+    else:
+
+        @app.subscriber("s")
+        def handle_blocking(order: Order, message: plait.Message) -> None:
+            assert threading.current_thread() is not threading.main_thread()
+            seen.append((order.number, message.key, message.attempt))
+
+    async with running(app):
+        for number in range(10):
+            await client.send("s", Order(number), key=number)
+        await settled(client)
+    assert seen == [(number, str(number), 1) for number in range(10)]
+
+
+async def test_raising_gives_the_message_back_and_logs_the_traceback(
+    client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
+) -> None:
+    attempts: list[tuple[int, int]] = []
+
+    @app.subscriber("s")
+    async def handle(order: Order, message: plait.Message) -> None:
+        attempts.append((order.number, message.attempt))
+        if order.number == 1 and message.attempt < 3:
+            raise ValueError("not today")
+
+    await client.send_many("s", [Order(n) for n in range(3)])
+    async with running(app):
+        await settled(client)
+    assert sorted(attempts) == [(0, 1), (1, 1), (1, 2), (1, 3), (2, 1)]
+    [first, second] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "handle failed on s#1" in first.getMessage()
+    assert first.exc_info is not None
+    assert "not today" in str(first.exc_info[1])
+    assert second.name == "plait.app"
+
+
+@pytest.mark.parametrize("error", [StopIteration, asyncio.CancelledError, StopAsyncIteration, TimeoutError])
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
+async def test_whatever_a_handler_raises_the_worker_lives_on(
+    client: plait.Client, app: plait.App, error: type[BaseException], asynchronous: bool
+) -> None:
+    seen: list[int] = []
+
+    def work(message: plait.Message) -> None:
+        seen.append(message.attempt)
+        if message.attempt == 1:
+            raise error
+
+    async def work_later(message: plait.Message) -> None:
+        work(message)
+
+    app.subscriber("s")(work_later if asynchronous else work)
+    await client.send("s", b"")
+    async with running(app):
+        await settled(client)
+    assert seen == [1, 2]
+
+
+async def test_a_body_that_does_not_decode_is_logged_and_given_back(
+    client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int] = []
+
+    @app.subscriber("s")
+    async def handle(order: Order) -> None:
+        seen.append(order.number)
+
+    await client.send_many("s", [Order(1), b"{}", Order(2)])
+    async with running(app):
+        await settled(client, lag=1)
+    assert seen == [1, 2]
+    assert "handle cannot take s#1, which goes back to the group: the body is no Order" in caplog.text
+    async with client.consumer("s", group="g") as consumer:
+        [message] = await fetch_all(consumer, 1)
+        assert message.attempt > 1
+
+
+async def test_a_message_nobody_can_handle_does_not_spin(broker: EmbeddedBroker, client: plait.Client) -> None:
+    """The pauses double: 10 attempts take at least 10 + 20 + 40 + 80 + 5 × 100 ms, however fast the machine."""
+    limits = plait.ClientLimits(failure_pause_first_seconds=0.01, failure_pause_max_seconds=0.1)
+    app = plait.App(broker.address, group="g", limits=limits)
+    moments: list[float] = []
+    tried = asyncio.Event()
+
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None:
+        moments.append(asyncio.get_running_loop().time())
+        if len(moments) == 8:
+            tried.set()
+        raise ValueError
+
+    await client.send("s", b"poison")
+    async with running(app):
+        await asyncio.wait_for(tried.wait(), 20)
+    assert moments[7] - moments[0] >= 0.01 + 0.02 + 0.04 + 0.08 + 3 * 0.1
+
+
+async def test_a_failing_message_lets_the_others_pass(client: plait.Client, app: plait.App) -> None:
+    seen: set[int] = set()
+
+    @app.subscriber("s")
+    async def handle(order: Order) -> None:
+        if order.number == 0:
+            raise ValueError
+        seen.add(order.number)
+
+    await client.send_many("s", [Order(n) for n in range(50)])
+    async with running(app):
+        await settled(client, lag=1)
+    assert seen == set(range(1, 50))
+
+
+async def test_batches_are_acked_whole_but_for_what_the_handler_nacked(client: plait.Client, app: plait.App) -> None:
+    sizes: list[int] = []
+    seen: list[tuple[int, int]] = []
+
+    @app.subscriber("s", batch=40)
+    async def handle(orders: list[Order], messages: list[plait.Message]) -> None:
+        sizes.append(len(orders))
+        for order, message in zip(orders, messages, strict=True):
+            seen.append((order.number, message.attempt))
+            if order.number % 25 == 0 and message.attempt == 1:
+                message.nack()
+
+    await client.send_many("s", [Order(n) for n in range(100)])
+    async with running(app):
+        await settled(client)
+    assert max(sizes) == 40
+    assert sorted(seen) == sorted([(n, 1) for n in range(100)] + [(n, 2) for n in (0, 25, 50, 75)])
+
+
+async def test_a_blocking_batch_handler_may_nack_from_its_thread(client: plait.Client, app: plait.App) -> None:
+    seen: list[tuple[bytes, int]] = []
+
+    @app.subscriber("s", batch=10)
+    def handle(messages: list[plait.Message]) -> None:
+        for message in messages:
+            seen.append((message.body, message.attempt))
+            if message.body == b"3" and message.attempt == 1:
+                message.nack()
+
+    await send(client, 10)
+    async with running(app):
+        await settled(client)
+    assert sorted(seen) == sorted([(b"%d" % n, 1) for n in range(10)] + [(b"3", 2)])
+
+
+async def test_a_batch_that_fails_is_given_back_whole(client: plait.Client, app: plait.App) -> None:
+    calls: list[list[int]] = []
+
+    @app.subscriber("s", batch=10)
+    async def handle(orders: list[Order]) -> None:
+        calls.append([order.number for order in orders])
+        if len(calls) == 1:
+            raise ValueError
+
+    await client.send_many("s", [Order(n) for n in range(5)])
+    async with running(app):
+        await settled(client)
+    assert calls == [[0, 1, 2, 3, 4], [0, 1, 2, 3, 4]]
+
+
+async def test_the_bad_bodies_of_a_batch_are_left_out(client: plait.Client, app: plait.App) -> None:
+    calls: list[list[int]] = []
+
+    @app.subscriber("s", batch=10)
+    async def handle(orders: list[Order]) -> None:
+        calls.append([order.number for order in orders])
+
+    await client.send_many("s", [Order(0), b"bad", Order(2)])
+    async with running(app):
+        await settled(client, lag=1)
+    assert calls == [[0, 2]]
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
+async def test_concurrency_is_how_many_calls_run_at_a_time(
+    client: plait.Client, app: plait.App, asynchronous: bool
+) -> None:
+    gate = threading.Barrier(4, timeout=20)
+    at_once = 0
+    most = 0
+    all_there = asyncio.Event()
+
+    async def handle(body: bytes) -> None:
+        nonlocal at_once, most
+        at_once += 1
+        most = max(most, at_once)
+        if at_once == 4:
+            all_there.set()
+        await asyncio.wait_for(all_there.wait(), 20)
+        at_once -= 1
+
+    def handle_blocking(body: bytes) -> None:
+        # Returns when four of them are here together, else breaks.
+        gate.wait()
+
+    app.subscriber("s", concurrency=4)(handle if asynchronous else handle_blocking)
+    await send(client, 12)
+    async with running(app):
+        await settled(client)
+    assert most == (4 if asynchronous else 0)
+    assert not gate.broken
+
+
+async def test_several_subscribers_and_groups_in_one_app(client: plait.Client, app: plait.App) -> None:
+    seen: dict[str, list[int]] = {"a": [], "b": [], "all": []}
+
+    @app.subscriber("s", group="a")
+    async def first(body: bytes) -> None:
+        seen["a"].append(int(body))
+
+    @app.subscriber("s", group="b", start=5, prefetch=1, delivery="at_most_once")
+    def second(body: bytes) -> None:
+        seen["b"].append(int(body))
+
+    @app.subscriber("s", broadcast=True, start="earliest")
+    async def every(text: str) -> None:
+        seen["all"].append(int(text))
+
+    await send(client, 10)
+    async with running(app):
+        await until(lambda: (len(seen["a"]), len(seen["b"]), len(seen["all"])) == (10, 5, 10))
+    assert seen == {"a": list(range(10)), "b": list(range(5, 10)), "all": list(range(10))}
+
+
+async def test_hooks_run_around_the_messages_and_may_send(client: plait.Client, app: plait.App) -> None:
+    events: list[str] = []
+
+    @app.on_startup
+    async def open_pool() -> None:
+        events.append("start")
+        await app.send("s", b"hello")
+
+    @app.on_startup
+    def plain() -> None:
+        events.append("plain")
+
+    @app.on_shutdown
+    def close_pool() -> None:
+        events.append("stop")
+        app.post("done", b"bye")
+
+    @app.on_shutdown
+    async def first_to_stop() -> None:
+        events.append("first")
+
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None:
+        events.append(body.decode())
+        await app.send("reply", b"to " + body)
+        app.post("reply", b"posted")
+
+    await client.admin.create_subject("s")
+    async with running(app):
+        await settled(client)
+    assert events == ["start", "plain", "hello", "first", "stop"]
+    counts = {info.subject: info.count for info in await client.admin.subjects()}
+    assert counts == {"s": 1, "reply": 2, "done": 1}
+
+
+async def test_the_apps_client_is_refused_to_other_threads(client: plait.Client, app: plait.App) -> None:
+    errors: list[str] = []
+
+    @app.subscriber("s")
+    def handle(body: bytes) -> None:
+        try:
+            app.post("t", body)
+        except plait.InvalidArgument as error:
+            errors.append(str(error))
+
+    await client.send("s", b"")
+    async with running(app):
+        await settled(client)
+    assert len(errors) == 1
+    assert "plait.sync" in errors[0]
+
+
+async def test_a_plain_function_around_an_asynchronous_one_is_awaited(client: plait.Client, app: plait.App) -> None:
+    seen: list[bytes] = []
+
+    async def inner(body: bytes) -> None:
+        seen.append(body)
+
+    @app.subscriber("s")
+    def outer(body: bytes) -> Any:
+        return inner(body)
+
+    await client.send("s", b"x")
+    async with running(app):
+        await settled(client)
+    assert seen == [b"x"]
+
+
+# --- stopping ---------------------------------------------------------------------------------------------------------
+
+
+async def test_draining_finishes_what_is_handled_and_gives_back_the_rest(client: plait.Client, app: plait.App) -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+    seen: list[int] = []
+
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None:
+        started.set()
+        await go_on.wait()
+        seen.append(int(body))
+
+    await send(client, 10)
+    task = asyncio.ensure_future(app.run())
+    await started.wait()
+    app.stop()
+    await until(lambda: app._stopping is None or app._stopping.is_set())
+    go_on.set()
+    await asyncio.wait_for(task, 20)
+    assert seen == [0]
+    async with client.consumer("s", group="g") as consumer:
+        assert numbers(await fetch_all(consumer, 9)) == list(range(1, 10))
+
+
+async def stuck(app: plait.App, client: plait.Client, stop: Callable[[], None]) -> None:
+    """An app whose handler never ends, stopped; its message must be given back."""
+    started = asyncio.Event()
+    cancelled: list[bool] = []
+
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+
+    await send(client, 2)
+    task = asyncio.ensure_future(app.run())
+    await started.wait()
+    stop()
+    await asyncio.wait_for(task, 20)
+    assert cancelled == [True]
+    info = await client.admin.group("s", "g")
+    assert (info.lag, info.online, info.returned) == (2, 0, 2)
+
+
+async def test_a_handler_that_does_not_finish_in_time_is_cancelled(
+    broker: EmbeddedBroker, client: plait.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = plait.App(broker.address, group="g", limits=plait.ClientLimits(drain_seconds=0.02))
+    await stuck(app, client, app.stop)
+    assert "1 handlers did not finish" in caplog.text
+
+
+async def test_a_second_stop_does_not_wait(client: plait.Client, app: plait.App) -> None:
+    def twice() -> None:
+        app.stop()
+        app.stop()
+
+    await stuck(app, client, twice)
+
+
+async def test_cancelling_run_drains_too(client: plait.Client, app: plait.App) -> None:
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None: ...
+
+    await send(client, 5)
+    task = asyncio.ensure_future(app.run())
+    await settled(client)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (await client.admin.group("s", "g")).online == 0
+
+
+async def test_an_app_runs_again_after_it_stopped_but_not_twice_at_once(client: plait.Client, app: plait.App) -> None:
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None: ...
+
+    for round_number in range(2):
+        await send(client, 5)
+        async with running(app):
+            await settled(client)
+            with pytest.raises(plait.InvalidArgument, match="runs already"):
+                await app.run()
+        assert (await client.admin.subject("s")).subject.count == 5 * (round_number + 1)
+
+
+async def test_what_makes_the_service_impossible_is_raised(
+    broker: EmbeddedBroker, client: plait.Client, app: plait.App
+) -> None:
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None: ...
+
+    async with client.consumer("s", group="g", delivery="at_most_once"):
+        with pytest.raises(plait.GroupMismatch):
+            await app.run()
+    nowhere = plait.App("plait://127.0.0.1:1", group="g", limits=plait.ClientLimits(request_seconds=0.05))
+    nowhere.subscriber("s")(handle)
+    with pytest.raises(plait.Unavailable):
+        await nowhere.run()
+
+    @app.on_startup
+    def fail() -> None:
+        raise LookupError("no configuration")
+
+    with pytest.raises(LookupError):
+        await app.run()
+    assert broker.server.connections
+    await until(lambda: len(broker.server.connections) == 1)
+
+
+async def test_a_subject_that_goes_away_for_good_ends_the_service(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(TEST_CONFIG, auto_create=False)
+    async with EmbeddedBroker(tmp_path / "data", config=config) as broker, broker.connect() as client:
+        await client.admin.create_subject("s")
+        await client.admin.create_subject("t")
+        app = plait.App(broker.address, group="g", limits=BRISK)
+
+        @app.subscriber("s")
+        async def handle(body: bytes) -> None: ...
+
+        app.subscriber("t")(handle)
+        service = asyncio.ensure_future(app.run())
+        await until(lambda: len(broker.server.broker.sessions) == 2)
+        await client.admin.delete_subject("s")
+        with pytest.raises(plait.SubjectNotFound):
+            await asyncio.wait_for(service, 20)
+
+
+async def test_a_restart_of_the_broker_is_invisible_to_an_app(
+    broker: EmbeddedBroker, client: plait.Client, app: plait.App
+) -> None:
+    seen: list[int] = []
+
+    @app.subscriber("s", concurrency=3)
+    async def handle(body: bytes) -> None:
+        seen.append(int(body))
+
+    async with running(app):
+        await send(client, 100)
+        await until(lambda: len(seen) >= 50)
+        await broker.restart()
+        await send(client, 100, first=100)
+        await settled(client)
+    assert sorted(set(seen)) == list(range(200))

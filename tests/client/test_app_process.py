@@ -1,0 +1,127 @@
+"""An ``App`` as a process of its own: signals drain it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+import plait.sync
+from plait.testing import BlockingBroker
+
+PROGRAM = """
+import asyncio, logging, sys
+import plait
+
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+app = plait.App(sys.argv[1], group="g", limits=plait.ClientLimits(drain_seconds=float(sys.argv[3])))
+kind = sys.argv[2]
+
+def say(text):
+    print(text, flush=True)
+
+if kind == "def":
+    @app.subscriber("s")
+    def handle(body: bytes) -> None:
+        say(f"handling {body.decode()}")
+        sys.stdin.readline()
+        say(f"handled {body.decode()}")
+else:
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None:
+        say(f"handling {body.decode()}")
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
+        say(f"handled {body.decode()}")
+
+@app.on_shutdown
+def bye() -> None:
+    say(f"bye on {type(asyncio.get_running_loop()).__module__}")
+
+app.run_forever()
+say("done")
+"""
+
+
+@contextmanager
+def service(address: str, kind: str, drain_seconds: float = 30) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-W", "error", "-c", PROGRAM, address, kind, str(drain_seconds)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.kill()
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> list[str]:
+    """Lines of output up to the one with ``text``."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if text in line:
+            return lines
+    raise AssertionError(f"{text!r} did not come after {lines}")
+
+
+def release(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def left(address: str) -> list[bytes]:
+    """What the group has not done."""
+    with plait.sync.connect(address) as client, client.consumer("s", group="g") as consumer:
+        return [message.body for message in consumer.fetch(100, wait=0.2)]
+
+
+@pytest.mark.parametrize("kind", ["async def", "def"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_finishes_what_is_handled_and_gives_back_the_rest(
+    plait_broker: BlockingBroker, kind: str, number: signal.Signals
+) -> None:
+    with plait.sync.connect(plait_broker.address) as client:
+        client.send_many("s", [b"0", b"1", b"2"])
+    with service(plait_broker.address, kind) as process:
+        read_until(process, "handling 0")
+        process.send_signal(number)
+        read_until(process, "draining")
+        release(process)
+        rest = read_until(process, "done")
+        assert process.wait(20) == 0
+    assert rest == ["handled 0", "bye on uvloop", "done"]
+    assert left(plait_broker.address) == [b"1", b"2"]
+
+
+def test_a_handler_that_ignores_the_limit_has_its_message_given_back(plait_broker: BlockingBroker) -> None:
+    with plait.sync.connect(plait_broker.address) as client:
+        client.send("s", b"0")
+    with service(plait_broker.address, "def", drain_seconds=0.05) as process:
+        read_until(process, "handling 0")
+        process.send_signal(signal.SIGTERM)
+        lines = read_until(process, "done")
+        assert "1 handlers did not finish; their messages are given back" in lines
+        assert left(plait_broker.address) == [b"0"]
+        # The thread cannot be ended: the process waits for it.
+        release(process)
+        assert process.wait(20) == 0
+
+
+def test_a_second_signal_does_not_wait(plait_broker: BlockingBroker) -> None:
+    with plait.sync.connect(plait_broker.address) as client:
+        client.send("s", b"0")
+    with service(plait_broker.address, "async def") as process:
+        read_until(process, "handling 0")
+        process.send_signal(signal.SIGTERM)
+        read_until(process, "draining")
+        process.send_signal(signal.SIGTERM)
+        read_until(process, "did not finish")
+        read_until(process, "bye")
+        release(process)
+        assert process.wait(20) == 0
+    assert left(plait_broker.address) == [b"0"]

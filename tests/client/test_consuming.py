@@ -1,0 +1,345 @@
+"""``fetch``, ``fetch_arrow`` and iteration; acks, nacks and what leaving gives back."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.support import fetch_all, numbers, send, until
+
+
+async def test_fetch_gives_all_that_is_there_and_then_only_new_rows(client: plait.Client) -> None:
+    await send(client, 30)
+    async with client.consumer("s", group="g") as consumer:
+        assert numbers(await consumer.fetch(20)) == list(range(20))
+        assert numbers(await consumer.fetch(20)) == list(range(20, 30))
+        assert list(await consumer.fetch(20, wait=0)) == []
+        await send(client, 5, first=30)
+        assert numbers(await fetch_all(consumer, 5)) == list(range(30, 35))
+
+
+async def test_a_waiting_fetch_is_woken_by_the_first_message(client: plait.Client) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        waiting = asyncio.ensure_future(consumer.fetch(100, wait=60))
+        await until(lambda: consumer._pulling)
+        await client.send("s", b"0")
+        assert numbers(await asyncio.wait_for(waiting, 5)) == [0]
+
+
+async def test_fetch_returns_an_empty_batch_when_nothing_comes_in_time(client: plait.Client) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        for wait in (0.01, timedelta(milliseconds=10), "10ms"):
+            batch = await consumer.fetch(10, wait=wait)
+            assert (len(batch), list(batch)) == (0, [])
+            await batch.ack()
+        table = (await consumer.fetch_arrow(10, wait=0)).table
+        assert (table.num_rows, table.schema.names[:3]) == (0, ["sequence", "key", "body"])
+
+
+@pytest.mark.parametrize("wait", [-1, "soon", None, float("nan"), True])
+async def test_a_wait_that_is_no_duration_is_refused(client: plait.Client, wait: Any) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        with pytest.raises(plait.InvalidArgument, match="duration"):
+            await consumer.fetch(1, wait=wait)
+        with pytest.raises(plait.InvalidArgument, match="count must be 1 or more"):
+            await consumer.fetch(0)
+
+
+async def test_a_batch_is_like_a_list(client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch(10)
+        assert len(batch) == 10
+        assert batch[3].body == b"3"
+        assert batch[-1].body == b"9"
+        assert numbers(batch[2:5]) == [2, 3, 4]
+        assert numbers(reversed(batch)) == list(range(9, -1, -1))
+        assert batch[3] in batch
+        assert repr(batch) == "<Batch of 10 messages>"
+        assert repr(batch[0]) == "<Message s#0 key=None body=b'0'>"
+
+
+async def test_fetch_crosses_frames_and_compressed_columns(broker: EmbeddedBroker) -> None:
+    bodies = [b"%d" % n * 50 for n in range(5_000)]
+    async with plait.connect(broker.address, compression="zstd") as client:
+        await client.send_many("s", bodies)
+        async with client.consumer("s", group="g") as consumer:
+            received: list[bytes] = []
+            for size in (1, 7, 1_000, 2_000, 5_000):
+                received += [m.body for m in await fetch_all(consumer, min(size, 5_000 - len(received)))]
+            assert received == bodies
+
+
+async def test_arrow_batches_have_a_row_a_message(client: plait.Client) -> None:
+    receipts = await client.send_many("s", [b"a", b"b", b"c"], keys=["k", None, 3])
+    await client.send("s", b"d", tags=["x", "y"], headers={"n": 1})
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch_arrow(50_000)
+        table = batch.table
+        assert isinstance(table, pa.Table)
+        assert len(batch) == table.num_rows == 4
+        assert table["sequence"].to_pylist() == [0, 1, 2, 3]
+        assert table["body"].to_pylist() == [b"a", b"b", b"c", b"d"]
+        assert table["key"].to_pylist() == ["k", None, "3", None]
+        assert table["attempt"].to_pylist() == [1] * 4
+        assert table["producer_sequence"].to_pylist()[:3] == [r.message_id.sequence for r in receipts]
+        await batch.ack()
+    assert (await client.admin.group("s", "g")).lag == 0
+
+
+async def test_rows_of_an_arrow_batch_can_be_nacked_by_number(client: plait.Client) -> None:
+    await send(client, 6)
+    await send(client, 6, first=6)
+    async with client.consumer("s", group="g") as consumer:
+        first = await consumer.fetch_arrow(4)
+        second = await consumer.fetch_arrow(8)
+        await second.nack([0, 3, 7])
+        await second.ack()
+        await first.nack()
+        again = await fetch_all(consumer, 7)
+        assert sorted(numbers(again)) == [0, 1, 2, 3, 4, 7, 11]
+        assert {message.attempt for message in again} == {2}
+        with pytest.raises(plait.InvalidArgument, match="row 8 is outside a batch of 8"):
+            await second.nack([8])
+        with pytest.raises(plait.InvalidArgument, match="row -1"):
+            await second.nack([-1])
+
+
+async def test_iteration_goes_on_for_ever_and_a_break_loses_nothing(client: plait.Client) -> None:
+    await send(client, 250)
+    seen: list[int] = []
+    async with client.consumer("s", group="g") as consumer:
+        for stop in (10, 120, 249, 250):
+            async for message in consumer:
+                seen.append(int(message.body))
+                await message.ack()
+                if len(seen) == stop:
+                    break
+        seen += numbers(await consumer.fetch(10, wait=0))
+        await send(client, 10, first=250)
+        async for message in consumer:
+            seen.append(int(message.body))
+            if seen[-1] == 255:
+                break
+        seen += numbers(await fetch_all(consumer, 4))
+    assert seen == list(range(260))
+
+
+async def test_tasks_that_share_a_consumer_share_its_messages(client: plait.Client) -> None:
+    await send(client, 500)
+    seen: list[int] = []
+
+    async def work(consumer: plait.Consumer) -> None:
+        async for message in consumer:
+            seen.append(int(message.body))
+            message.ack()
+            await asyncio.sleep(0)
+            if len(seen) >= 500:
+                break
+
+    async with client.consumer("s", group="g") as consumer:
+        tasks = [asyncio.ensure_future(work(consumer)) for _ in range(4)]
+        await until(lambda: len(seen) == 500)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert sorted(seen) == list(range(500))
+
+
+# --- acks and nacks ---------------------------------------------------------------------------------------------------
+
+
+async def test_acked_messages_are_done_and_the_rest_returns_on_leaving(client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch(10)
+        for message in batch:
+            if int(message.body) % 2:
+                await message.ack()
+    assert (await client.admin.group("s", "g")).lag == 5
+    async with client.consumer("s", group="g") as consumer:
+        again = await fetch_all(consumer, 5)
+        assert numbers(again) == [0, 2, 4, 6, 8]
+        assert [message.attempt for message in again] == [2] * 5
+        assert list(await consumer.fetch(10, wait=0)) == []
+
+
+async def test_batch_ack_waits_for_the_broker(client: plait.Client) -> None:
+    await send(client, 1_000)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch(1_000)
+        await batch.ack()
+        info = await client.admin.group("s", "g")
+        assert (info.lag, info.unacked, info.floor) == (0, 0, 1_000)
+        await batch.ack()
+
+
+async def test_flush_waits_for_single_acks(client: plait.Client) -> None:
+    await send(client, 100)
+    async with client.consumer("s", group="g") as consumer:
+        for message in await consumer.fetch(100):
+            message.ack()
+        await consumer.flush()
+        assert (await client.admin.group("s", "g")).unacked == 0
+
+
+async def test_a_nacked_message_comes_again_at_once_with_the_next_attempt(client: plait.Client) -> None:
+    await send(client, 3)
+    async with client.consumer("s", group="g") as consumer:
+        first, middle, last = await fetch_all(consumer, 3)
+        first.ack()
+        last.ack()
+        for attempt in (2, 3, 4):
+            middle.nack()
+            [middle] = await fetch_all(consumer, 1)
+            assert (middle.body, middle.attempt) == (b"1", attempt)
+        middle.ack()
+    info = await client.admin.group("s", "g")
+    assert (info.lag, info.redelivered) == (0, 3)
+
+
+async def test_batch_ack_leaves_out_what_was_nacked(client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch(10)
+        batch[2].nack()
+        batch[7].nack()
+        await batch.ack()
+        again = await fetch_all(consumer, 2)
+        assert numbers(again) == [2, 7]
+        assert list(await consumer.fetch(10, wait=0)) == []
+
+
+async def test_batch_nack_leaves_out_what_was_acked(client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch(10)
+        batch[2].ack()
+        batch[7].ack()
+        await batch.nack()
+        assert numbers(await fetch_all(consumer, 8)) == [0, 1, 3, 4, 5, 6, 8, 9]
+
+
+async def test_the_first_word_on_a_message_counts(client: plait.Client) -> None:
+    await send(client, 4)
+    async with client.consumer("s", group="g") as consumer:
+        acked, nacked, flushed_ack, flushed_nack = await consumer.fetch(4)
+        flushed_ack.ack()
+        flushed_nack.nack()
+        await consumer.flush()
+        flushed_ack.nack()
+        flushed_nack.ack()
+        acked.ack()
+        acked.nack()
+        nacked.nack()
+        nacked.ack()
+        await consumer.flush()
+        assert sorted(numbers(await fetch_all(consumer, 2))) == [1, 3]
+        assert (await client.admin.group("s", "g")).unacked == 2
+
+
+async def test_an_ack_after_leaving_is_refused(client: plait.Client) -> None:
+    await send(client, 4)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch(2)
+        arrow = await consumer.fetch_arrow(2)
+    for _ in range(2):
+        with pytest.raises(plait.Closed, match="given back"):
+            batch[0].ack()
+        with pytest.raises(plait.Closed, match="given back"):
+            batch[1].nack()
+        with pytest.raises(plait.Closed, match="given back"):
+            await batch.ack()
+        with pytest.raises(plait.Closed, match="given back"):
+            await arrow.nack()
+
+
+async def test_a_consumer_that_is_not_open_says_so(client: plait.Client) -> None:
+    consumer = client.consumer("s", group="g")
+    with pytest.raises(plait.Closed, match="not open"):
+        await consumer.fetch()
+    async with consumer:
+        with pytest.raises(plait.Closed, match="opened once"):
+            await consumer.__aenter__()
+    for use in (consumer.fetch, consumer.fetch_arrow, consumer.__anext__, consumer.__aenter__):
+        with pytest.raises(plait.Closed):
+            await use()
+    await consumer.close()
+
+
+async def test_closing_the_client_leaves_the_groups_in_order(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await send(client, 10)
+    other = broker.connect()
+    async with other:
+        consumer = await other.consumer("s", group="g").__aenter__()
+        messages = await consumer.fetch(10)
+        messages[0].ack()
+    info = await client.admin.group("s", "g")
+    assert (info.online, info.lag, info.returned) == (0, 9, 9)
+    with pytest.raises(plait.Closed):
+        await consumer.fetch()
+
+
+async def test_a_waiting_iteration_ends_when_the_consumer_is_closed(client: plait.Client) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        waiting = asyncio.ensure_future(anext(consumer))
+        await until(lambda: consumer._arrived is not None)
+    with pytest.raises((plait.Closed, StopAsyncIteration)):
+        await waiting
+
+
+# --- ways of delivery -------------------------------------------------------------------------------------------------
+
+
+async def test_at_most_once_forgets_what_it_has_handed_out(client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
+        assert numbers(await consumer.fetch(4)) == [0, 1, 2, 3]
+        message = await anext(consumer)
+        message.nack()
+        await consumer.flush()
+    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
+        assert numbers(await consumer.fetch(10, wait=0.01)) == []
+    assert (await client.admin.group("s", "g")).lag == 0
+
+
+async def test_at_most_once_pulls_nothing_that_nobody_waits_for(client: plait.Client) -> None:
+    await send(client, 10)
+    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
+        assert numbers(await consumer.fetch(4)) == [0, 1, 2, 3]
+        assert not consumer._pulling
+        assert (await client.admin.group("s", "g")).next == 4
+
+
+async def test_every_broadcast_consumer_gets_every_message_from_now_on(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    await send(client, 5)
+    async with (
+        broker.connect() as second_client,
+        client.consumer("s") as first,
+        client.consumer("s", group="ignored", broadcast=True) as same_client,
+        second_client.consumer("s") as second,
+        client.consumer("s", start="earliest") as everything,
+    ):
+        await send(client, 5, first=5)
+        for consumer in (first, same_client, second):
+            assert numbers(await fetch_all(consumer, 5)) == [5, 6, 7, 8, 9]
+        assert numbers(await fetch_all(everything, 10)) == list(range(10))
+        assert len({c.client_id for c in (first, same_client, everything)}) == 3
+
+
+async def test_a_broadcast_consumer_gets_again_what_it_nacks(client: plait.Client) -> None:
+    async with client.consumer("s") as consumer:
+        await send(client, 2)
+        first, second = await fetch_all(consumer, 2)
+        first.ack()
+        second.nack()
+        [again] = await fetch_all(consumer, 1)
+        assert (again.body, again.attempt) == (b"1", 2)

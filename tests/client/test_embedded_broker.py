@@ -1,0 +1,145 @@
+"""``plait.testing``: the embedded broker that other people's tests use, and its pytest fixtures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import plait
+import plait.sync
+from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
+
+
+async def test_it_serves_on_the_loop_of_the_test() -> None:
+    async with EmbeddedBroker() as broker, broker.connect(client_id="me") as client:
+        assert (await client.send("s", b"")).sequence == 0
+        assert broker.data.is_dir()
+        assert client.client_id == "me"
+    assert not broker.data.exists()
+
+
+def test_it_serves_from_a_thread_of_its_own() -> None:
+    with EmbeddedBroker() as broker:
+        with plait.sync.connect(broker.address) as client:
+            assert client.send("s", b"").sequence == 0
+        data = broker.data
+        assert data.is_dir()
+    assert not data.exists()
+
+
+async def test_a_directory_that_was_given_stays(tmp_path: Path) -> None:
+    for sequence in range(2):
+        async with EmbeddedBroker(tmp_path / "data") as broker, broker.connect() as client:
+            assert (await client.send("s", b"")).sequence == sequence
+    assert (tmp_path / "data").is_dir()
+
+
+async def test_a_restart_keeps_address_and_messages() -> None:
+    async with EmbeddedBroker() as broker, broker.connect() as client:
+        address = broker.address
+        await client.send("s", b"")
+        await broker.restart()
+        assert broker.address == address
+        report = broker.server.report
+        assert report is not None
+        assert report.clean
+        assert (await client.send("s", b"")).sequence == 1
+
+
+async def test_a_kill_is_a_crash_that_the_next_start_recovers_from() -> None:
+    async with EmbeddedBroker() as broker, broker.connect() as client:
+        await client.send("s", b"")
+        epoch = broker.server.broker.epoch
+        await broker.kill()
+        with pytest.raises(plait.Closed, match="is down"):
+            _ = broker.server
+        await broker.kill()
+        await broker.start()
+        await broker.start()
+        report = broker.server.report
+        assert report is not None
+        assert not report.clean
+        assert broker.server.broker.epoch > epoch
+        assert (await client.send("s", b"")).sequence == 1
+
+
+def test_the_blocking_form_restarts_and_crashes_too() -> None:
+    with EmbeddedBroker(clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
+        for sequence, disturb in enumerate((broker.restart, broker.kill, lambda: broker.advance("1h"), broker.stop)):
+            assert client.send("s", b"").sequence == sequence
+            disturb()
+            broker.start()
+        assert client.send("s", b"").sequence == 4
+
+
+async def test_virtual_time_stamps_messages_and_expires_them() -> None:
+    clock = ManualClock()
+    async with EmbeddedBroker(clock=clock) as broker, broker.connect() as client:
+        await client.admin.create_subject("s", retention="1h")
+        await client.send("s", b"old")
+        await broker.advance("30m")
+        await client.send("s", b"new")
+        async with client.reader("s", start="earliest") as reader:
+            old, new = await reader.fetch()
+        assert (new.store_time - old.store_time).total_seconds() == 1800
+
+
+async def test_a_long_poll_ends_when_virtual_time_says_so() -> None:
+    async with (
+        EmbeddedBroker(clock=ManualClock()) as broker,
+        broker.connect() as client,
+        client.consumer("s", group="g"),
+    ):
+        assert (await client.admin.group("s", "g")).online == 1
+        [waiting] = broker.server.broker.subjects["s"].groups["g"].waiters
+        await broker.advance(19)
+        assert not waiting.done
+        await broker.advance(2)
+        assert waiting.done
+
+
+async def test_time_cannot_be_moved_on_the_machines_clock() -> None:
+    async with EmbeddedBroker() as broker:
+        with pytest.raises(plait.InvalidArgument, match="ManualClock"):
+            await broker.advance(1)
+
+
+def test_a_broker_that_was_not_started_says_so() -> None:
+    with pytest.raises(plait.Closed, match="not been started"):
+        _ = EmbeddedBroker().address
+
+
+def test_the_fixture_serves_blocking_tests(plait_broker: BlockingBroker) -> None:
+    with plait.sync.connect(plait_broker.address) as client:
+        assert client.send("s", b"").sequence == 0
+
+
+async def test_the_fixture_serves_asynchronous_tests(plait_broker: BlockingBroker) -> None:
+    async with plait.connect(plait_broker.address) as client:
+        assert (await client.send("s", b"")).sequence == 0
+
+
+async def test_the_asynchronous_fixture_runs_on_the_tests_loop(plait_async_broker: EmbeddedBroker) -> None:
+    async with plait_async_broker.connect() as client:
+        await plait_async_broker.restart()
+        assert (await client.send("s", b"")).sequence == 0
+
+
+def test_the_fixtures_come_with_the_installed_package(tmp_path: Path) -> None:
+    (tmp_path / "test_users.py").write_text(
+        "import plait.sync\n"
+        "def test_it(plait_broker):\n"
+        "    with plait.sync.connect(plait_broker.address) as client:\n"
+        "        assert client.send('s', b'').sequence == 0\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_the_plugin_loads_no_broker_until_one_is_asked_for() -> None:
+    program = "import sys, plait.testing.pytest_plugin; sys.exit('plait.server' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

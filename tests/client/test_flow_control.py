@@ -1,0 +1,87 @@
+"""What a consumer pulls ahead of need: messages, bytes, span; and what it leaves to the others."""
+
+from __future__ import annotations
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.support import fetch_all, numbers, send, until
+
+
+async def held(client: plait.Client) -> int:
+    return (await client.admin.group("s", "g")).unacked
+
+
+async def test_a_consumer_pulls_ahead_up_to_its_prefetch(client: plait.Client) -> None:
+    await send(client, 5_000)
+    async with client.consumer("s", group="g") as consumer:
+        await until(lambda: not consumer._pulling)
+        assert await held(client) == 1_000
+        messages = await fetch_all(consumer, 1_000)
+        assert await held(client) <= 2_000
+        for message in messages:
+            message.ack()
+        await consumer.flush()
+        await until(lambda: consumer._buffered_count == 1_000)
+        assert await held(client) == 1_000
+
+
+async def test_a_small_prefetch_leaves_the_rest_to_others(client: plait.Client) -> None:
+    await send(client, 100)
+    async with client.consumer("s", group="g", prefetch=10) as slow:
+        await until(lambda: not slow._pulling)
+        assert await held(client) == 10
+        async with client.consumer("s", group="g") as quick:
+            assert numbers(await fetch_all(quick, 90)) == list(range(10, 100))
+        assert numbers(await fetch_all(slow, 10)) == list(range(10))
+
+
+async def test_prefetch_of_one_hands_out_one_at_a_time(client: plait.Client) -> None:
+    await send(client, 20)
+    async with client.consumer("s", group="g", prefetch=1) as consumer:
+        for number in range(20):
+            message = await anext(consumer)
+            assert int(message.body) == number
+            assert await held(client) == 1
+            message.ack()
+            await consumer.flush()
+
+
+async def test_large_messages_stop_the_prefetch_by_their_bytes(broker: EmbeddedBroker) -> None:
+    limits = plait.ClientLimits(prefetch_bytes=1_000_000, pull_bytes=200_000)
+    async with broker.connect(limits=limits) as client:
+        for _ in range(40):
+            await client.send("s", bytes(100_000))
+        async with client.consumer("s", group="g") as consumer:
+            await until(lambda: not consumer._pulling)
+            assert 900_000 <= consumer._open_bytes <= 1_400_000
+            assert await held(client) <= 14
+            assert len(await fetch_all(consumer, 40)) == 40
+
+
+async def test_one_message_that_is_not_acked_stops_the_prefetch_by_its_span(client: plait.Client) -> None:
+    async with client.consumer("s", group="g", prefetch=10) as consumer:
+        for number in range(60):
+            await client.send("s", b"%d" % number)
+        stuck = await anext(consumer)
+        seen = 0
+        while consumer._pulling or consumer._buffered_count:
+            if consumer._buffered_count:
+                message = await anext(consumer)
+                message.ack()
+                await consumer.flush()
+                seen += 1
+            else:
+                await until(lambda: consumer._buffered_count or not consumer._pulling)
+        assert 10 <= seen < 40
+        assert await held(client) == 1
+        stuck.ack()
+        await consumer.flush()
+        assert len(await fetch_all(consumer, 59 - seen)) == 59 - seen
+
+
+async def test_a_fetch_may_ask_for_more_than_the_prefetch(client: plait.Client) -> None:
+    await send(client, 30_000)
+    async with client.consumer("s", group="g") as consumer:
+        batch = await consumer.fetch_arrow(30_000, wait=20)
+        assert len(batch) == 30_000
+        await batch.ack()

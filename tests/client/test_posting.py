@@ -1,0 +1,179 @@
+"""``post``, tickets, ``flush`` and the buffer's limit; ``send_many``."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pyarrow as pa
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.support import until
+
+
+async def read(client: plait.Client, subject: str) -> list[plait.Message]:
+    messages: list[plait.Message] = []
+    async with client.reader(subject, start="earliest") as reader:
+        while more := await reader.fetch(1_000_000, wait=0):
+            messages += more
+    return messages
+
+
+async def test_a_ticket_gives_the_receipt_without_a_flush(client: plait.Client) -> None:
+    tickets = [client.post("order.book", b"%d" % n, key=f"k{n}") for n in range(5)]
+    assert not any(ticket.done for ticket in tickets)
+    assert [(await ticket).sequence for ticket in tickets] == [0, 1, 2, 3, 4]
+    assert all(ticket.done for ticket in tickets)
+    assert [(m.key, m.body) for m in await read(client, "order.book")] == [(f"k{n}", b"%d" % n) for n in range(5)]
+
+
+async def test_flush_waits_for_everything_posted_to_any_subject(client: plait.Client) -> None:
+    tickets = [client.post(f"subject.{n % 3}", b"") for n in range(300)]
+    await client.flush()
+    assert all(ticket.done for ticket in tickets)
+
+
+async def test_posts_and_sends_keep_their_order(client: plait.Client) -> None:
+    client.post("order.book", b"1")
+    client.post("order.book", b"2")
+    await client.send("order.book", b"3")
+    client.post("order.book", b"4")
+    await client.send_many("order.book", [b"5", b"6"])
+    assert [m.body for m in await read(client, "order.book")] == [b"1", b"2", b"3", b"4", b"5", b"6"]
+
+
+async def test_a_full_buffer_refuses_posts_and_lets_sends_wait(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
+        posted = 0
+        while client._producer.buffered < 10_000:
+            client.post("order.book", bytes(100))
+            posted += 1
+        with pytest.raises(plait.BufferFull, match=r"limit 10000.*flush"):
+            client.post("order.book", b"")
+        assert 50 <= posted <= 100
+        receipts = await asyncio.gather(*(client.send("order.book", bytes(5_000)) for _ in range(20)))
+        assert [receipt.sequence for receipt in receipts] == list(range(posted, posted + 20))
+        client.post("order.book", b"room again")
+        await client.flush()
+        assert client._producer.buffered == 0
+
+
+async def test_a_waiting_send_that_is_cancelled_does_not_hold_up_the_next(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(buffer_bytes=10_000)) as client:
+        client.post("order.book", bytes(20_000))
+        first, second = (asyncio.ensure_future(client.send("order.book", b"%d" % n)) for n in range(2))
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await asyncio.wait_for(second, 5)).sequence == 1
+
+
+async def test_flush_raises_the_error_of_a_post_once(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await client.send("order.book", b"stored")
+    broker.server.broker.read_only = True
+    ticket = client.post("order.book", b"refused")
+    with pytest.raises(plait.ReadOnly):
+        await client.flush()
+    await client.flush()
+    with pytest.raises(plait.ReadOnly):
+        await ticket
+
+
+async def test_flush_does_not_repeat_what_a_send_has_raised(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await client.send("order.book", b"stored")
+    broker.server.broker.read_only = True
+    with pytest.raises(plait.ReadOnly):
+        await client.send("order.book", b"refused")
+    with pytest.raises(plait.ReadOnly):
+        await client.send_many("order.book", [b"refused"])
+    await client.flush()
+
+
+async def test_a_client_without_a_server_keeps_posts_until_it_is_back(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    await client.send("order.book", b"0")
+    await broker.stop()
+    await until(lambda: client._node.link is None)
+    tickets = [client.post("order.book", b"%d" % n) for n in range(1, 100)]
+    await broker.start()
+    await client.flush()
+    assert [(await ticket).sequence for ticket in tickets] == list(range(1, 100))
+
+
+# --- many -------------------------------------------------------------------------------------------------------------
+
+
+async def test_many_are_stored_in_order_over_several_frames(broker: EmbeddedBroker, client: plait.Client) -> None:
+    bodies = [b"%d" % n for n in range(50_000)]
+    receipts = await client.send_many("order.book", bodies, keys=[n % 100 for n in range(50_000)])
+    assert len(receipts) == 50_000
+    assert [receipt.sequence for receipt in receipts] == list(range(50_000))
+    assert receipts[-1].sequence == 49_999
+    assert [r.sequence for r in receipts[10:13]] == [10, 11, 12]
+    assert len(broker.server.broker.subjects["order.book"].consume_log) > 4
+    messages = await read(client, "order.book")
+    assert [m.body for m in messages] == bodies
+    assert [m.key for m in messages[98:102]] == ["98", "99", "0", "1"]
+    assert [m.message_id for m in messages[::9999]] == [r.message_id for r in list(receipts)[::9999]]
+    with pytest.raises(IndexError):
+        receipts[50_000]
+
+
+@pytest.mark.parametrize(
+    "bodies",
+    [
+        pa.array([b"a", b"bb", b""]),
+        pa.array(["a", "bb", ""]),
+        pa.chunked_array([[b"a"], [b"bb", b""]]),
+        pa.array([b"x", b"a", b"bb", b"", b"y"]).slice(1, 3),
+        pa.array([b"a", b"bb", b""], pa.large_binary()),
+        [b"a", "bb", bytearray()],
+        (b"a", b"bb", b""),
+    ],
+    ids=["array", "strings", "chunks", "slice", "large", "mixed", "tuple"],
+)
+async def test_many_bodies_may_be_lists_or_arrow_arrays(client: plait.Client, bodies: pa.Array) -> None:
+    await client.send_many("order.book", bodies)
+    assert [m.body for m in await read(client, "order.book")] == [b"a", b"bb", b""]
+
+
+async def test_many_large_and_small_bodies_share_no_frame_over_the_limit(client: plait.Client) -> None:
+    bodies = [bytes(n % 3 * 3_000_000 + 1) for n in range(9)]
+    await client.send_many("order.book", bodies)
+    async with client.reader("order.book", start="earliest") as reader:
+        sizes: list[int] = []
+        while len(sizes) < 9:
+            sizes += [len(m.body) for m in await reader.fetch(9)]
+    assert sizes == [len(body) for body in bodies]
+
+
+async def test_no_bodies_give_no_receipts(client: plait.Client) -> None:
+    assert list(await client.send_many("order.book", [])) == []
+
+
+@pytest.mark.parametrize(
+    ("bodies", "keys", "reason"),
+    [
+        (b"one", None, "a list of bodies"),
+        ("one", None, "a list of bodies"),
+        ([b"a"], ["k", "l"], "2 keys do not fit 1 bodies"),
+        ([b"a"], [True], "bool"),
+        ([b"a"], [""], "empty"),
+        (pa.array([b"a", None]), None, "null"),
+    ],
+)
+async def test_many_that_do_not_fit_are_refused(
+    client: plait.Client, bodies: list[bytes], keys: list[str] | None, reason: str
+) -> None:
+    with pytest.raises(plait.InvalidArgument, match=reason):
+        await client.send_many("order.book", bodies, keys=keys)
+    assert (await client.send("order.book", b"")).sequence == 0
+
+
+async def test_many_wait_for_room_in_the_buffer(broker: EmbeddedBroker) -> None:
+    limits = plait.ClientLimits(buffer_bytes=50_000, frame_bytes=10_000, in_flight_frames=2)
+    async with broker.connect(limits=limits) as client:
+        await client.send_many("order.book", [bytes(1_000)] * 1_000)
+        assert len(await read(client, "order.book")) == 1_000
+        assert client._producer.buffered == 0
