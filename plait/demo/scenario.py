@@ -53,6 +53,7 @@ async def run(plan: Plan) -> None:
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="plait-demo-")))
             demo = Demo(plan, screen, directory)
             demo.children = await stack.enter_async_context(Children(directory))
+            stack.push_async_callback(demo.stop_listening)
             await demo.run(stack)
         demo.show()
     demo.check()
@@ -126,6 +127,12 @@ class Demo:
 
     def _listen(self, work: Any) -> None:
         self._listening.append(asyncio.ensure_future(work))
+
+    async def stop_listening(self) -> None:
+        """Leave the pipes to whoever clears away."""
+        for task in self._listening:
+            task.cancel()
+        await asyncio.gather(*self._listening, return_exceptions=True)
 
     async def _hear_producer(self, child: Child, number: int) -> None:
         async for line in child.lines():
@@ -251,10 +258,9 @@ class Demo:
         expected = {
             "messages": total,
             "different": total,
-            "orders": self._plan.producers * self._plan.orders,
             "wrong_keys": 0,
             "out_of_order": 0,
-            "done": self._plan.producers * self._plan.orders,
+            "orders": self._plan.producers * self._plan.orders,
         }
         if self._spark is not None and self._spark != expected:
             wrong.append(f"Spark found {self._spark}, expected {expected}")

@@ -15,21 +15,23 @@ if TYPE_CHECKING:
 #: Messages, different ones, and how often a producer's event is not the one after its last, in the order of the log.
 QUERY = """
 WITH events AS (
-    SELECT sequence, message_id, key, from_json(CAST(body AS STRING),
-           'order STRING, step STRING, producer INT, number INT') AS event
+    SELECT sequence, message_id, key,
+           from_json(CAST(body AS STRING), 'order STRING, step STRING, producer INT, number INT') AS event
     FROM messages
 ), ordered AS (
-    SELECT *, LAG(event.number, 1, -1) OVER (PARTITION BY event.producer ORDER BY sequence) AS before
+    SELECT message_id, key, event,
+           LAG(event.number, 1, -1) OVER (PARTITION BY event.producer ORDER BY sequence) AS before
     FROM events
 )
 SELECT COUNT(*) AS messages,
        COUNT(DISTINCT message_id) AS different,
-       COUNT(DISTINCT key) AS orders,
        COUNT_IF(event.order != key) AS wrong_keys,
        COUNT_IF(event.number != before + 1) AS out_of_order,
-       COUNT_IF(event.step = 'done') AS done
+       COUNT_IF(event.step = 'done') AS orders
 FROM ordered
 """
+#: A Java that lives for one query does not earn back what its best compiler costs.
+SHORT_LIFE = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
 def check(spark: SparkSession, path: str, subject: str) -> dict[str, Any]:
@@ -44,7 +46,7 @@ def main() -> None:
     from plait.spark import session
 
     path, subject = sys.argv[1:]
-    spark = session(app_name="plait-demo", master="local[2]")
+    spark = session(app_name="plait-demo", master="local[2]", config=SHORT_LIFE)
     try:
         print("started", flush=True)
         if sys.stdin.readline():

@@ -1,0 +1,118 @@
+"""The demo as a process: its table, its exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from plait.demo.ledger import Ledger
+from plait.demo.orders import HANDLED, STEPS, Event, events
+
+SECONDS = 100.0
+
+
+def demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "plait.demo", "--no-spark", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(directory)},
+    )
+
+
+def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
+    with demo(tmp_path, "--orders", "1500", "--producers", "2", "--seconds", "1.5") as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, err) == (0, ""), out
+    assert re.search(r"killed billing-0 \(SIGKILL\) with [1-9][\d,]* messages in its hands", out)
+    table = out[out.index("result") :]
+    for group in ("billing", "audit"):
+        row = next(line.split() for line in table.splitlines() if f"group {group}" in line)
+        sent, consumed, redelivered, _, lost, kept = row[2:8]
+        assert (sent, consumed, lost, kept) == ("12,000", "12,000", "0", "yes,")
+        assert (redelivered != "0") == (group == "billing")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_demo_that_is_ended_early_ends_its_processes_and_clears_away(tmp_path: Path):
+    with demo(tmp_path, "--orders", "100000", "--seconds", "60") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "producers, " in line:
+                break
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 5
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert psutil.wait_procs(children, timeout=0)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_arguments_are_one_line(tmp_path: Path):
+    with demo(tmp_path, "--orders", "0") as process:
+        out, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, out) == (2, "")
+    assert err == "error: --orders must be 1 or more, not 0 (invalid_argument)\n"
+
+
+def test_events_of_an_order_keep_their_steps_and_lie_between_those_of_others():
+    sent = list(events(1, 120))
+    assert [event.number for event in sent] == list(range(120 * len(STEPS)))
+    of_one = [event for event in sent if event.order == "order-1-60"]
+    assert [event.step for event in of_one] == list(STEPS)
+    assert of_one[1].number - of_one[0].number > 1
+    assert sent[0] == Event("order-1-0", "created", 1, 0)
+
+
+def handled(numbers: list[int], attempt: int = 1, base: int = 0) -> bytes:
+    rows = [(base + number, number, 0, attempt) for number in numbers]
+    return np.array(rows, HANDLED).tobytes()
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return Ledger("billing", producers=1, orders=1)
+
+
+def test_a_ledger_with_everything_in_order_is_right(ledger: Ledger):
+    ledger.add("a", handled([0, 2]))
+    ledger.add("b", handled([1, 3]))
+    result = ledger.result()
+    assert (result.right, result.distinct, result.lost, result.order_kept, result.order_checked) == (True, 4, 0, 3, 3)
+
+
+def test_a_ledger_finds_what_is_lost(ledger: Ledger):
+    ledger.add("a", handled([0, 1, 3]))
+    assert not ledger.complete
+    assert (ledger.result().right, ledger.result().lost) == (False, 1)
+
+
+def test_a_ledger_counts_what_came_again(ledger: Ledger):
+    ledger.add("a", handled([0, 1]))
+    ledger.add("b", handled([2, 3]))
+    ledger.add("b", handled([0, 1], attempt=2))
+    result = ledger.result()
+    assert (result.right, result.redelivered, result.twice, result.handled) == (True, 2, 2, 6)
+
+
+def test_a_ledger_finds_a_consumer_that_saw_another_order(ledger: Ledger):
+    ledger.add("a", handled([0, 2, 1, 3]))
+    result = ledger.result()
+    assert (result.right, result.order_checked - result.order_kept) == (False, 1)
+
+
+def test_a_ledger_finds_another_order_in_the_log(ledger: Ledger):
+    rows = [(10, 0, 0, 1), (12, 1, 0, 1), (11, 2, 0, 1), (13, 3, 0, 1)]
+    ledger.add("a", np.array(rows, HANDLED).tobytes())
+    result = ledger.result()
+    assert (result.right, result.order_checked - result.order_kept) == (False, 1)
