@@ -15,6 +15,7 @@ import errno
 from collections import deque
 from collections.abc import Callable
 
+from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.group import Consumer, Delivery, Group
 from plait.broker.partition import Partition
@@ -44,45 +45,12 @@ from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog, OpenMaps
 from plait.storage.disk import Disk
-from plait.storage.log import Log, SyncJob
+from plait.storage.log import Log
 from plait.storage.producers import ProducerTable
 
 MESSAGE_DIRECTORY = "message"
 #: Rows of one catalog frame at the head of a segment.
 HEAD_ROWS = 5_000
-
-
-class Commit:
-    """What one loop turn wrote, and who is told when it counts."""
-
-    __slots__ = ("action_end", "appended", "durable_replies", "message_end", "replies", "since")
-
-    def __init__(self, appended: Appended, since: float) -> None:
-        self.appended = appended
-        #: When it was written, on the monotonic clock.
-        self.since = since
-        self.replies: list[Callable[[], None]] = []
-        self.durable_replies: list[Callable[[], None]] = []
-        self.message_end = 0
-        self.action_end = 0
-
-
-class SyncWork:
-    """The blocking part of a sync: the message log first, then the action log that rests on it (R3)."""
-
-    __slots__ = ("_action", "_message")
-
-    def __init__(self, message: SyncJob, action: SyncJob) -> None:
-        self._message = message
-        self._action = action
-
-    def run(self) -> None:
-        self._message.run()
-        self._action.run()
-
-    @property
-    def jobs(self) -> tuple[SyncJob, SyncJob]:
-        return self._message, self._action
 
 
 class Broker:

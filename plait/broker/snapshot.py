@@ -10,7 +10,8 @@ from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog
 
 if TYPE_CHECKING:
-    from plait.broker.broker import Broker, SyncWork
+    from plait.broker.broker import Broker
+    from plait.broker.commit import SyncWork
     from plait.broker.partition import Partition
 
 
