@@ -52,7 +52,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     idle_seconds: float = 30.0
     #: Bytes received and not yet stored, per connection; reading pauses above it.
     in_flight_bytes_per_connection: int = 32 * MIB
-    #: Bytes queued towards one slow reader; above it nothing more is read from it.
+    #: Bytes queued towards one slow reader; its requests wait above it.
     outgoing_bytes_per_connection: int = 8 * MIB
     #: Long polls that one connection has waiting.
     polls_per_connection: int = 10_000

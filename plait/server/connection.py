@@ -1,7 +1,7 @@
 """One client connection of a server: bytes to requests, answers to bytes, and the limits on both.
 
-Memory stays bounded whatever a client does. While its answers are not taken, or too many of its frames have an open
-fate, nothing more is read from it, so what it can have under way is what one read brought. Bytes of half a packet count
+Memory stays bounded whatever a client does. While its answers are not taken its requests wait, and when too many of
+them wait, or too many of its frames have an open fate, nothing more is read from it. Bytes of half a packet count
 towards a limit of the whole server, long polls towards one of the connection.
 """
 
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from plait.broker.group import Consumer
 from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, StaleSession, TooLarge
+from plait.limits import KIB
 from plait.wire import messages as m
 from plait.wire.packets import Buffer, Packet, Receiver, pack
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from plait.server.host import Server
 
 log = logging.getLogger("plait.server")
+
+#: Requests that wait until answers are taken: some heartbeats of a slow reader are heard, a flood is not read.
+DELAYED_SIZE_MAX = 256 * KIB
+#: What a waiting request takes beside its bytes.
+DELAYED_OVERHEAD = 256
 
 
 class Poll:
@@ -53,6 +59,7 @@ class Connection(asyncio.BufferedProtocol):
         #: The socket takes no more: requests wait here until it does.
         self.writing_paused = False
         self._delayed: list[Packet] = []
+        self._delayed_size = 0
         self._outgoing = 0
         #: Bytes of an unfinished packet, and when it began.
         self.partial = 0
@@ -101,11 +108,10 @@ class Connection(asyncio.BufferedProtocol):
     def pause_writing(self) -> None:
         self.writing_paused = True
         self._outgoing = self._outgoing_size()
-        self._pause_or_resume_reading()
 
     def resume_writing(self) -> None:
         self.writing_paused = False
-        delayed, self._delayed = self._delayed, []
+        delayed, self._delayed, self._delayed_size = self._delayed, [], 0
         self._serve(delayed)
         self._pause_or_resume_reading()
 
@@ -118,8 +124,7 @@ class Connection(asyncio.BufferedProtocol):
             for packet in packets:
                 count += 1
                 if self.writing_paused:
-                    # A reader that does not read gets no more until it does.
-                    self._delayed.append(packet)
+                    self._delay(packet)
                 else:
                     self.server.handlers.handle(self, packet)
         except PlaitError as error:
@@ -131,6 +136,15 @@ class Connection(asyncio.BufferedProtocol):
             self.fail(0, InternalError(f"the server failed on this request ({type(error).__name__}); see its log"))
             self.close()
         return count
+
+    def _delay(self, packet: Packet) -> None:
+        """A reader that does not read gets no more until it does."""
+        if packet.kind == m.Heartbeat.KIND:
+            self.hear_consumers()
+        self._delayed.append(packet)
+        self._delayed_size += len(packet.head) + len(packet.payload) + DELAYED_OVERHEAD
+        if self._delayed_size > DELAYED_SIZE_MAX:
+            self._pause_or_resume_reading()
 
     def require_hello(self) -> None:
         if not self.client:
@@ -155,6 +169,13 @@ class Connection(asyncio.BufferedProtocol):
         if session not in self.consumers:
             raise StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
         return self.server.membership.session(session)
+
+    def hear_consumers(self) -> None:
+        """Its consumers live; not those that have attached elsewhere since."""
+        now = self.server.clock.monotonic()
+        for session, consumer in self.consumers.items():
+            if consumer.session == session:
+                consumer.heard = now
 
     def attached(self, consumer: Consumer) -> None:
         """A consumer has a new session here; wherever it was attached before, it is no more."""
@@ -238,7 +259,7 @@ class Connection(asyncio.BufferedProtocol):
             self._pause_or_resume_reading()
 
     def _pause_or_resume_reading(self) -> None:
-        wanted = self._too_many_in_flight or self.writing_paused
+        wanted = self._too_many_in_flight or self._delayed_size > DELAYED_SIZE_MAX
         transport = self._transport
         if wanted == self._reading_paused or self.closed or transport is None or transport.is_closing():
             return
@@ -269,6 +290,4 @@ class Connection(asyncio.BufferedProtocol):
         if self.writing_paused and outgoing >= before:
             return
         self.heard = now
-        for session, consumer in self.consumers.items():
-            if consumer.session == session:
-                consumer.heard = self.server.clock.monotonic()
+        self.hear_consumers()

@@ -86,11 +86,7 @@ class Handlers:
         )
 
     def _heartbeat(self, connection: Connection, correlation: int, _: m.Heartbeat, __: memoryview) -> None:
-        now = self._broker.clock.monotonic()
-        for session, consumer in connection.consumers.items():
-            # Not for a consumer that has attached elsewhere since.
-            if consumer.session == session:
-                consumer.heard = now
+        connection.hear_consumers()
         connection.answer(correlation, m.Done())
 
     def _route(self, connection: Connection, correlation: int, route: m.Route, _: memoryview) -> None:

@@ -228,6 +228,8 @@ class Server:
         if not self.failed.done():
             log.critical("%s", error)
             self.failed.set_result(error)
+            if self._listener is not None:
+                self._listener.close()
             for connection in list(self.connections):
                 connection.abort()
 

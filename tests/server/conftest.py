@@ -1,0 +1,58 @@
+"""Every server test runs on asyncio's own loop and on uvloop: their transports differ."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import uvloop
+
+from plait.broker import BrokerConfig
+from plait.clock import Clock
+from plait.limits import MIB, ServerLimits
+from plait.server import Server
+from plait.storage.disk import Disk
+from plait.testing.disk import SimulatedDisk
+
+Serve = Callable[..., Awaitable[Server]]
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """``await serve(disk, clock=..., limits={...}, **config)`` starts a server that the test's end stops."""
+    started: list[Server] = []
+
+    async def start(
+        disk: Disk | None = None,
+        *,
+        clock: Clock | None = None,
+        limits: dict[str, Any] | None = None,
+        host: str = "127.0.0.1",
+        **config: Any,
+    ) -> Server:
+        settings = {"message_segment_size": 4 * MIB, "action_segment_size": 1 * MIB, "disk_free_min": 0} | config
+        server = Server(
+            SimulatedDisk() if disk is None else disk,
+            BrokerConfig(**settings, limits=ServerLimits(**(limits or {}))),
+            host=host,
+            port=0,
+            clock=clock,
+        )
+        await server.start()
+        started.append(server)
+        return server
+
+    yield start
+    for server in started:
+        # A disk that a test broke stays broken.
+        with suppress(OSError):
+            await server.stop()

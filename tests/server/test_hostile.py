@@ -1,0 +1,383 @@
+"""Whatever a client says, it gets a clear error, the connection is answered or closed, and everybody else is served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+import plait
+from plait.errors import (
+    FrameError,
+    InternalError,
+    InvalidArgument,
+    InvalidName,
+    PlaitError,
+    ProtocolError,
+    StaleRoute,
+    StaleSession,
+    VersionMismatch,
+)
+from plait.frame.builder import build_frame
+from plait.frame.columns import Codec, Column
+from plait.limits import COLUMN_SIZE_MAX, MIB
+from plait.server import Server
+from plait.wire import messages as m
+from plait.wire.packets import HEADER, HEADER_SIZE, PACKET_SIZE_MAX, pack
+from tests.frame.samples import Draft, arrow_bytes, resign, with_column
+from tests.server.conftest import Serve
+from tests.server.raw import Raw
+
+FRAME = Draft([b"one", b"two"], base=0).build()
+
+
+@pytest.fixture
+async def server(serve: Serve) -> Server:
+    return await serve()
+
+
+@pytest.fixture
+async def witness(server: Server) -> AsyncIterator[plait.Client]:
+    """Somebody else, who must not notice anything."""
+    async with plait.connect(server.address) as client:
+        await client.send("calm", b"before")
+        yield client
+        receipt = await client.send("calm", b"after")
+        assert receipt.sequence == 1
+        async with client.consumer("calm", group="g") as consumer:
+            batch = await consumer.fetch(2)
+            assert [message.body for message in batch] == [b"before", b"after"]
+    assert server.failed is not None
+    assert not server.failed.done()
+
+
+def packet(kind: int, head: bytes = b"\x90", payload: bytes = b"") -> bytes:
+    return pack(kind, 5, head, len(payload)) + payload
+
+
+def head_of(*fields: Any) -> bytes:
+    return msgspec.msgpack.encode(list(fields))
+
+
+# --- the connection is told why and closed --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        pytest.param(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", "packet size", id="another protocol"),
+        pytest.param(bytes(HEADER_SIZE), "packet size 0", id="zeros"),
+        pytest.param(HEADER.pack(PACKET_SIZE_MAX + 1, 5, 0, 1, 0), "packet size", id="oversized"),
+        pytest.param(HEADER.pack(0xFFFF_FFFF, 5, 0, 1, 0), "packet size 4294967295", id="largest size"),
+        pytest.param(HEADER.pack(24, 5, 0, 1, 9) + bytes(8), "passes the packet's end", id="lying head size"),
+        pytest.param(packet(999), "kind 999 is not a request", id="unknown kind"),
+        pytest.param(packet(m.Welcome.KIND), "kind 2 is not a request", id="an answer as request"),
+        pytest.param(packet(m.Route.KIND, b"\xc1"), "does not decode", id="no msgpack"),
+        pytest.param(packet(m.Route.KIND, head_of(5)), "does not decode", id="wrong type"),
+        pytest.param(packet(m.Route.KIND, head_of()), "does not decode", id="missing field"),
+        pytest.param(packet(m.Route.KIND, b"\x91\xa1\xff"), "does not decode", id="no text"),
+        pytest.param(packet(m.Pull.KIND, head_of(1, 2.5, 3, 4.0)), "does not decode", id="float for a count"),
+        pytest.param(packet(m.Ack.KIND, head_of(1, [[1, 2]])), "does not decode", id="short range"),
+        pytest.param(packet(m.Read.KIND, head_of("s", ["time", "x"], 1, 1, 0.0)), "does not decode", id="bad start"),
+        pytest.param(packet(m.Admin.KIND, b"\x92\xa1s\x81\xa1k" + b"\x91" * 50_000), "does not decode", id="nesting"),
+        pytest.param(packet(m.Send.KIND, head_of(1), FRAME.tobytes() + bytes(8)), "holds a frame of", id="lying frame"),
+    ],
+)
+async def test_a_broken_protocol_closes_the_connection_with_the_reason(
+    server: Server, witness: plait.Client, data: bytes, words: str
+):
+    async with Raw(server) as raw:
+        await raw.hello()
+        raw.write(data)
+        error = await raw.ending()
+    assert isinstance(error, ProtocolError)
+    assert words in error.message
+
+
+async def test_requests_before_the_broken_one_are_served(server: Server, witness: plait.Client):
+    async with Raw(server) as raw:
+        await raw.hello()
+        frame = build_frame([b"x"], producer=9, first=1, previous=0).tobytes()
+        partition = await raw.route("orders")
+        raw.write(pack(m.Send.KIND, 7, m.encode(m.Send(partition)), len(frame)) + frame + b"\xff" * 64)
+        assert isinstance(await raw.ending(), ProtocolError)
+    assert (await witness.send("orders", b"y")).sequence == 1
+
+
+async def test_the_first_packet_must_be_a_hello(server: Server, witness: plait.Client):
+    async with Raw(server) as raw:
+        raw.request(m.Route("orders"))
+        error = await raw.ending()
+    assert isinstance(error, ProtocolError)
+    assert "first packet must be a hello" in error.message
+    assert "orders" not in server.broker.subjects
+
+
+@pytest.mark.parametrize(("lowest", "highest"), [(2, 3), (0, 0), (3, 1)])
+async def test_a_version_we_do_not_speak_is_refused_by_both_names(
+    server: Server, witness: plait.Client, lowest: int, highest: int
+):
+    async with Raw(server) as raw:
+        raw.request(m.Hello(lowest, highest, "raw"))
+        error = await raw.ending()
+    assert isinstance(error, VersionMismatch)
+    assert error.message == f"this server speaks protocol 1, the client {lowest} to {highest}"
+
+
+async def test_a_client_that_speaks_later_versions_too_is_welcome(server: Server):
+    async with Raw(server) as raw:
+        welcome = await raw.ask(m.Hello(1, 9, "raw", ["teleport"]))
+    assert welcome.version == 1
+
+
+# --- the request is refused, the connection goes on -----------------------------------------------
+
+
+def corrupted(frame: bytes, offset: int) -> bytes:
+    changed = bytearray(frame)
+    changed[offset] ^= 1
+    return bytes(changed)
+
+
+def repacked(raw_size: int, packed: bytes) -> bytes:
+    """A frame whose body column says of itself what is not true."""
+    return with_column(FRAME, Column.BODY, Codec.ZSTD, struct.pack("<I", raw_size) + packed).tobytes()
+
+
+def bomb(declared: int) -> bytes:
+    """64 MiB of zeros in a few KiB, declared as something else."""
+    honest = build_frame([bytes(16 * MIB - 8)] * 4, producer=1, first=1, previous=0, compression="zstd").tobytes()
+    view = plait.frame.FrameView(honest)
+    packed = bytes(view.stored(Column.BODY).data[4:])
+    return with_column(
+        Draft([b"x"] * 4).build(), Column.BODY, Codec.ZSTD, struct.pack("<I", declared) + packed
+    ).tobytes()
+
+
+WHOLE = FRAME.tobytes()
+RUN_TABLE = struct.pack("<4Q", 7, 1, 2, 0)
+SELECTION = struct.pack("<2I", 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        pytest.param(lambda: b"", "too few for a frame header", id="nothing"),
+        pytest.param(lambda: WHOLE[:60], "too few for a frame header", id="half a header"),
+        pytest.param(lambda: WHOLE[:-8], "cut off", id="cut off"),
+        pytest.param(lambda: b"XX" + WHOLE[2:], "magic", id="magic"),
+        pytest.param(lambda: resign(WHOLE[:2] + b"\x02" + WHOLE[3:]), "version 2", id="newer version"),
+        pytest.param(lambda: corrupted(WHOLE, len(WHOLE) - 9), "frame checksum", id="body bit"),
+        pytest.param(lambda: corrupted(WHOLE, 17), "frame checksum", id="producer bit"),
+        pytest.param(lambda: corrupted(WHOLE, 50), "stamp checksum", id="stamp bit"),
+        pytest.param(lambda: resign(WHOLE[:8] + b"\xff\xff\xff\x7f" + WHOLE[12:]), "count", id="lying count"),
+        pytest.param(lambda: resign(WHOLE[:8] + b"\x09\0\0\0" + WHOLE[12:]), "offsets", id="more rows than there are"),
+        pytest.param(lambda: resign(WHOLE[:13] + b"\x80" + WHOLE[14:]), "not known", id="unknown mandatory column"),
+        pytest.param(
+            lambda: with_column(FRAME, Column.RUNS, Codec.RAW, RUN_TABLE).tobytes(), "its own rows", id="runs"
+        ),
+        pytest.param(
+            lambda: with_column(FRAME, Column.SELECTION, Codec.RAW, SELECTION).tobytes(), "its own rows", id="selection"
+        ),
+        pytest.param(lambda: repacked(COLUMN_SIZE_MAX + 1, b"x"), "the limit is", id="declares too much"),
+        pytest.param(lambda: repacked(COLUMN_SIZE_MAX, b"no zstd at all"), "does not inflate", id="no zstd"),
+        pytest.param(lambda: bomb(1000), "does not inflate to the 1000 bytes", id="bomb"),
+        pytest.param(lambda: bomb(0), "does not inflate to the 0 bytes", id="bomb that declares nothing"),
+    ],
+)
+async def test_a_bad_frame_is_refused_and_the_connection_goes_on(
+    server: Server, witness: plait.Client, frame: Callable[[], bytes], words: str
+):
+    data = frame()
+    before = arrow_bytes()
+    async with Raw(server) as raw:
+        await raw.hello()
+        partition = await raw.route("orders")
+        with pytest.raises(FrameError, match=words):
+            await raw.ask(m.Send(partition), data)
+        assert arrow_bytes() - before < MIB
+        # Dropped without an answer: that is what oneway means.
+        raw.request(m.Send(partition, oneway=True), data)
+        assert await raw.store("orders", b"good") == 0
+    assert server.broker.subjects["orders"].visible == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "words"),
+    [
+        pytest.param(m.Route("no name"), InvalidName, "subject name 'no name'", id="subject"),
+        pytest.param(m.Route(""), InvalidName, "subject name ''", id="empty subject"),
+        pytest.param(m.Route("x" * 201), InvalidName, "200", id="long subject"),
+        pytest.param(m.Route("../../etc"), InvalidName, "etc", id="path"),
+        pytest.param(m.Hello(1, 1, "a/b"), InvalidName, "client name", id="client"),
+        pytest.param(m.Attach("s", "a b", "c"), InvalidName, "group name", id="group"),
+        pytest.param(m.Attach("s", "%broadcast%" + "x" * 200, "c"), InvalidName, "group name", id="long group"),
+        pytest.param(m.Attach("s", "g", "c", "yesterday"), InvalidArgument, "start 'yesterday'", id="start"),
+        pytest.param(m.Attach("s", "g", "c", ("sequence", -1)), InvalidArgument, "start", id="negative start"),
+        pytest.param(m.Attach("s", "g", "c", None, "exactly_once"), InvalidArgument, "exactly_once", id="delivery"),
+        pytest.param(m.Attach("s", "g", "c", holds=[(5, 4, 1)]), InvalidArgument, "range", id="holds"),
+        pytest.param(m.Send(99), StaleRoute, "partition 99", id="partition"),
+        pytest.param(m.Send(-1), StaleRoute, "partition -1", id="negative partition"),
+        pytest.param(m.Pull(99, 1, 1, 0.0), StaleSession, "attach again", id="session"),
+        pytest.param(m.Ack(99, []), StaleSession, "attach again", id="ack without session"),
+        pytest.param(m.Nack(99, []), StaleSession, "attach again", id="nack without session"),
+        pytest.param(m.Read("s", None, 1, 1, 0.0), InvalidArgument, "start None", id="read from nowhere"),
+        pytest.param(m.Read("s", "latest", 1, 1, float("nan")), InvalidArgument, "wait of nan", id="wait"),
+        pytest.param(m.Admin("subject.explode"), InvalidArgument, "is not known", id="operation"),
+        pytest.param(m.Admin("subject.create"), InvalidArgument, "subject", id="no argument"),
+        pytest.param(m.Admin("subject.create", {"subject": 5}), InvalidArgument, "subject.create", id="argument type"),
+        pytest.param(m.Admin("subject.create", {"subject": "s", "x": 1}), InvalidArgument, "x", id="extra argument"),
+        pytest.param(
+            m.Admin("subject.create", {"subject": "s", "retention_seconds": -1}),
+            InvalidArgument,
+            "more than 0",
+            id="age",
+        ),
+    ],
+)
+async def test_a_request_that_makes_no_sense_is_answered_with_the_reason(
+    server: Server, witness: plait.Client, request_: m.Message, kind: type[PlaitError], words: str
+):
+    async with Raw(server) as raw:
+        await raw.hello()
+        with pytest.raises(kind, match=words):
+            await raw.ask(request_)
+        assert await raw.ask(m.Heartbeat()) == m.Done()
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        [(-1, 5, 1)],
+        [(5, 4, 1)],
+        [(0, 1, -1)],
+        [(0, 2**62, 1)],
+        [(-(2**63), 2**63 - 1, 1)],
+        [(0, 2**64 - 1, 2**64 - 1)],
+    ],
+)
+async def test_impossible_ranges_are_refused_and_change_nothing(
+    server: Server, witness: plait.Client, ranges: list[tuple[int, int, int]]
+):
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", b"a", b"b")
+        session = await raw.attach("orders")
+        for request in (m.Ack(session, ranges), m.Nack(session, ranges)):
+            with pytest.raises(InvalidArgument, match="is not a range"):
+                await raw.ask(request)
+        pulled = await raw.ask(m.Pull(session, 10, 1000, 0.0))
+        assert pulled.ranges == [(0, 2, 1)]
+
+
+async def test_ranges_that_overlap_count_once(server: Server):
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", *[b"x"] * 10)
+        session = await raw.attach("orders")
+        await raw.ask(m.Pull(session, 10, 10_000, 0.0))
+        await raw.ask(m.Ack(session, [(4, 6, 1), (0, 5, 1), (0, 5, 1), (5, 5, 1), (2, 3, 7)]))
+        await raw.ask(m.Nack(session, [(6, 8, 1), (7, 8, 1)]))
+        pulled = await raw.ask(m.Pull(session, 10, 10_000, 0.0))
+        assert pulled.ranges == [(6, 8, 2)]
+        group = server.membership.group("orders", "g")
+    assert (group.pull_log.floor, group.pull_log.held_count) == (6, 4)
+
+
+async def test_a_consumer_that_names_a_range_a_thousand_times_costs_no_more_than_once(server: Server):
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", *[b"x"] * 100)
+        session = await raw.attach("orders")
+        await raw.ask(m.Pull(session, 100, 100_000, 0.0))
+        # Every other row in its hands: fifty ranges, each of which every claim overlaps.
+        await raw.ask(m.Ack(session, [(n, n + 1, 1) for n in range(0, 100, 2)]))
+        await raw.ask(m.Detach(session))
+        written = server.broker.action_log.end
+        await raw.attach("orders", holds=[(0, 100, 1)] * 1000)
+        await raw.ask(m.Admin("group.list"))
+        await raw.ask(m.Route("another"))
+    assert server.broker.action_log.end - written < 10_000
+
+
+@pytest.mark.parametrize("count", [-5, 0, 1, 2**63 - 1])
+@pytest.mark.parametrize("size", [-5, 0, 1, 2**63 - 1])
+async def test_any_count_and_size_of_a_pull_or_read_is_understood(server: Server, count: int, size: int):
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", b"a")
+        await raw.store("orders", b"b", first=2, previous=1)
+        session = await raw.attach("orders")
+        pulled = await raw.ask(m.Pull(session, count, size, 0.0))
+        assert pulled.ranges[0][0] == 0
+        read = await raw.ask(m.Read("orders", "earliest", count, size, 0.0))
+        assert 0 <= read.next <= 2
+
+
+async def test_a_defect_costs_one_connection_and_is_answered_as_such(
+    server: Server, witness: plait.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(server.membership, "attach", broken)
+    async with Raw(server) as raw:
+        await raw.hello()
+        with caplog.at_level(logging.CRITICAL, "plait.server"):
+            raw.request(m.Attach("orders", "g", "raw"))
+            error = await raw.ending()
+    assert isinstance(error, InternalError)
+    assert "KeyError" in error.message
+    monkeypatch.undo()
+
+
+async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowledged(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: object, **__: object) -> None:
+        raise KeyError("a defect")
+
+    async with Raw(server) as raw:
+        await raw.hello()
+        partition = await raw.route("orders")
+        monkeypatch.setattr(server.broker, "_finish", broken)
+        with caplog.at_level(logging.CRITICAL + 1, "plait.server"):
+            raw.request(m.Send(partition), WHOLE)
+            assert await raw.ending() is None
+            assert server.failed is not None
+            failure = await asyncio.wait_for(server.failed, 5)
+    assert "defect" in failure.message
+
+
+async def test_a_packet_that_never_ends_is_no_burden(server: Server, witness: plait.Client):
+    async with Raw(server) as raw:
+        await raw.hello()
+        raw.write(HEADER.pack(PACKET_SIZE_MAX, m.Send.KIND, 0, 1, 8) + bytes(100))
+        await witness.send("other", b"x")
+    async with Raw(server) as raw:
+        await raw.hello()
+    assert server.partial_bytes == 0
+
+
+async def test_random_bytes_never_reach_further_than_their_connection(server: Server, witness: plait.Client, seed: int):
+    rng = random.Random(seed)
+    heads = [m.encode(message) for message in (m.Route("s"), m.Attach("s", "g", "c"), m.Pull(1, 1, 1, 0.0))]
+    for _ in range(60):
+        async with Raw(server) as raw:
+            await raw.hello()
+            for _ in range(rng.randrange(1, 4)):
+                kind = rng.choice([1, 5, 10, 12, 20, 22, 24, 25, 26, 30, 40, rng.randrange(65536)])
+                head = bytearray(rng.choice(heads))
+                for _ in range(rng.randrange(3)):
+                    head[rng.randrange(len(head))] = rng.randrange(256)
+                payload = rng.randbytes(rng.randrange(3) * 8)
+                raw.write(pack(kind, rng.randrange(3), bytes(head), len(payload)) + payload)
+            raw.writer.write_eof()
+            error = await raw.ending()
+            assert not isinstance(error, InternalError), error

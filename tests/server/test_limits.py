@@ -1,0 +1,495 @@
+"""Memory stays bounded and others are served whatever a client does with its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import plait
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, LimitExceeded, StaleSession
+from plait.frame.builder import build_frame
+from plait.limits import KIB, MIB
+from plait.server import Server
+from plait.server.connection import Connection
+from plait.storage.disk import RealDisk
+from plait.testing.disk import Operation, SimulatedDisk
+from plait.wire import messages as m
+from plait.wire.packets import HEADER, PACKET_SIZE_MAX, pack
+from tests.server.conftest import Serve
+from tests.server.raw import PATIENCE_SECONDS, Raw
+from tests.support.require import require
+
+
+def resident() -> int:
+    """Bytes of memory that are the process's own: mapped log files are the system's to take back."""
+    gc.collect()
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * KIB
+
+
+def has_ipv6() -> bool:
+    return socket.has_ipv6 and Path("/proc/net/if_inet6").exists()
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until something is so."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 (what is waited for is inside the server, which tells nobody)
+            await asyncio.sleep(0.001)
+
+
+def connection_of(server: Server, client: str) -> Connection:
+    return next(connection for connection in server.connections if connection.client == client)
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+async def test_a_connection_that_says_no_hello_is_closed_even_if_it_says_something(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock, limits={"hello_seconds": 10.0, "idle_seconds": 30.0})
+    async with Raw(server) as silent, Raw(server) as dripping:
+        await until(lambda: len(server.connections) == 2)
+        for _ in range(10):
+            dripping.write(b"\x28")
+            await until(lambda: not dripping.writer.transport.get_write_buffer_size())
+            clock.advance(1.0)
+            server.tick()
+        assert len(server.connections) == 2
+        clock.advance(0.1)
+        server.tick()
+        assert await silent.ending() is None
+        assert await dripping.ending() is None
+    assert not server.connections
+
+
+async def test_a_half_open_connection_is_closed_and_its_consumer_lost(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock, limits={"idle_seconds": 30.0, "consumer_lost_seconds": 5.0})
+    async with Raw(server) as half_open, Raw(server) as alive:
+        await half_open.hello("gone")
+        await alive.hello("alive")
+        await alive.store("orders", b"a")
+        session = await half_open.attach("orders", client="gone")
+        await half_open.ask(m.Pull(session, 10, 1000, 0.0))
+        other = await alive.attach("orders", client="alive")
+        waiting = alive.request(m.Pull(other, 10, 1000, 60.0))
+        for _ in range(31):
+            clock.advance(1.0)
+            alive.request(m.Heartbeat())
+            await alive.next()
+            server.tick()
+            if clock.monotonic() < 1005.5:
+                assert len(server.connections) == 2
+        # What the lost one held came at once; the answer overtook a heartbeat's.
+        assert await half_open.ending() is None
+        assert waiting
+        assert [connection.client for connection in server.connections] == ["alive"]
+        group = server.membership.group("orders", "g")
+        assert group.redelivered_count == 1
+
+
+async def test_a_lost_consumer_is_told_so_when_its_connection_still_stands(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock, limits={"consumer_lost_seconds": 5.0})
+    async with Raw(server) as stopped:
+        await stopped.hello()
+        session = await stopped.attach("orders")
+        waiting = stopped.request(m.Pull(session, 10, 1000, 60.0))
+        await stopped.ask(m.Heartbeat())
+        clock.advance(6.0)
+        server.tick()
+        with pytest.raises(StaleSession, match="attach again"):
+            await stopped.answer(waiting)
+        with pytest.raises(StaleSession):
+            await stopped.ask(m.Ack(session, []))
+        assert await stopped.attach("orders") != session
+
+
+# --- sessions ------------------------------------------------------------------------------------
+
+
+async def test_a_session_belongs_to_its_connection(serve: Serve):
+    server = await serve()
+    async with Raw(server) as owner, Raw(server) as thief:
+        await owner.hello("owner")
+        await thief.hello("thief")
+        await owner.store("orders", b"a")
+        session = await owner.attach("orders", client="owner")
+        for request in (m.Pull(session, 1, 1, 0.0), m.Ack(session, [(0, 1, 1)]), m.Nack(session, [(0, 1, 1)])):
+            with pytest.raises(StaleSession):
+                await thief.ask(request)
+        assert await thief.ask(m.Detach(session)) == m.Done()
+        assert (await owner.ask(m.Pull(session, 1, 1, 0.0))).ranges == [(0, 1, 1)]
+
+
+async def test_heartbeats_of_an_old_connection_do_not_keep_a_consumer_alive_that_moved_on(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock, limits={"consumer_lost_seconds": 5.0})
+    async with Raw(server) as old, Raw(server) as new:
+        await old.hello("c")
+        await new.hello("c")
+        await old.store("orders", b"a")
+        session = await old.attach("orders", client="c")
+        waiting = old.request(m.Pull(session, 1, 1, 60.0))
+        assert (await old.answer(waiting)).message.ranges == [(0, 1, 1)]
+        waiting = old.request(m.Pull(session, 1, 1, 60.0))
+        await old.ask(m.Heartbeat())
+        clock.advance(5.1)
+        moved = await new.attach("orders", client="c")
+        with pytest.raises(StaleSession):
+            await old.answer(waiting)
+        assert (await new.ask(m.Pull(moved, 1, 1, 0.0))).ranges == [(0, 1, 2)]
+        for _ in range(6):
+            clock.advance(1.0)
+            await old.ask(m.Heartbeat())
+            server.tick()
+        assert not server.broker.sessions
+        assert server.membership.group("orders", "g").pull_log.returned.count == 1
+
+
+async def test_a_detached_consumer_gets_its_open_poll_answered(serve: Serve):
+    server = await serve()
+    async with Raw(server) as raw:
+        await raw.hello()
+        session = await raw.attach("orders")
+        waiting = raw.request(m.Pull(session, 1, 1, 60.0))
+        detached = raw.request(m.Detach(session))
+        with pytest.raises(StaleSession):
+            await raw.answer(waiting)
+        assert (await raw.answer(detached)).message == m.Done()
+
+
+async def test_long_polls_of_one_connection_are_counted_and_given_back(serve: Serve):
+    server = await serve(limits={"polls_per_connection": 3})
+    async with Raw(server) as raw:
+        await raw.hello()
+        session = await raw.attach("orders")
+        pulls = [raw.request(m.Pull(session, 1, 1, 60.0)) for _ in range(2)]
+        read = raw.request(m.Read("orders", "latest", 1, 1, 60.0))
+        with pytest.raises(LimitExceeded, match="3 long polls"):
+            await raw.ask(m.Read("orders", "latest", 1, 1, 60.0))
+        with pytest.raises(LimitExceeded):
+            await raw.ask(m.Pull(session, 1, 1, 60.0))
+        async with Raw(server) as other:
+            await other.hello("other")
+            await other.store("orders", b"a", b"b")
+        assert {(await raw.next()).correlation for _ in range(3)} == {*pulls, read}
+        for _ in range(10):
+            assert (await raw.ask(m.Read("orders", "earliest", 1, 1, 60.0))).next == 1
+
+
+# --- connections ---------------------------------------------------------------------------------
+
+
+async def test_more_connections_than_the_limit_are_refused_by_its_name(serve: Serve):
+    server = await serve(limits={"connections": 2})
+    async with Raw(server) as first, Raw(server) as second:
+        await first.hello("a")
+        await second.hello("b")
+        async with Raw(server) as third:
+            error = await third.ending()
+        assert isinstance(error, LimitExceeded)
+        assert error.message == "this server has its 2 connections"
+        await first.ask(m.Heartbeat())
+    await until(lambda: not server.connections)
+    async with Raw(server) as again:
+        await again.hello()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.com", ""])
+async def test_a_host_that_others_can_reach_is_refused_without_authentication(host: str):
+    with pytest.raises(InvalidArgument, match="is not loopback"):
+        Server(SimulatedDisk(), host=host, port=0)
+
+
+async def test_ipv6_loopback_is_served(serve: Serve):
+    require(has_ipv6(), "this machine has no IPv6")
+    server = await serve(host="::1")
+    assert server.address == f"plait://[::1]:{server.port}"
+    async with plait.connect(server.address) as client:
+        await client.send("orders", b"a")
+
+
+# --- what a client does not take -----------------------------------------------------------------
+
+
+@asynccontextmanager
+async def unread_socket(server: Server, client: str) -> AsyncIterator[Callable[[bytes], None]]:
+    """A connection that never reads, with as little room in the kernel as it gives."""
+    loop = asyncio.get_running_loop()
+    raw = socket.socket()
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    raw.setblocking(False)
+    try:
+        await loop.sock_connect(raw, (server.host, server.port))
+        await loop.sock_sendall(raw, packet(m.Hello(1, 1, client)))
+        await until(lambda: any(connection.client == client for connection in server.connections))
+
+        def write(data: bytes) -> None:
+            try:
+                raw.send(data)
+            except BlockingIOError:
+                # The server reads no more: that is what is tested.
+                pass
+
+        yield write
+    finally:
+        raw.close()
+
+
+def packet(message: m.Message, correlation: int = 1, payload: bytes = b"") -> bytes:
+    return pack(message.KIND, correlation, m.encode(message), len(payload)) + payload
+
+
+async def test_a_reader_that_takes_nothing_costs_its_share_and_hurts_nobody(serve: Serve, tmp_path: Path):
+    server = await serve(
+        RealDisk(tmp_path), limits={"outgoing_bytes_per_connection": 1 * MIB}, message_segment_size=64 * MIB
+    )
+    async with plait.connect(server.address) as client:
+        await client.send_many("large", [bytes(100 * KIB)] * 300)
+        before = resident()
+        async with unread_socket(server, "slow") as write:
+            write(packet(m.Read("large", "earliest", 1000, 16 * MIB, 0.0)) * 2000)
+            connection = connection_of(server, "slow")
+            await until(lambda: connection.writing_paused)
+            # One answer is under way, the other requests wait, and no more are read.
+            for _ in range(200):
+                write(packet(m.Heartbeat()) * 1000)
+                await asyncio.sleep(0)
+            assert connection._outgoing_size() < 20 * MIB
+            assert resident() - before < 32 * MIB
+            began = time.perf_counter()
+            assert (await client.send("calm", b"x")).sequence == 0
+            async with client.consumer("calm", group="g") as consumer:
+                assert len(await consumer.fetch(1)) == 1
+            assert time.perf_counter() - began < 2.0
+
+
+async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_stay(serve: Serve):
+    clock = ManualClock()
+    server = await serve(
+        clock=clock,
+        limits={"outgoing_bytes_per_connection": 64 * KIB, "idle_seconds": 30.0, "consumer_lost_seconds": 5.0},
+        message_segment_size=64 * MIB,
+    )
+    async with Raw(server) as sender, Raw(server) as beating, Raw(server) as taking:
+        for raw, client in ((sender, "sender"), (beating, "beating"), (taking, "taking")):
+            await raw.hello(client)
+        for first in range(1, 21):
+            await sender.store("large", bytes(1 * MIB), first=first, previous=first - 1)
+        beating.request(m.Pull(await beating.attach("large", "a", "beating"), 1000, 16 * MIB, 0.0))
+        session = await taking.attach("large", "b", "taking")
+        for _ in range(2):
+            taking.request(m.Pull(session, 1000, 16 * MIB, 0.0))
+            taking.write(packet(m.Heartbeat()) * 2000)
+        async with unread_socket(server, "stuck") as write:
+            write(packet(m.Read("large", "earliest", 1000, 16 * MIB, 0.0)))
+            for client in ("stuck", "beating", "taking"):
+                await until(lambda client=client: connection_of(server, client).writing_paused)
+            await until(lambda: connection_of(server, "taking")._reading_paused)
+            for _ in range(7):
+                # Nothing that it says is heard, but some of what it is sent leaves.
+                size = connection_of(server, "taking")._outgoing_size()
+                while connection_of(server, "taking")._outgoing_size() >= size:
+                    await taking.reader.readexactly(64 * KIB)
+                for _ in range(5):
+                    clock.advance(1.0)
+                    await sender.ask(m.Heartbeat())
+                    beating.request(m.Heartbeat())
+                    await until(lambda: not beating.writer.transport.get_write_buffer_size())
+                    await sender.ask(m.Heartbeat())
+                    server.tick()
+            await until(lambda: len(server.connections) == 3)
+            assert {connection.client for connection in server.connections} == {"sender", "beating", "taking"}
+            assert len(server.broker.sessions) == 2
+
+
+async def test_requests_that_waited_for_a_slow_reader_are_all_served_in_order(serve: Serve):
+    server = await serve(limits={"outgoing_bytes_per_connection": 32 * KIB}, message_segment_size=64 * MIB)
+    async with Raw(server) as raw:
+        await raw.hello()
+        for first in range(1, 6):
+            await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
+        wanted = []
+        for sequence in range(5):
+            wanted.append(raw.request(m.Read("large", ("sequence", sequence), 1, 1, 0.0)))
+            wanted.append(raw.request(m.Heartbeat()))
+        connection = connection_of(server, "raw")
+        await until(lambda: connection.writing_paused)
+        answers = [await raw.next() for _ in wanted]
+        assert [answer.correlation for answer in answers] == wanted
+        assert [answer.message.next for answer in answers[::2]] == [1, 2, 3, 4, 5]
+        assert not connection.writing_paused
+        assert await raw.ask(m.Heartbeat()) == m.Done()
+
+
+async def test_a_broken_request_that_waited_for_a_slow_reader_still_closes_the_connection(serve: Serve):
+    server = await serve(limits={"outgoing_bytes_per_connection": 32 * KIB}, message_segment_size=64 * MIB)
+    async with Raw(server) as raw:
+        await raw.hello()
+        for first in range(1, 9):
+            await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
+        raw.request(m.Read("large", "earliest", 100, 16 * MIB, 0.0))
+        raw.write(pack(m.Route.KIND, 3, b"\xc1"))
+        connection = connection_of(server, "raw")
+        await until(lambda: connection.writing_paused)
+        error = await raw.ending()
+    assert error is not None
+    assert "does not decode" in error.message
+
+
+async def test_an_answer_that_fits_no_packet_is_an_error_and_nothing_else(serve: Serve):
+    server = await serve(message_segment_size=64 * MIB)
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.route("orders")
+        connection_of(server, "raw").answer(77, m.Done(), [], PACKET_SIZE_MAX)
+        answer = await raw.next()
+        assert (answer.correlation, answer.message.code) == (77, "too_large")
+        assert await raw.ask(m.Heartbeat()) == m.Done()
+
+
+async def test_listings_of_thousands_of_subjects_fit(serve: Serve):
+    server = await serve(message_segment_size=64 * MIB)
+    async with plait.connect(server.address) as client, Raw(server) as raw:
+        await raw.hello()
+        for number in range(2000):
+            raw.request(m.Route(f"subject.{number:04}"))
+        for _ in range(2000):
+            await raw.next()
+        subjects = await client.admin.subjects()
+    assert [subject.subject for subject in subjects] == [f"subject.{number:04}" for number in range(2000)]
+
+
+# --- what a client does not finish -----------------------------------------------------------------
+
+
+async def test_a_thousand_connections_that_drip_cost_little_and_hurt_nobody(serve: Serve, tmp_path: Path):
+    server = await serve(RealDisk(tmp_path))
+    loop = asyncio.get_running_loop()
+    began = HEADER.pack(PACKET_SIZE_MAX, m.Send.KIND, 0, 2, 8) + m.encode(m.Send(1))
+    sockets = [socket.socket() for _ in range(1000)]
+    before = resident()
+    try:
+        for number, dripping in enumerate(sockets):
+            dripping.setblocking(False)
+            await loop.sock_connect(dripping, (server.host, server.port))
+            await loop.sock_sendall(dripping, packet(m.Hello(1, 1, f"drip-{number}")) + began)
+        await until(lambda: sum(connection.partial > 0 for connection in server.connections) == 1000)
+        async with plait.connect(server.address) as client:
+            for _ in range(5):
+                for dripping in sockets:
+                    dripping.send(b"\0")
+                started = time.perf_counter()
+                await client.send("calm", b"x")
+                assert time.perf_counter() - started < 2.0
+            await until(lambda: all(c.partial > len(began) for c in server.connections if c.client[:4] == "drip"))
+            async with client.consumer("calm", group="g") as consumer:
+                assert len(await consumer.fetch(5)) == 5
+            # A large packet of somebody else's comes through.
+            await client.send_many("calm", [bytes(100 * KIB)] * 20)
+        assert len(server.connections) >= 1000
+        assert server.partial_bytes < 1 * MIB
+        assert resident() - before < 64 * MIB
+    finally:
+        for dripping in sockets:
+            dripping.close()
+    await until(lambda: not server.connections)
+    assert server.partial_bytes == 0
+
+
+async def test_when_unfinished_packets_take_too_much_the_longest_unfinished_goes(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock, limits={"partial_bytes_total": 4 * MIB})
+    began = HEADER.pack(PACKET_SIZE_MAX, m.Send.KIND, 0, 2, 8)
+    async with Raw(server) as old, Raw(server) as young, Raw(server) as whole:
+        for raw, client in ((old, "old"), (young, "young"), (whole, "whole")):
+            await raw.hello(client)
+        partition = await whole.route("orders")
+        frame = build_frame([bytes(2 * MIB)], producer=7, first=1, previous=0).tobytes()
+        sent = packet(m.Send(partition), 9, frame)
+        whole.write(sent[:100])
+        await until(lambda: connection_of(server, "whole").partial == 100)
+        clock.advance(1.0)
+        server.tick()
+        # Always in the middle of a packet, and none of them is old.
+        whole.write(sent[100:] + sent[:100])
+        assert (await whole.answer(9)).message == m.Sent(0)
+        old.write(began + bytes(MIB))
+        await until(lambda: connection_of(server, "old").partial > MIB)
+        clock.advance(1.0)
+        server.tick()
+        whole.write(sent[100:] + sent[:100])
+        assert (await whole.answer(9)).message == m.Sent(0)
+        young.write(began + bytes(MIB))
+        await until(lambda: connection_of(server, "young").partial > MIB)
+        whole.write(sent[100 : 2 * MIB])
+        error = await old.ending()
+        assert isinstance(error, LimitExceeded)
+        assert "unfinished packets" in error.message
+        whole.write(sent[2 * MIB :])
+        assert (await whole.answer(9)).message == m.Sent(0)
+        await until(lambda: len(server.connections) == 2)
+        assert server.partial_bytes == connection_of(server, "young").partial
+
+
+# --- what the server has not finished --------------------------------------------------------------
+
+
+async def test_reading_stops_while_too_many_bytes_have_an_open_fate(serve: Serve):
+    """A sync that hangs: frames are written and cannot be acknowledged."""
+    disk = SimulatedDisk()
+    hanging = False
+    let_go = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_operation(operation: Operation, path: str, size: int) -> None:
+        if hanging and operation == "sync" and path.startswith("message/"):
+            asyncio.run_coroutine_threadsafe(let_go.wait(), loop).result(PATIENCE_SECONDS)
+
+    disk.on_operation = on_operation
+    clock = ManualClock()
+    server = await serve(
+        disk,
+        clock=clock,
+        flush="sync",
+        limits={"in_flight_bytes_per_connection": 1 * MIB, "idle_seconds": 30.0},
+        message_segment_size=64 * MIB,
+    )
+    async with Raw(server) as raw, Raw(server) as other:
+        await raw.hello()
+        await other.hello("other")
+        partition = await raw.route("orders")
+        hanging = True
+        for first in range(1, 101):
+            frame = build_frame([bytes(100 * KIB)], producer=7, first=first, previous=first - 1)
+            raw.request(m.Send(partition), frame.tobytes())
+        connection = connection_of(server, "raw")
+        await until(lambda: connection._reading_paused)
+        size = connection.in_flight
+        # One read more than the limit at most, and others are served.
+        assert 1 * MIB < size < 2 * MIB
+        await other.ask(m.Heartbeat())
+        assert connection.in_flight == size
+        # What it says is not heard, and that is not its fault.
+        for _ in range(40):
+            clock.advance(1.0)
+            await other.ask(m.Heartbeat())
+            server.tick()
+        assert len(server.connections) == 2
+        hanging = False
+        let_go.set()
+        sequences = [(await raw.next()).message for _ in range(100)]
+        answered = [message.sequence for message in sequences if isinstance(message, m.Sent)]
+        assert answered == list(range(len(answered)))
+        assert connection.in_flight == 0
+        assert not connection._reading_paused

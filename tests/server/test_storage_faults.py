@@ -1,0 +1,322 @@
+"""Full and broken disks: a clear error, nothing acknowledged that is not stored, and what was is found again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+from pathlib import Path
+
+import msgspec
+import pytest
+from crc32c import crc32c
+
+import plait
+from plait.clock import ManualClock
+from plait.errors import DataDirError, DiskFull, PlaitError, StorageFailed
+from plait.limits import FRAME_SIZE_MAX, MIB
+from plait.server import Server
+from plait.storage.disk import RealDisk
+from plait.testing.disk import Operation, SimulatedDisk
+from plait.wire import messages as m
+from tests.server.conftest import Serve
+from tests.server.raw import Raw
+
+pytestmark = pytest.mark.usefixtures("_quiet")
+
+
+@pytest.fixture
+def _quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """What a failing server logs is no news here."""
+    caplog.set_level(logging.CRITICAL + 1, "plait")
+
+
+async def failure_of(server: Server) -> StorageFailed:
+    assert server.failed is not None
+    return await asyncio.wait_for(asyncio.shield(server.failed), 10)
+
+
+async def bodies_of(server: Server, subject: str) -> list[bytes]:
+    async with plait.connect(server.address) as client, client.reader(subject, start="earliest") as reader:
+        return [message.body for message in await reader.fetch(100_000, wait=0)]
+
+
+# --- a full disk ---------------------------------------------------------------------------------
+
+
+async def test_a_full_disk_refuses_sends_serves_readers_and_recovers(serve: Serve):
+    disk = SimulatedDisk(capacity=6 * MIB)
+    server = await serve(disk, message_segment_size=2 * MIB, action_segment_size=1 * MIB, disk_used_max=1.0)
+    async with plait.connect(server.address) as client, client.consumer("orders", group="g") as consumer:
+        answers = await asyncio.gather(
+            *(client.send("orders", bytes(100_000)) for _ in range(100)), return_exceptions=True
+        )
+        refusals = {str(answer) for answer in answers if isinstance(answer, BaseException)}
+        assert refusals == {"the disk is full; nothing was stored"}
+        stored = sum(isinstance(answer, plait.Receipt) for answer in answers)
+        assert 20 < stored < 100
+        # What is stored can be consumed and acked: the action log has its room.
+        taken = 0
+        while taken < stored:
+            batch = await consumer.fetch(1000)
+            taken += len(batch)
+            await batch.ack()
+        assert taken == stored
+        with pytest.raises(DiskFull):
+            await client.send("orders", bytes(1_000_000))
+        disk.capacity = 20 * MIB
+        receipt = await client.send("orders", b"room again")
+        assert receipt.sequence == stored
+        assert [message.body for message in await consumer.fetch(10)] == [b"room again"]
+
+
+async def test_a_watermark_refuses_sends_until_there_is_room_again(serve: Serve):
+    disk = SimulatedDisk(capacity=20 * MIB)
+    server = await serve(disk, disk_used_max=0.5, disk_free_min=1 * MIB)
+    async with plait.connect(server.address) as client:
+        await client.send("orders", b"a")
+        used = disk.capacity - disk.space()[0]
+        disk.capacity = used * 3 // 2
+        server.tick()
+        with pytest.raises(DiskFull, match=r"% full \(watermark 50%\)"):
+            await client.send("orders", b"b")
+        disk.capacity = used + 1000
+        server.tick()
+        with pytest.raises(DiskFull, match=r"MiB of disk are free \(floor 1 MiB\)"):
+            await client.send("orders", b"b")
+        with pytest.raises(DiskFull):
+            await client.send("another", b"b")
+        assert "another" not in server.broker.subjects
+        disk.capacity = 20 * MIB
+        server.tick()
+        assert (await client.send("orders", b"c")).sequence == 1
+    assert await bodies_of(server, "orders") == [b"a", b"c"]
+
+
+async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve):
+    """The action log is full, and so is the disk: an ack waits, and listings and readers do not."""
+    disk = SimulatedDisk(capacity=64 * MIB)
+    server = await serve(disk, message_segment_size=4 * MIB, action_segment_size=20_000, disk_used_max=1.0)
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", *[b"x"] * 2000)
+        session = await raw.attach("orders")
+        await raw.ask(m.Pull(session, 2000, MIB, 0.0))
+        disk.capacity = 64 * MIB - disk.space()[0]
+        acked = 0
+        while not server.broker._actions_stalled:
+            acking = raw.request(m.Ack(session, [(n, n + 1, 1) for n in range(acked, acked + 100, 2)]))
+            # The turn that took the ack has ended when the second answer comes.
+            await raw.ask(m.Heartbeat())
+            beating = raw.request(m.Heartbeat())
+            answers = [(await raw.next()).correlation]
+            while answers[-1] != beating:
+                answers.append((await raw.next()).correlation)
+            assert (acking in answers) != server.broker._actions_stalled
+            acked += 100
+        assert (await raw.ask(m.Read("orders", "earliest", 5, 1000, 0.0))).next == 5
+        assert (await raw.ask(m.Admin("subject.list"))).result
+        with pytest.raises(DiskFull, match="progress cannot be recorded"):
+            await raw.ask(m.Pull(session, 1, 1, 0.0))
+        with pytest.raises(DiskFull):
+            await raw.ask(m.Ack(session, [(1, 2, 1)]))
+        disk.capacity = 64 * MIB
+        server.tick()
+        assert (await raw.answer(acking)).message == m.Done()
+        assert (await raw.ask(m.Ack(session, [(1, 2, 1)]))) == m.Done()
+
+
+async def test_a_server_that_stops_on_a_full_disk_lets_go_of_everything(tmp_path: Path):
+    class Full(RealDisk):
+        def open(self, path: str, *, create: bool = False):  # type: ignore[no-untyped-def]
+            if path.startswith("checkpoints/") and self.full:
+                raise OSError(errno.ENOSPC, "no room", path)
+            return super().open(path, create=create)
+
+        full = False
+
+    disk = Full(tmp_path)
+    server = Server(disk, plait_config(), port=0)
+    await server.start()
+    async with plait.connect(server.address) as client:
+        await client.send("orders", b"a")
+    disk.full = True
+    with pytest.raises(OSError, match="no room"):
+        await server.stop()
+    again = Server(RealDisk(tmp_path), plait_config(), port=0)
+    report = await again.start()
+    try:
+        assert not report.clean
+        assert await bodies_of(again, "orders") == [b"a"]
+    finally:
+        await again.stop()
+
+
+def plait_config(**settings: object) -> plait.broker.BrokerConfig:
+    from plait.broker import BrokerConfig
+
+    return BrokerConfig(message_segment_size=FRAME_SIZE_MAX, action_segment_size=MIB, disk_free_min=0, **settings)  # type: ignore[arg-type]
+
+
+# --- a broken disk -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flush", ["async", "sync"])
+@pytest.mark.parametrize(
+    ("operation", "path"),
+    [("write", "message/*"), ("sync", "message/*"), ("sync", "action/*")],
+)
+async def test_a_log_that_cannot_be_written_or_synced_ends_the_server_and_a_restart_recovers(
+    serve: Serve, flush: str, operation: Operation, path: str
+):
+    disk = SimulatedDisk()
+    server = await serve(disk, flush=flush, flush_seconds=0.01)
+    acknowledged: list[bytes] = []
+
+    async def send_all(client: plait.Client) -> None:
+        for number in range(1000):
+            if number == 50:
+                disk.fail(operation, path=path, times=None)
+            body = b"%d" % number
+            await client.send("orders", body)
+            acknowledged.append(body)
+
+    limits = plait.ClientLimits(send_seconds=0.2, request_seconds=0.2)
+    async with plait.connect(server.address, limits=limits) as client:
+        consuming = asyncio.create_task(ack_all(client))
+        with pytest.raises(PlaitError):
+            await send_all(client)
+        failure = await failure_of(server)
+        consuming.cancel()
+        await asyncio.gather(consuming, return_exceptions=True)
+    assert "Input/output error" in failure.message
+    assert not server.connections
+    count = len(acknowledged)
+    with pytest.raises(PlaitError):
+        async with plait.connect(server.address, limits=plait.ClientLimits(request_seconds=0.1)) as late:
+            await late.send("orders", b"late")
+    await server.stop()
+    # What is on the medium: after a failed sync the page cache is not to be trusted.
+    found = disk.after_crash(keep="none") if flush == "sync" else disk.copy()
+    again = await serve(found, flush=flush)
+    bodies = await bodies_of(again, "orders")
+    assert bodies[:count] == acknowledged
+    assert len(set(bodies)) == len(bodies)
+    assert set(bodies) <= {b"%d" % number for number in range(1000)}
+
+
+async def ack_all(client: plait.Client) -> None:
+    async with client.consumer("orders", group="g") as consumer:
+        while True:
+            batch = await consumer.fetch(100)
+            await batch.ack()
+
+
+@pytest.mark.parametrize("request_", [m.Route("new"), m.Admin("subject.create", {"subject": "new"})])
+async def test_a_segment_that_cannot_be_made_for_a_subject_ends_the_server(serve: Serve, request_: m.Message):
+    disk = SimulatedDisk()
+    server = await serve(disk)
+    disk.fail("allocate", path="message/*", times=None)
+    async with Raw(server) as raw:
+        await raw.hello()
+        raw.request(request_)
+        await raw.ending()
+        assert isinstance(await failure_of(server), StorageFailed)
+
+
+async def test_an_action_log_that_cannot_be_written_ends_the_server_before_an_ack_counts(serve: Serve):
+    disk = SimulatedDisk()
+    clock = ManualClock()
+    server = await serve(disk, clock=clock)
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", b"a")
+        session = await raw.attach("orders")
+        await raw.ask(m.Pull(session, 1, 1, 0.0))
+        disk.fail("write", path="action/*", times=None)
+        raw.request(m.Ack(session, [(0, 1, 1)]))
+        assert await raw.ending() is None
+    assert isinstance(await failure_of(server), StorageFailed)
+    again = await serve(disk.copy(), clock=clock)
+    # The consumer has its time to come back; then its message goes to another.
+    clock.advance(10.0)
+    again.tick()
+    async with Raw(again) as raw:
+        await raw.hello("other")
+        session = await raw.attach("orders", client="other")
+        assert (await raw.ask(m.Pull(session, 1, 1, 0.0))).ranges == [(0, 1, 2)]
+
+
+async def test_a_checkpoint_that_cannot_be_written_is_no_failure(serve: Serve):
+    disk = SimulatedDisk()
+    server = await serve(disk, checkpoint_seconds=0.0)
+    disk.fail("write", path="checkpoints/*", times=None)
+    async with plait.connect(server.address) as client:
+        for number in range(3):
+            await client.send("orders", b"%d" % number)
+            work = server.broker.begin_checkpoint()
+            work.run()
+            assert work.error is not None
+            server.broker.end_checkpoint(work)
+        assert server.failed is not None
+        assert not server.failed.done()
+        await client.send("orders", b"3")
+    again = await serve(disk.copy())
+    assert await bodies_of(again, "orders") == [b"0", b"1", b"2", b"3"]
+
+
+# --- the data directory --------------------------------------------------------------------------
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != "LOCK"
+    }
+
+
+async def test_a_directory_has_one_server_at_a_time(tmp_path: Path):
+    first = Server(RealDisk(tmp_path), plait_config(), port=0)
+    await first.start()
+    second = Server(RealDisk(tmp_path), plait_config(), port=0)
+    with pytest.raises(DataDirError, match="in use by another plait process"):
+        await second.start()
+    async with plait.connect(first.address) as client:
+        await client.send("orders", b"a")
+    await first.stop()
+    third = Server(RealDisk(tmp_path), plait_config(), port=0)
+    report = await third.start()
+    assert report.clean
+    assert await bodies_of(third, "orders") == [b"a"]
+    await third.stop()
+
+
+async def test_a_taken_port_leaves_the_directory_free_for_the_next_start(tmp_path: Path):
+    holder = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = holder.sockets[0].getsockname()[1]
+    server = Server(RealDisk(tmp_path), plait_config(), port=port)
+    with pytest.raises(OSError, match=r"address already in use|Address already in use"):
+        await server.start()
+    holder.close()
+    again = Server(RealDisk(tmp_path), plait_config(), port=0)
+    await again.start()
+    await again.stop()
+
+
+async def test_a_newer_format_is_refused_untouched(tmp_path: Path):
+    server = Server(RealDisk(tmp_path), plait_config(), port=0)
+    await server.start()
+    async with plait.connect(server.address) as client:
+        await client.send("orders", b"a")
+    await server.stop()
+    manifest = max((tmp_path / "checkpoints").glob("manifest-*"))
+    body = msgspec.msgpack.decode(manifest.read_bytes()[8:])
+    body["version"] += 1
+    encoded = msgspec.msgpack.encode(body)
+    manifest.write_bytes(b"PLCK" + crc32c(encoded).to_bytes(4, "little") + encoded)
+    before = contents(tmp_path)
+    refused = Server(RealDisk(tmp_path), plait_config(), port=0)
+    with pytest.raises(DataDirError, match=r"format version 2, this Plait reads up to 1"):
+        await refused.start()
+    assert contents(tmp_path) == before
