@@ -30,6 +30,7 @@ CONSUMERS = {SHARED: 3, ALONE: 1}
 KILL_SHARE = 0.25
 #: Nothing may take longer than this without any progress.
 PATIENCE_SECONDS = 30.0
+SPARK_SECONDS = 300.0
 POLL_SECONDS = 0.05
 
 
@@ -187,10 +188,14 @@ class Demo:
     async def _ask(self, spark: Child) -> None:
         self._screen.say("Spark reads the log files")
         spark.say("go")
-        async for line in spark.lines():
-            if line.startswith("{"):
-                self._spark = json.loads(line)
-        await spark.succeed()
+        try:
+            async with asyncio.timeout(SPARK_SECONDS):
+                async for line in spark.lines():
+                    if line.startswith("{"):
+                        self._spark = json.loads(line)
+                await spark.succeed()
+        except TimeoutError:
+            raise DemoFailed(f"Spark took longer than {SPARK_SECONDS:g} s: {spark.last_words()}") from None
         if self._spark is None:
             raise DemoFailed(f"Spark gave no answer: {spark.last_words()}")
         self._screen.say(f"Spark counted {self._spark['messages']:,} messages of {self._spark['orders']:,} orders")

@@ -43,10 +43,13 @@ def check(spark: SparkSession, path: str, subject: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    from plait.spark import session
+    from plait.spark import SparkUnavailable, session
 
     path, subject = sys.argv[1:]
-    spark = session(app_name="plait-demo", master="local[2]", config=SHORT_LIFE)
+    try:
+        spark = session(app_name="plait-demo", master="local[2]", config=SHORT_LIFE)
+    except SparkUnavailable as error:
+        sys.exit(f"{error.message}; or leave it out with --no-spark")
     try:
         print("started", flush=True)
         if sys.stdin.readline():

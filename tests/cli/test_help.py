@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +76,7 @@ def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]):
         (["subject", "list", "-o", "yaml"], '"table", "json"'),
         (["subject", "create", "a", "--retention-size", "5 stones"], "size '5 stones'"),
         (["bench", "--count", "0"], "--count must be 1 or more"),
-        (["subject", "list", "--server", "http://x"], "plait://host:port"),
+        (["subject", "list", "--server", "http://localhost/x"], "plait://host:port"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]):
@@ -102,3 +104,15 @@ def test_values_in_words():
     assert [words_of_size(size) for size in (0, 1023, 1536, 200 << 20)] == ["0 B", "1023 B", "1.5 KiB", "200 MiB"]
     assert [words_of_seconds(seconds) for seconds in (None, 3 * 86400, 5400, 1.5)] == ["for ever", "3d", "90m", "1.5s"]
     assert printable("grün\x07\u202e") == "grün\\x07\\u202e"
+
+
+def test_the_page_on_the_command_line_has_every_option(capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    commands = [*COMMANDS, "subject list", "subject describe", "group list", "group describe"]
+    for command in commands:
+        assert run([*command.split(), "--help"]) == 0
+    options = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out))
+    assert {"--flush", "--yes", "--embedded"} <= options
+    # Every command has these.
+    general = {"--help", "--version", "--output"}
+    assert sorted(option for option in options - general if option not in page) == []
