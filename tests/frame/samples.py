@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, replace
+from random import Random
 
 import numpy as np
 import pyarrow as pa
 from crc32c import crc32c
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from plait.frame.builder import FrameParts, assemble, build_frame
 from plait.frame.columns import TAG_SEPARATOR, Codec, Column
-from plait.frame.header import HEADER_SIZE, STAMP_CRC_OFFSET, STAMP_OFFSET, TIME_MAX, pack_stamp
+from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, STAMP_CRC_OFFSET, STAMP_OFFSET, TIME_MAX, pack_stamp
 from plait.frame.view import FrameView
 
 NOW = 1_700_000_000_000_000
@@ -193,44 +195,54 @@ def _numbers(frame: FrameView, column: int) -> list[int | None]:
 
 # --- strategies ----------------------------------------------------------------------------------
 
-times = st.integers(0, TIME_MAX)
-texts = st.text(max_size=6).map(str.encode)
-tag_rows = st.lists(st.text("abé✓", min_size=1, max_size=4), max_size=3).map(lambda tags: tag_row(*tags))
+#: Property tests of frames are bound by the machine, not by a deadline.
+relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+_BODIES = (b"", b"a", b"\0", b"some text", bytes(range(12)))
+_KEYS = tuple(text.encode() for text in ("", "k", "order-1", "größe", "✓", "\U0001f600" * 3))
+_TAG_ROWS = (b"", tag_row("a"), tag_row("a", "bé"), tag_row("✓", "two words", "c"))
+_HEADERS = (b"", b"\x80", b"\x81\xa1a\x01", b"\xff\xfe")
+
+
+def _numbers_up_to(rng: Random, count: int, limit: int) -> list[int]:
+    return [rng.choice([0, 1, limit, rng.randint(0, limit)]) for _ in range(count)]
 
 
 @st.composite
 def drafts(draw: st.DrawFn, count_max: int = 40, compressed: bool | None = None, plain: bool = False) -> Draft:
-    """Frames with any set of columns; ``plain``: only what can be coalesced with each other."""
+    """Frames with any set of columns; ``plain``: only what can be coalesced with each other.
+
+    What shrinks is how many rows and which columns; what stands in the rows comes from one seed.
+    """
     count = draw(st.integers(1, count_max))
-    compression = None if plain or compressed is False else draw(st.sampled_from(["zstd", "lz4", None]))
-    if compressed and compression is None:
-        compression = "zstd"
+    compression = None if plain or compressed is False else draw(st.sampled_from([None, "zstd", "lz4"]))
     # Long enough to be compressed, and of a kind that gets shorter by it.
     repeat = 100 if compression else 1
+    keyed, hashed, tagged, headed = (draw(st.booleans()) for _ in range(4))
+    rng = Random(draw(st.integers(0, 1 << 32)))
 
-    def column(rows: st.SearchStrategy) -> st.SearchStrategy:
-        return st.lists(rows, min_size=count, max_size=count)
+    def fixed(limit: int) -> int | list[int] | None:
+        kind = draw(st.sampled_from(["absent", "constant", "each"]))
+        if kind == "absent":
+            return None
+        values = _numbers_up_to(rng, count, limit)
+        return values if kind == "each" else values[0]
 
-    def optional(rows: st.SearchStrategy) -> st.SearchStrategy:
-        return st.none() | column(rows)
-
-    keys = draw(optional(texts))
-    hashes = column(st.integers(0, (1 << 64) - 1))
     return Draft(
-        bodies=[body * repeat for body in draw(column(st.binary(max_size=12)))],
-        keys=keys,
-        key_hashes=draw(hashes if keys is not None else st.none() | hashes),
-        tags=draw(optional(tag_rows)),
-        headers=draw(optional(st.binary(max_size=8))),
-        send_time=draw(st.none() | times | column(times)),
-        deliver_at=draw(st.none() | times | column(times)),
-        priority=draw(st.none() | st.integers(0, 255) | column(st.integers(0, 255))),
+        bodies=[body * repeat for body in rng.choices(_BODIES, k=count)],
+        keys=rng.choices(_KEYS, k=count) if keyed else None,
+        key_hashes=_numbers_up_to(rng, count, (1 << 64) - 1) if keyed or hashed else None,
+        tags=rng.choices(_TAG_ROWS, k=count) if tagged else None,
+        headers=rng.choices(_HEADERS, k=count) if headed else None,
+        send_time=fixed(TIME_MAX),
+        deliver_at=fixed(TIME_MAX),
+        priority=fixed(255),
         compression=compression,
         producer=draw(st.integers(0, (1 << 64) - 1)),
-        first=draw(st.integers(0, (1 << 62) - count)),
+        first=draw(st.integers(0, SEQUENCE_MAX - count)),
         previous=draw(st.integers(0, (1 << 64) - 1)),
-        flags=draw(st.integers(0, 1)) if not plain else 0,
-        base=draw(st.integers(0, (1 << 62) - count)),
+        flags=0 if plain else draw(st.integers(0, 1)),
+        base=draw(st.integers(0, SEQUENCE_MAX - count)),
     )
 
 

@@ -15,7 +15,7 @@ from plait.frame import FrameView, build_frame, can_coalesce, coalesce, slice_ma
 from plait.frame.coalesce import COALESCE_SIZE_MAX
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_UNSEQUENCED, pack_stamp
-from tests.frame.samples import NOW, Draft, Row, alike, full_draft, rows_of, with_column
+from tests.frame.samples import NOW, Draft, Row, alike, full_draft, relaxed, rows_of, with_column
 
 BASE = 500
 
@@ -32,6 +32,7 @@ def rows_in_order(frames: list[Draft]) -> list[Row]:
     return [replace(row, sequence=BASE + i) for i, row in enumerate(rows)]
 
 
+@relaxed
 @given(alike())
 def test_joined_frames_hold_all_rows_in_order(frames: list[Draft]):
     frame = joined(frames).validate()
@@ -41,6 +42,7 @@ def test_joined_frames_hold_all_rows_in_order(frames: list[Draft]):
     assert frame.end == BASE + sum(draft.count for draft in frames)
 
 
+@relaxed
 @given(st.data(), alike())
 def test_a_slice_of_joined_frames_is_the_slice_of_their_rows(data: st.DataObject, frames: list[Draft]):
     frame = joined(frames)
@@ -53,6 +55,7 @@ def test_a_slice_of_joined_frames_is_the_slice_of_their_rows(data: st.DataObject
     assert rows_of(FrameView(slice_rows(sliced, again, sliced.count).tobytes())) == rows_of(sliced)[again:]
 
 
+@relaxed
 @given(st.data(), alike())
 def test_a_mask_of_joined_frames_selects_their_rows(data: st.DataObject, frames: list[Draft]):
     frame = joined(frames)

@@ -17,7 +17,7 @@ from plait.frame.arrow import record_batch
 from plait.frame.columns import RUN_SIZE, Codec, Column
 from plait.frame.header import HEADER_SIZE
 from plait.limits import FRAME_COUNT_MAX
-from tests.frame.samples import Draft, drafts, full_draft, resign, rows_of, with_column
+from tests.frame.samples import Draft, drafts, full_draft, relaxed, resign, rows_of, with_column
 from tests.support.deep import Cycles
 
 
@@ -138,6 +138,7 @@ def test_the_frames_that_are_changed_below_are_valid(index: int):
     assert read_everything(VALID[index]) == "valid"
 
 
+@relaxed
 @given(st.binary(max_size=400))
 @example(b"")
 @example(b"PL\x01" + b"\0" * 200)
@@ -149,6 +150,7 @@ def test_arbitrary_bytes_give_a_value_or_a_frame_error(data: bytes):
         pass
 
 
+@relaxed
 @given(st.data())
 def test_an_arbitrary_body_behind_a_good_header_gives_a_value_or_a_frame_error(data: st.DataObject):
     count = data.draw(st.integers(1, 20))
@@ -159,6 +161,7 @@ def test_an_arbitrary_body_behind_a_good_header_gives_a_value_or_a_frame_error(d
     read_everything(resign(header + tail))
 
 
+@relaxed
 @given(st.data(), drafts(count_max=12))
 def test_one_wrong_byte_in_any_frame_gives_a_value_or_a_frame_error(data: st.DataObject, draft: Draft):
     frame = bytearray(draft.build().tobytes())
@@ -169,16 +172,16 @@ def test_one_wrong_byte_in_any_frame_gives_a_value_or_a_frame_error(data: st.Dat
 
 def test_changed_frames_give_a_value_or_a_frame_error(seed: int):
     rng = random.Random(seed)
-    outcomes = [read_everything(mutated(rng)) for _ in range(4000)]
+    outcomes = [read_everything(mutated(rng)) for _ in range(2000)]
     # The changes reach every layer: some frames do not parse, some parse and are refused later, some stay valid.
     assert min(outcomes.count(outcome) for outcome in ("refused", "parsed", "valid")) > 200
 
 
 @pytest.mark.deep("frames")
-def test_a_million_changed_frames_give_a_value_or_a_frame_error(seed: int, cycles: Cycles):
+def test_a_quarter_of_a_million_changed_frames_give_a_value_or_a_frame_error(seed: int, cycles: Cycles):
     for number in cycles(50):
         rng = random.Random(f"{seed}/{number}")
-        for _ in range(20_000):
+        for _ in range(5_000):
             read_everything(mutated(rng))
 
 

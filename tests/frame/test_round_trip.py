@@ -13,9 +13,10 @@ from plait.errors import FrameError
 from plait.frame import FrameView, build_frame, frames_in
 from plait.frame.columns import Codec, Column
 from plait.frame.header import FLAG_UNSEQUENCED
-from tests.frame.samples import NOW, Draft, drafts, full_draft, rows_of
+from tests.frame.samples import NOW, Draft, drafts, full_draft, relaxed, rows_of
 
 
+@relaxed
 @given(drafts())
 def test_a_frame_reads_back_as_it_was_built(draft: Draft):
     frame = draft.view().validate()
@@ -66,6 +67,7 @@ def test_columns_that_do_not_get_shorter_stay_raw():
     assert not FrameView(build_frame([b"a" * 100], producer=1, first=1, compression="zstd").tobytes()).compressed
 
 
+@relaxed
 @given(st.lists(drafts(count_max=4), max_size=5))
 def test_frames_in_a_row_are_found_one_after_another(sequence: list[Draft]):
     buffer = b"".join(draft.build().tobytes() for draft in sequence)
