@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from plait.client.arguments import seconds_of, start_of
+from plait.client.arguments import Duration, Start, seconds_of, start_of
 from plait.client.node import Node
 from plait.wire import messages as m
 
@@ -81,7 +81,7 @@ class Admin:
         return result
 
     async def create_subject(
-        self, subject: str, *, retention: Any = None, retention_bytes: int | None = None
+        self, subject: str, *, retention: Duration | None = None, retention_bytes: int | None = None
     ) -> SubjectInfo:
         """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
         seconds = None if retention is None else seconds_of(retention)
@@ -108,7 +108,7 @@ class Admin:
         result: GroupInfo = await self._run("group.describe", GroupInfo, subject=subject, group=group)
         return result
 
-    async def reset_group(self, subject: str, group: str, start: Any) -> int:
+    async def reset_group(self, subject: str, group: str, start: Start) -> int:
         """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
         position = start_of(start, time.time_ns() // 1000)
         result: int = await self._run("group.reset", int, subject=subject, group=group, start=position)

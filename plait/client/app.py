@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
 from plait import names
-from plait.client.arguments import start_of
+from plait.client.arguments import Start, start_of
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consumer import Consumer
 from plait.client.loops import new_event_loop
@@ -82,7 +82,7 @@ class App:
         concurrency: int = 1,
         delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
         broadcast: bool = False,
-        start: Any = None,
+        start: Start | None = None,
         prefetch: int | None = None,
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.

@@ -10,6 +10,8 @@ from plait.errors import InvalidArgument
 
 #: Seconds, a timedelta, or text such as "5m".
 Duration = float | timedelta | str
+#: "earliest", "latest", a sequence, a time, or "-5m" before now.
+Start = str | int | datetime | timedelta
 
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")

@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from plait import names
 from plait.client.admin import Admin
-from plait.client.arguments import start_of
+from plait.client.arguments import Start, start_of
 from plait.client.consumer import Consumer
 from plait.client.many import send_many
 from plait.client.node import Node
@@ -195,7 +195,7 @@ class Client:
         *,
         broadcast: bool = False,
         delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
-        start: Any = None,
+        start: Start | None = None,
         prefetch: int | None = None,
     ) -> Consumer:
         """A member of a group, for ``async with``; no group, or ``broadcast``: every message of the subject.
@@ -211,7 +211,7 @@ class Client:
         group: str | None,
         broadcast: bool,
         delivery: str,
-        start: Any,
+        start: Start | None,
         prefetch: int | None,
         *,
         any_thread: bool = False,
@@ -253,7 +253,7 @@ class Client:
             member = f"{self.client_id}:{number}"
         return member
 
-    def reader(self, subject: str, *, start: Any = "latest") -> Reader:
+    def reader(self, subject: str, *, start: Start = "latest") -> Reader:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
         self._check_open()
         names.check("subject", subject)

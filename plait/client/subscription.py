@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from plait.client.arguments import Start
 from plait.client.batch import Batch
 from plait.client.client import Client
 from plait.client.consumer import Consumer
@@ -36,7 +37,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int
     delivery: Literal["at_least_once", "at_most_once"]
     broadcast: bool
-    start: Any
+    start: Start | None
     prefetch: int | None
 
 

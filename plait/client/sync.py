@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeVar
 import pyarrow as pa
 
 from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
-from plait.client.arguments import Duration, seconds_of
+from plait.client.arguments import Duration, Start, seconds_of
 from plait.client.client import DEFAULT_ADDRESS
 from plait.client.client import Client as LoopClient
 from plait.client.inbox import Fate, Inbox
@@ -225,7 +225,7 @@ class Client:
         *,
         broadcast: bool = False,
         delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
-        start: Any = None,
+        start: Start | None = None,
         prefetch: int | None = None,
     ) -> Consumer:
         """A member of a group, for ``with``; the arguments are those of the asynchronous client."""
@@ -236,7 +236,7 @@ class Client:
 
         return self._run(make())
 
-    def reader(self, subject: str, *, start: Any = "latest") -> Reader:
+    def reader(self, subject: str, *, start: Start = "latest") -> Reader:
         """Read without a group, for ``with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
 
         async def make() -> Reader:
@@ -260,7 +260,9 @@ class Admin:
         """A subject and its groups."""
         return self._run(self._admin.subject(subject))
 
-    def create_subject(self, subject: str, *, retention: Any = None, retention_bytes: int | None = None) -> SubjectInfo:
+    def create_subject(
+        self, subject: str, *, retention: Duration | None = None, retention_bytes: int | None = None
+    ) -> SubjectInfo:
         """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
         return self._run(self._admin.create_subject(subject, retention=retention, retention_bytes=retention_bytes))
 
@@ -276,7 +278,7 @@ class Admin:
         """A group's progress."""
         return self._run(self._admin.group(subject, group))
 
-    def reset_group(self, subject: str, group: str, start: Any) -> int:
+    def reset_group(self, subject: str, group: str, start: Start) -> int:
         """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
         return self._run(self._admin.reset_group(subject, group, start))
 

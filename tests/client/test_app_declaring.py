@@ -170,7 +170,7 @@ def test_two_handlers_may_not_split_one_group(app: plait.App) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"address": "http://x"}, {"group": ""}, {"client_id": "a b"}, {"compression": "zip"}]
+    "arguments", [{"address": "http://localhost:7450"}, {"group": ""}, {"client_id": "a b"}, {"compression": "zip"}]
 )
 def test_an_app_that_cannot_connect_is_refused_when_it_is_made(arguments: dict[str, Any]) -> None:
     with pytest.raises(plait.InvalidArgument):

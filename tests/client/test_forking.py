@@ -19,9 +19,8 @@ async def main(address):
                 asyncio.events._set_running_loop(None)
                 os._exit(asyncio.run(child(client, consumer, address)))
             _, status = os.waitpid(pid, 0)
-            batch = await consumer.fetch(2, wait=5)
-            await batch.ack()
-            print(os.waitstatus_to_exitcode(status), [m.body for m in batch], (await client.send("s", b"")).sequence)
+            bodies = [(await anext(consumer)).body for _ in range(2)]
+            print(os.waitstatus_to_exitcode(status), bodies, (await client.send("s", b"")).sequence)
 
 async def child(client, consumer, address):
     refused = 0
@@ -72,9 +71,8 @@ with plait.sync.connect(sys.argv[1]) as client:
                 own.post("s", b"child").result(10)
             os._exit(refused)
         _, status = os.waitpid(pid, 0)
-        batch = consumer.fetch(3, wait=5)
-        batch.ack()
-        print(os.waitstatus_to_exitcode(status), [m.body for m in batch], client.send("s", b"").sequence)
+        bodies = [next(consumer).body for _ in range(3)]
+        print(os.waitstatus_to_exitcode(status), bodies, client.send("s", b"").sequence)
 """
 
 
