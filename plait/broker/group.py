@@ -138,6 +138,9 @@ class Group:
             delivery.parts.extend(batch.parts)
             delivery.count += batch.count
             delivery.size += batch.size
+            if batch.end < end:
+                # There was no more room; asking again would get one frame whatever its size.
+                break
         return delivery if delivery.count else None
 
     def _at_limit(self, consumer: Consumer) -> bool:

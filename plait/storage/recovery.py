@@ -132,7 +132,7 @@ class LogScan:
             if position >= used_end:
                 return
             behind = self._behind_bad(segment, position, used_end)
-            if self._never_durable(segment, position, behind):
+            if self._never_durable(segment, position, behind, used_end):
                 self.stop_before(offset, reason)
                 return
             # Whether this is damage or a torn tail depends on whether a valid frame follows: ``_finish`` knows.
@@ -152,14 +152,16 @@ class LogScan:
         self.damages.append(Damage(self._log.directory, self.end, size, "damaged", "durable bytes are missing"))
         return False
 
-    def _never_durable(self, segment: ReadableSegment, position: int, behind: int) -> bool:
+    def _never_durable(self, segment: ReadableSegment, position: int, behind: int, used_end: int) -> bool:
         """A part of the bad region never reached the disk, and nothing says that it had to."""
         offset = segment.base + position
-        # The frame may have been meant to reach further than anything that is there.
-        meant = position + _claimed_size(segment.view, position)
+        end = behind
+        if behind >= used_end:
+            # The last frame of the segment may have been meant to reach further than anything that is there.
+            end = max(end, position + _claimed_size(segment.view, position))
         return (
             offset >= self.durable
-            and _missing_sector(segment.view, position, max(behind, meant))
+            and _missing_sector(segment.view, position, end)
             and offset >= self._durable_from(segment, behind)
         )
 

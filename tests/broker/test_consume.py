@@ -1,0 +1,478 @@
+"""Pulls, acks, nacks, long polls, redelivery: what a group's consumers get."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.broker.views import group_view
+from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
+from plait.limits import ServerLimits
+from tests.support.broker_node import Node, Producer, Pulled
+
+LOST = 6.0
+
+
+def filled(count: int = 10, **settings: object) -> Node:
+    node = Node(**settings)
+    for number in range(count):
+        node.send("orders", b"%d" % number)
+    return node
+
+
+# --- pulling ------------------------------------------------------------------------------------
+
+
+def test_rows_are_handed_out_once_over_all_consumers_of_a_group():
+    node = filled()
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    assert node.pull(one, 4).bodies == [b"0", b"1", b"2", b"3"]
+    assert node.pull(two, 4).bodies == [b"4", b"5", b"6", b"7"]
+    assert node.pull(one, 4).ranges == [(8, 10, 1)]
+    assert node.pull(two, 4).ranges == []
+
+
+def test_sixty_groups_each_have_their_own_progress():
+    node = filled(20)
+    consumers = [node.attach("orders", f"g{n}") for n in range(60)]
+    for number, consumer in enumerate(consumers):
+        pulled = node.pull(consumer, 1 + number % 20)
+        assert [row.sequence for row in pulled.rows] == list(range(1 + number % 20))
+        node.ack(consumer, (0, number % 20))
+    again = node.restart()
+    for number in range(60):
+        group = again.group("orders", f"g{number}")
+        assert (group.pull_log.floor, group.pull_log.next) == (number % 20, 1 + number % 20)
+        assert group_view(group).lag == 20 - number % 20
+
+
+def test_a_pull_stops_at_its_count_and_at_its_size():
+    node = Node()
+    for _ in range(4):
+        node.send("orders", *[b"x" * 100] * 5)
+    consumer = node.attach("orders", "g")
+    assert node.pull(consumer, 7).ranges == [(0, 7, 1)]
+    frame_size = node.partition("orders").consume_log.record(0).size
+    assert node.pull(consumer, 1000, 2 * frame_size).ranges == [(7, 15, 1)]
+    assert node.pull(consumer, 1000, 1).ranges == [(15, 20, 1)], "one frame is always returned"
+
+
+def test_the_servers_own_limits_bound_a_pull():
+    node = filled(10, limits=ServerLimits(pull_count=3, pull_bytes=1))
+    consumer = node.attach("orders", "g")
+    assert node.pull(consumer, 10**9, 10**9).ranges == [(0, 1, 1)]
+    assert node.pull(consumer, 0).ranges == [(1, 2, 1)]
+
+
+def test_rows_that_came_back_go_out_before_new_ones():
+    node = filled()
+    consumer = node.attach("orders", "g")
+    node.pull(consumer, 5)
+    node.nack(consumer, (1, 3))
+    assert node.pull(consumer, 3).ranges == [(1, 3, 2), (5, 6, 1)]
+    assert node.group("orders", "g").redelivered_count == 2
+
+
+# --- long polls ---------------------------------------------------------------------------------
+
+
+def test_a_waiting_pull_is_woken_by_the_first_row():
+    node = Node()
+    consumer = node.attach("orders", "g")
+    pulled = node.pull(consumer, wait=20)
+    assert not pulled.answered
+    node.send("orders", b"a")
+    assert pulled.bodies == [b"a"]
+
+
+def test_a_waiting_pull_ends_when_its_time_is_up_and_leaves_nothing_behind():
+    node = Node()
+    consumer = node.attach("orders", "g")
+    for _ in range(50):
+        pulled = node.pull(consumer, wait=20)
+        assert node.broker.next_deadline == pytest.approx(node.clock.monotonic() + 20)
+        node.clock.advance(20)
+        node.broker.run_timers()
+        assert pulled.answers == [None]
+        consumer.heard = node.clock.monotonic()
+    assert node.broker.next_deadline is None
+    assert len(consumer.group.waiters) == 0
+    node.send("orders", b"a")
+    assert node.pull(consumer, wait=20).bodies == [b"a"]
+
+
+def test_no_poll_waits_longer_than_the_server_lets_it():
+    node = Node(limits=ServerLimits(pull_wait_seconds=3))
+    pulled = node.pull(node.attach("orders", "g"), wait=1000)
+    node.clock.advance(3)
+    node.broker.run_timers()
+    assert pulled.answers == [None]
+
+
+def test_who_waited_longest_is_served_first():
+    node = Node()
+    consumers = [node.attach("orders", "g", f"c{n}") for n in range(3)]
+    waiting = [node.pull(consumer, 1, wait=20) for consumer in consumers]
+    node.send("orders", b"a")
+    node.send("orders", b"b")
+    assert [pulled.answered for pulled in waiting] == [True, True, False]
+
+
+def test_all_waiting_groups_and_readers_are_woken():
+    node = Node()
+    waiting = [node.pull(node.attach("orders", f"g{n}"), wait=20) for n in range(5)]
+    reading = node.read("orders", 0, wait=20)
+    node.send("orders", b"a")
+    assert [pulled.bodies for pulled in waiting] == [[b"a"]] * 5
+    assert len(reading.answers) == 1
+
+
+def test_returned_rows_wake_who_waits():
+    node = filled(3)
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    node.pull(one)
+    waiting = node.pull(two, wait=20)
+    node.nack(one, (1, 2))
+    assert waiting.ranges == [(1, 2, 2)]
+
+
+def test_a_consumer_with_too_many_open_ranges_gets_nothing_new_and_keeps_nobody_waiting():
+    node = filled(20, limits=ServerLimits(consumer_ranges=2))
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    node.pull(one, 5)
+    node.ack(one, (1, 2), (3, 4))
+    assert node.pull(one).ranges == []
+    stuck = node.pull(one, 5, wait=20)
+    assert not stuck.answered
+    assert node.pull(two, 5).ranges == [(5, 10, 1)], "others are not held up by it"
+    node.ack(one, (0, 1), (2, 3))
+    assert stuck.ranges == [(10, 15, 1)], "and it goes on when it may"
+
+
+def test_waiting_pulls_behind_a_stuck_one_are_served():
+    node = filled(4, limits=ServerLimits(consumer_ranges=1))
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    node.pull(one)
+    stuck, waiting = node.pull(one, wait=20), node.pull(two, wait=20)
+    node.send("orders", b"new")
+    assert not stuck.answered
+    assert waiting.bodies == [b"new"]
+
+
+# --- acks and nacks -----------------------------------------------------------------------------
+
+
+def test_acks_come_in_any_order_and_the_floor_follows():
+    node = filled()
+    consumer = node.attach("orders", "g")
+    node.pull(consumer)
+    group = consumer.group
+    node.ack(consumer, (5, 7))
+    assert group.pull_log.floor == 0
+    node.ack(consumer, (0, 5), (9, 10))
+    assert group.pull_log.floor == 7
+    node.ack(consumer, (7, 9))
+    assert group.pull_log.floor == 10
+    assert group.pull_log.held == {}
+
+
+def test_an_ack_is_answered_after_its_event_was_written():
+    node = filled(3)
+    consumer = node.attach("orders", "g")
+    node.pull(consumer)
+    answered: list[bool] = []
+    written = node.broker.action_log.written
+    node.broker.ack(consumer, [(0, 3, node.broker.epoch)], lambda: answered.append(True))
+    assert answered == []
+    node.commit()
+    assert answered == [True]
+    assert node.broker.action_log.written > written
+
+
+@pytest.mark.parametrize("ranges", [(7, 3), (3, 3), (-5, -1), (100, 200), (1 << 62, 1 << 63)])
+def test_senseless_ranges_change_nothing(ranges: tuple[int, int]):
+    node = filled(5)
+    consumer = node.attach("orders", "g")
+    node.pull(consumer)
+    assert node.ack(consumer, ranges) == [True]
+    assert node.nack(consumer, ranges) == [True]
+    log = consumer.group.pull_log
+    assert (log.next, list(log.returned), log.held_count) == (5, [], 5)
+
+
+def test_a_nack_gives_back_only_what_the_consumer_holds():
+    node = filled()
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    node.pull(one, 3)
+    node.pull(two, 3)
+    node.nack(one, (0, 10))
+    assert [tuple(r) for r in one.group.pull_log.returned] == [(0, 3, 1)]
+    assert one.group.pull_log.held_count == 3
+
+
+def test_the_attempt_counts_up_through_restarts():
+    node = filled(1)
+    for attempt in range(1, 5):
+        consumer = node.attach("orders", "g")
+        assert node.pull(consumer).ranges == [(0, 1, attempt)]
+        node.nack(consumer, (0, 1))
+        node = node.restart() if attempt % 2 else node.killed()
+
+
+# --- coming and going ---------------------------------------------------------------------------
+
+
+def test_a_silent_consumer_is_lost_and_its_rows_go_to_the_others_at_once():
+    node = filled(4)
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    node.pull(one)
+    waiting = node.pull(two, wait=60)
+    node.clock.advance(4)
+    node.membership.session(two.session)
+    node.clock.advance(2)
+    assert node.membership.lose_silent() == [(one, 4)]
+    assert waiting.ranges == [(0, 4, 2)]
+    with pytest.raises(StaleSession, match="attach again"):
+        node.membership.session(one.session)
+    assert node.membership.session(two.session) is two
+
+
+def test_a_consumer_that_leaves_gives_back_what_it_holds():
+    node = filled(4)
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    node.pull(one)
+    node.membership.detach(one)
+    assert node.pull(two).ranges == [(0, 4, 2)]
+    assert list(one.group.consumers) == ["c2"]
+
+
+def test_a_connection_that_breaks_takes_nothing_back_before_the_time_is_up():
+    node = filled(4)
+    one, two = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    node.pull(one)
+    waiting = node.pull(one, wait=60)
+    node.membership.disconnected(one, one.session)
+    assert node.pull(two).ranges == []
+    node.send("orders", b"new")
+    assert not waiting.answered, "its poll went with the connection"
+    assert node.pull(two).bodies == [b"new"]
+    node.clock.advance(LOST)
+    node.membership.session(two.session)
+    node.membership.lose_silent()
+    assert node.pull(two).ranges == [(0, 4, 2)]
+
+
+def test_a_client_that_is_attached_cannot_be_attached_twice():
+    node = filled(1)
+    consumer = node.attach("orders", "g")
+    with pytest.raises(GroupBusy, match="'c1' is attached to group 'g' of 'orders' already"):
+        node.attach("orders", "g")
+    node.membership.disconnected(consumer, consumer.session)
+    assert node.attach("orders", "g") is consumer
+
+
+def test_members_of_a_group_agree_on_its_delivery():
+    node = filled(1)
+    node.attach("orders", "g", "c1")
+    with pytest.raises(GroupMismatch, match="delivery='at_least_once', this member asks for 'at_most_once'"):
+        node.attach("orders", "g", "c2", delivery="at_most_once")
+
+
+def test_there_are_only_so_many_consumers_and_groups():
+    node = Node(limits=ServerLimits(consumers=2, groups=3))
+    node.attach("orders", "g", "c1")
+    node.attach("orders", "g", "c2")
+    with pytest.raises(LimitExceeded, match="its 2 consumers"):
+        node.attach("orders", "g", "c3")
+    node = Node(limits=ServerLimits(groups=2))
+    node.attach("orders", "g1")
+    node.attach("orders", "g2")
+    with pytest.raises(LimitExceeded, match="its 2 groups"):
+        node.attach("orders", "g3")
+
+
+def test_long_gone_consumers_and_idle_broadcast_groups_are_forgotten():
+    node = filled(3)
+    shared = node.attach("orders", "g", "c1")
+    broadcast = node.attach("orders", None, "b1", start="earliest")
+    node.pull(shared)
+    node.clock.advance(LOST)
+    node.membership.lose_silent()
+    assert node.membership.forget_idle() == 0
+    node.clock.advance(2 * 86400 + 1)
+    assert node.membership.forget_idle() == 3
+    node.turn()
+    assert shared.group.consumers == {}
+    assert set(node.partition("orders").groups) == {"g"}
+    assert broadcast.session not in node.broker.sessions
+    again = node.killed()
+    assert set(again.partition("orders").groups) == {"g"}
+    assert again.group("orders", "g").consumers == {}
+    assert again.broker.group_count == 1
+    assert again.pull(again.attach("orders", "g", "c9")).ranges == [(0, 3, 2)]
+
+
+# --- broadcast ----------------------------------------------------------------------------------
+
+
+def test_every_broadcast_consumer_gets_everything_from_now_on():
+    node = filled(3)
+    consumers = [node.attach("orders", None, f"b{n}") for n in range(3)]
+    node.send("orders", b"new")
+    for consumer in consumers:
+        assert node.pull(consumer).bodies == [b"new"]
+
+
+def test_a_broadcast_consumer_that_comes_back_goes_on_after_what_it_acked():
+    node = filled(10)
+    consumer = node.attach("orders", None, "b1", start="earliest")
+    node.pull(consumer)
+    node.ack(consumer, (0, 3), (5, 6))
+    events = node.broker.action_log.written
+    node.pull(consumer)
+    assert node.broker.action_log.written == events, "no pull log is kept"
+    for again in (node.killed(), node.power_lost("all")):
+        back = again.attach("orders", None, "b1")
+        assert [r[:2] for r in again.pull(back).ranges] == [(3, 5), (6, 10)]
+
+
+# --- start positions ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        (None, 0),
+        ("earliest", 0),
+        ("latest", 10),
+        (["sequence", 4], 4),
+        (["sequence", 99], 10),
+        (["time", 0], 0),
+        (["time", 1_700_000_005_000_000], 5),
+        (["time", 1_800_000_000_000_000], 10),
+    ],
+)
+def test_a_group_starts_where_it_is_told(start: object, expected: int):
+    node = Node()
+    for number in range(10):
+        node.send("orders", b"%d" % number)
+        node.clock.advance(1)
+    assert node.attach("orders", "g", start=start).group.pull_log.next == expected
+    other = node.attach("orders", "h", start="latest" if start == "earliest" else "earliest")
+    node.membership.detach(other)
+    assert node.membership.reset("orders", "h", start or "earliest") == expected
+    node.turn()
+    assert node.killed().group("orders", "h").pull_log.next == expected
+
+
+@pytest.mark.parametrize("start", ["middle", ["sequence", -1], ["sequence", "x"], ["time"], 7, {"a": 1}])
+def test_a_start_that_means_nothing_is_refused(start: object):
+    with pytest.raises(InvalidArgument, match="is not 'earliest', 'latest', a sequence or a time"):
+        Node().attach("orders", "g", start=start)
+
+
+def test_a_reset_needs_an_idle_group_and_forgets_what_was_open():
+    node = filled(10)
+    consumer = node.attach("orders", "g")
+    node.pull(consumer, 6)
+    node.nack(consumer, (0, 2))
+    with pytest.raises(GroupBusy, match="1 online consumers \\(c1\\); stop them first"):
+        node.membership.reset("orders", "g", "earliest")
+    node.membership.detach(consumer)
+    assert node.membership.reset("orders", "g", ["sequence", 4]) == 4
+    node.turn()
+    for again in (node, node.killed()):
+        assert again.pull(again.attach("orders", "g")).ranges == [(4, 10, 1)]
+    with pytest.raises(GroupNotFound, match="no group 'x'; it has: g"):
+        node.membership.reset("orders", "x", "earliest")
+
+
+def test_a_removed_group_starts_anew():
+    node = filled(3)
+    consumer = node.attach("orders", "g")
+    node.ack(consumer, (0, 3))
+    node.membership.remove_group(consumer.group)
+    node.turn()
+    assert node.broker.group_count == 0
+    again = node.killed()
+    assert again.broker.group_count == 0
+    assert again.pull(again.attach("orders", "g")).ranges == [(0, 3, 1)]
+
+
+# --- the whole ----------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["send", "pull", "ack", "nack", "lose", "leave", "restart", "kill", "checkpoint"]),
+        st.integers(0, 2),
+        st.integers(1, 6),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+@settings(max_examples=60, deadline=None)
+def test_every_row_is_handed_out_until_it_is_acked_and_never_after(steps: list[tuple[str, int, int]]):
+    node, producer = Node(flush="sync"), Producer(5)
+    hands: dict[str, list[tuple[int, int]]] = {}
+    acked: set[int] = set()
+    for step, who, count in steps:
+        client = f"c{who}"
+        if step == "send":
+            node.send("orders", *[b"x"] * count, producer=producer)
+        elif step in ("restart", "kill"):
+            node = node.restart() if step == "restart" else node.killed()
+            hands = {}
+        elif step == "checkpoint":
+            node.checkpoint()
+        elif step == "pull":
+            group = node.partition("orders").groups.get("g")
+            known = group.consumers.get(client) if group else None
+            consumer = known if known and known.connected else node.attach("orders", "g", client)
+            for start, end, _ in node.pull(consumer, count).ranges:
+                assert acked.isdisjoint(range(start, end))
+                hands.setdefault(client, []).append((start, end))
+        elif client in hands:
+            consumer = node.group("orders", "g").consumers[client]
+            held = hands.pop(client)
+            if step == "ack":
+                # The rows may come from an earlier start: every epoch is tried, one is right.
+                node.ack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)))
+                acked.update(sequence for s, e in held for sequence in range(s, e))
+            elif step == "nack":
+                node.nack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)))
+            elif step == "leave":
+                node.membership.detach(consumer)
+                node.turn()
+            else:
+                node.clock.advance(LOST)
+                for other in node.group("orders", "g").consumers.values():
+                    if other is not consumer:
+                        other.heard = node.clock.monotonic()
+                node.membership.lose_silent()
+                node.turn()
+        log = node.partition("orders").groups["g"].pull_log if "g" in node.partition("orders").groups else None
+        assert log is None or log.next <= node.partition("orders").visible
+    node.clock.advance(LOST)
+    node.membership.lose_silent()
+    last = node.attach("orders", "g", "last")
+    rest = [s for start, end, _ in drain(node, last) for s in range(start, end)]
+    assert sorted([*rest, *acked]) == list(range(node.partition("orders").visible))
+
+
+def drain(node: Node, consumer: object) -> list[tuple[int, int, int]]:
+    got: list[tuple[int, int, int]] = []
+    while ranges := node.pull(consumer, 1000).ranges:  # type: ignore[arg-type]
+        got += ranges
+    return got
+
+
+def test_a_pull_that_was_refused_was_not_recorded():
+    node = filled(3)
+    consumer = node.attach("orders", "g")
+    pulled = Pulled()
+    node.broker.pull(consumer, 10, 1 << 20, 0, pulled.answer)
+    assert pulled.ranges == [(0, 3, 1)]
+    assert node.pull(consumer).ranges == []

@@ -1,0 +1,294 @@
+"""Sends: stored, joined, answered once, and idempotent."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.errors import (
+    FrameError,
+    LimitExceeded,
+    OutOfSequence,
+    ReadOnly,
+    SubjectExists,
+    SubjectNotFound,
+    UnknownProducer,
+)
+from plait.frame.builder import build_frame
+from plait.frame.coalesce import coalesce
+from plait.frame.view import FrameView
+from plait.limits import ServerLimits
+from plait.storage.catalog import SubjectSettings
+from tests.support.broker_node import Node, Producer, Sent
+
+# --- storing ------------------------------------------------------------------------------------
+
+
+def test_rows_get_sequences_in_the_order_they_come():
+    node = Node()
+    assert node.send("orders", b"a", b"b").sequence == 0
+    assert node.send("orders", b"c").sequence == 2
+    assert node.send("other", b"x").sequence == 0
+    assert [(row.sequence, row.body) for row in node.stored("orders")] == [(0, b"a"), (1, b"b"), (2, b"c")]
+
+
+def test_a_send_is_answered_once_and_not_before_the_turn_ends():
+    node = Node()
+    sent = node.submit(Producer(5).frame("orders", b"a"))
+    assert sent.answers == []
+    node.turn()
+    node.turn()
+    assert sent.answers == [(0, None)]
+
+
+def test_small_frames_of_one_turn_are_stored_as_one():
+    node = Node()
+    producers = [Producer(number) for number in range(10, 15)]
+    sends = [node.submit(producer.frame("orders", f"{producer.id}".encode())) for producer in producers]
+    node.turn()
+    assert [sent.sequence for sent in sends] == [0, 1, 2, 3, 4]
+    assert len(node.partition("orders").consume_log) == 1
+    assert [(row.producer, row.number) for row in node.stored("orders")] == [(p.id, 1) for p in producers]
+
+
+def test_joined_frames_are_new_duplicate_or_refused_each_by_itself():
+    node = Node()
+    one, two = Producer(1), Producer(2)
+    first = one.frame("orders", b"1a")
+    early = one.frame("orders", b"1b")
+    late = one.frame("orders", b"1c")
+    other = two.frame("orders", b"2a")
+    answers = [node.submit(sent) for sent in (first, late, other, early)]
+    again = node.submit(Sent("orders", first.data, first.bodies))
+    node.turn()
+    assert [sent.acknowledged for sent in answers] == [True, False, True, True]
+    assert isinstance(late.error, OutOfSequence)
+    assert late.error.details["last"] == 1
+    assert again.sequence == first.sequence == 0
+    assert node.bodies("orders") == [b"1a", b"2a", b"1b"]
+
+
+def test_joined_frames_that_grow_still_find_their_reserved_place():
+    """A time that holds for all rows is repeated for each of them when frames are joined."""
+    node = Node()
+    producers = [Producer(number) for number in range(1, 5)]
+    for turn in range(6):
+        for producer in producers:
+            node.submit(producer.frame("orders", *[b"%d" % turn] * 40, send_time=node.clock.now()))
+        node.turn()
+        for segment in node.broker.message_log.segments:
+            assert segment.file.size == segment.size
+    assert len(node.bodies("orders")) == 6 * 4 * 40
+    assert len(node.killed().bodies("orders")) == 6 * 4 * 40
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3), st.integers(1, 4), st.integers(0, 300), st.booleans(), st.sampled_from("join turn".split())
+        ),
+        max_size=30,
+    )
+)
+@settings(max_examples=40, deadline=None)
+def test_whatever_is_joined_every_producers_rows_stay_whole_and_in_order(
+    frames: list[tuple[int, int, int, bool, str]],
+):
+    node = Node()
+    producers = [Producer(number) for number in range(1, 5)]
+    sends: list[Sent] = []
+    for who, count, size, timed, then in frames:
+        producer = producers[who]
+        bodies = [b"%d/%d:" % (producer.id, producer.next + row) + b"x" * size for row in range(count)]
+        columns = {"send_time": 7} if timed else {}
+        sends.append(node.submit(producer.frame("orders", *bodies, **columns)))
+        if then == "turn":
+            node.turn()
+    node.turn()
+    rows = node.stored("orders")
+    assert len(rows) == sum(count for _, count, *_ in frames)
+    for sent in sends:
+        assert sent.sequence is not None
+        stored = rows[sent.sequence : sent.sequence + len(sent.bodies)]
+        assert [row.body for row in stored] == sent.bodies
+        assert [row.producer for row in stored] == [sent.view.producer] * len(sent.bodies)
+    assert node.killed().stored("orders") == rows
+
+
+# --- idempotence --------------------------------------------------------------------------------
+
+
+def test_a_resend_stores_nothing_and_gets_the_old_receipt():
+    node = Node()
+    producer = Producer(9)
+    first = producer.frame("orders", b"a", b"b")
+    second = producer.frame("orders", b"c")
+    for sent in (first, second):
+        node.submit(sent)
+        node.turn()
+    for sent in (first, second):
+        again = node.submit(Sent("orders", sent.data, sent.bodies))
+        node.turn()
+        assert again.sequence == sent.sequence
+    assert node.bodies("orders") == [b"a", b"b", b"c"]
+
+
+@pytest.mark.parametrize("end", ["restart", "killed", "power_lost"])
+def test_a_resend_after_a_start_stores_nothing_either(end: str):
+    node = Node(flush="sync")
+    producer = Producer(9)
+    sends = [node.send("orders", b"%d" % n, producer=producer) for n in range(5)]
+    node.checkpoint()
+    sends += [node.send("orders", b"%d" % n, producer=producer) for n in range(5, 10)]
+    again = getattr(node, end)()
+    for sent in sends:
+        resent = again.submit(Sent("orders", sent.data, sent.bodies))
+        again.turn()
+        assert resent.sequence == sent.sequence
+    assert again.bodies("orders") == [b"%d" % n for n in range(10)]
+    assert again.send("orders", b"next", producer=producer).sequence == 10
+
+
+def test_a_producer_that_was_forgotten_gets_a_distinct_error():
+    node = Node()
+    producer = Producer(9)
+    node.send("orders", b"a", producer=producer)
+    node.clock.advance(8 * 86400)
+    node.broker.producers.forget(node.clock.now())
+    sent = node.send("orders", b"b", producer=producer)
+    assert isinstance(sent.error, UnknownProducer)
+    assert "in doubt" in sent.error.message
+    assert node.send("orders", b"b", producer=Producer(10)).acknowledged
+
+
+def test_oneway_rows_are_stored_without_idempotence():
+    node = Node()
+    producer = Producer(9)
+    for _ in range(2):
+        sent = producer.oneway("orders", b"a")
+        node.broker.submit(node.partition("orders"), sent.view, None)
+    node.turn()
+    assert node.bodies("orders") == [b"a", b"a"]
+    assert len(node.broker.producers) == 0
+    assert node.killed().bodies("orders") == [b"a", b"a"]
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_a_frame_that_does_not_verify_is_refused_and_nothing_is_stored():
+    node = Node()
+    data = bytearray(Producer(1).frame("orders", b"hello").data)
+    data[-8] ^= 1
+    with pytest.raises(FrameError):
+        node.broker.submit(node.partition("orders"), FrameView(data), None)
+    node.turn()
+    assert node.bodies("orders") == []
+
+
+def test_a_producer_cannot_speak_for_others():
+    node = Node()
+    frames = [FrameView(build_frame([b"x"], producer=n, first=1).tobytes()) for n in (1, 2)]
+    joined = FrameView(coalesce(frames).tobytes())
+    with pytest.raises(FrameError, match="own rows only"):
+        node.broker.submit(node.partition("orders"), joined, None)
+
+
+def test_a_read_only_broker_takes_nothing_and_still_serves():
+    node = Node()
+    node.send("orders", b"a")
+    node.broker.read_only = True
+    assert isinstance(node.send("orders", b"b").error, ReadOnly)
+    assert node.pull(node.attach("orders", "g")).bodies == [b"a"]
+
+
+# --- subjects -----------------------------------------------------------------------------------
+
+
+def test_subjects_are_made_by_use_or_only_explicitly():
+    assert Node().send("new", b"a").acknowledged
+    node = Node(auto_create=False)
+    with pytest.raises(SubjectNotFound, match="'new' does not exist; create it with 'plait subject create new'"):
+        node.partition("new")
+    node.broker.create_subject("new")
+    assert node.send("new", b"a").acknowledged
+    with pytest.raises(SubjectExists, match="'new' exists already"):
+        node.broker.create_subject("new")
+
+
+def test_there_are_only_so_many_subjects():
+    node = Node(limits=ServerLimits(subjects=2))
+    node.partition("a")
+    node.partition("b")
+    with pytest.raises(LimitExceeded, match="its 2 subjects"):
+        node.partition("c")
+
+
+@pytest.mark.parametrize("checkpoints", [0, 1, 2])
+@pytest.mark.parametrize("end", ["restart", "killed", "power_lost"])
+def test_a_subject_and_its_settings_survive_any_end(end: str, checkpoints: int):
+    node = Node(flush="sync")
+    node.broker.create_subject("plain")
+    node.broker.create_subject("kept", SubjectSettings(retention_seconds=5.0))
+    if checkpoints:
+        node.checkpoint()
+    node.broker.update_subject("kept", SubjectSettings(retention_seconds=7.0))
+    node.broker.create_subject("gone")
+    node.send("gone", b"a")
+    node.broker.delete_subject("gone")
+    node.turn()
+    for _ in range(checkpoints):
+        node = getattr(node, end)()
+    node = getattr(node, end)()
+    assert set(node.broker.subjects) == {"plain", "kept"}
+    assert node.partition("kept").row.settings == SubjectSettings(retention_seconds=7.0)
+    assert node.send("plain", b"a", producer=Producer(3)).sequence == 0
+    assert node.power_lost().bodies("plain") == [b"a"]
+
+
+def test_a_deleted_subject_that_comes_again_is_another_one():
+    node = Node(flush="sync")
+    consumer = node.attach("orders", "g")
+    node.send("orders", b"old")
+    waiting = node.pull(node.attach("orders", "other", start="latest"), wait=30)
+    reading = node.read("orders", 1, wait=30)
+    old = node.partition("orders").id
+    node.broker.delete_subject("orders")
+    assert waiting.answers == [None]
+    assert reading.answers == [None]
+    assert consumer.session not in node.broker.sessions
+    assert node.send("orders", b"new").acknowledged is False, "its producer has sent elsewhere before"
+    assert node.send("orders", b"new", producer=Producer(77)).sequence == 0
+    assert node.partition("orders").id != old
+    again = node.power_lost()
+    assert again.bodies("orders") == [b"new"]
+    assert again.partition("orders").groups == {}
+    assert again.broker.group_count == 0
+
+
+# --- readers ------------------------------------------------------------------------------------
+
+
+def test_a_reader_is_woken_by_the_first_row_and_answered_once():
+    node = Node()
+    node.send("orders", b"a")
+    reading = node.read("orders", 1, wait=10)
+    assert reading.answers == []
+    node.send("orders", b"b")
+    assert [batch is not None and batch.end for batch in reading.answers] == [2]
+    node.clock.advance(20)
+    node.broker.run_timers()
+    node.send("orders", b"c")
+    assert len(reading.answers) == 1
+
+
+def test_a_reader_whose_time_is_up_is_answered_once_too():
+    node = Node()
+    reading = node.read("orders", 0, wait=10)
+    node.clock.advance(10)
+    node.broker.run_timers()
+    assert reading.answers == [None]
+    node.send("orders", b"a")
+    assert reading.answers == [None]
+    assert node.partition("orders").readers == {}

@@ -1,0 +1,91 @@
+"""Events and definitions in frames."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.frame.builder import FrameParts
+from plait.frame.view import FrameView
+from plait.limits import FRAME_SIZE_MAX
+from plait.storage.action_log import (
+    DEFINITIONS,
+    EVENTS,
+    EVENTS_MAX,
+    Action,
+    ActionBuffer,
+    ConsumerDefinition,
+    GroupDefinition,
+    head_frames,
+    read_definitions,
+    read_events,
+)
+
+GROUP = GroupDefinition(3, 1, "billing", 17, False, "at_least_once", 1_700_000_000_000_000)
+CONSUMER = ConsumerDefinition(9, 3, "client-1")
+
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+EVENT_VALUES = st.tuples(st.sampled_from(Action), U32, U32, U64, U64, st.integers(0, 70_000), U32, st.integers(0, 2**62))
+
+
+def view(frame: FrameParts) -> FrameView:
+    return FrameView(frame.tobytes()).verify()
+
+
+def drain(buffer: ActionBuffer) -> list[FrameView]:
+    bound = buffer.size_bound
+    frames = buffer.drain(index=40, presumed=12345, epoch=6, time=99)
+    assert sum(frame.size for frame in frames) <= bound
+    assert not buffer
+    return [view(frame) for frame in frames]
+
+
+@given(st.lists(EVENT_VALUES, min_size=1, max_size=30))
+def test_events_come_back_as_they_were(events: list[tuple[Action, int, int, int, int, int, int, int]]):
+    buffer = ActionBuffer()
+    for event in events:
+        buffer.event(*event)
+    (frame,) = drain(buffer)
+    assert (frame.partition, frame.base, frame.durable, frame.epoch, frame.store_time) == (EVENTS, 40, 12345, 6, 99)
+    expected = [
+        (action, 0, min(attempt, 65535), group, consumer, epoch, start, end, time)
+        for action, group, consumer, start, end, attempt, epoch, time in events
+    ]
+    assert read_events(frame).tolist() == expected
+
+
+def test_definitions_stand_before_the_events_that_use_them():
+    buffer = ActionBuffer()
+    buffer.event(Action.PULL, 3, 9, 17, 20, 1, 6, 5)
+    buffer.define(GROUP)
+    buffer.define(CONSUMER)
+    definitions, events = drain(buffer)
+    assert (definitions.partition, definitions.base) == (DEFINITIONS, 40)
+    assert (events.partition, events.base) == (EVENTS, 41)
+    assert read_definitions(definitions) == [GROUP, CONSUMER]
+
+
+def test_nothing_buffered_gives_no_frame():
+    buffer = ActionBuffer()
+    assert not buffer
+    assert drain(buffer) == []
+
+
+def test_a_turn_with_very_many_events_is_several_frames():
+    buffer = ActionBuffer()
+    count = EVENTS_MAX + 7
+    for number in range(count):
+        buffer.event(Action.ACK, 1, 2, number, number + 1, 0, 1, 5)
+    frames = drain(buffer)
+    assert [frame.base for frame in frames] == [40, 41]
+    assert all(frame.size < FRAME_SIZE_MAX for frame in frames)
+    assert sum(len(read_events(frame)) for frame in frames) == count
+    assert read_events(frames[-1])["start"].tolist() == list(range(EVENTS_MAX, count))
+
+
+def test_the_head_of_a_segment_holds_all_names_and_where_the_one_before_ended():
+    definitions = [ConsumerDefinition(number, 3, f"client-{number}") for number in range(12_000)]
+    frames = head_frames(definitions, index=7, presumed=1, epoch=2, time=3, previous_end=4096)
+    assert [(f.producer, f.previous, f.base) for f in map(view, frames)] == [(0, 4096, 7), (0, 4096, 8), (0, 4096, 9)]
+    assert [d for frame in frames for d in read_definitions(view(frame))] == definitions
+    assert head_frames([], index=7, presumed=1, epoch=2, time=3, previous_end=4096) == []

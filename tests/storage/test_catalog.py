@@ -1,0 +1,30 @@
+"""Partitions in the message log."""
+
+from __future__ import annotations
+
+import msgspec
+
+from plait.frame.view import FrameView
+from plait.storage.catalog import CATALOG, PartitionRow, SubjectSettings, catalog_frame, read_rows
+
+ROWS = [
+    PartitionRow(1, "orders", "orders", 5, SubjectSettings(retention_seconds=60.0, retention_bytes=1 << 30)),
+    PartitionRow(2, "müll", "müll", 6, deleted=True),
+    PartitionRow(3, "plain", "plain", 7),
+]
+
+
+def test_rows_come_back_as_they_were():
+    frame = FrameView(catalog_frame(ROWS, time=11, durable=22, epoch=33, previous_end=44).tobytes()).verify()
+    assert read_rows(frame) == ROWS
+    assert (frame.partition, frame.producer, frame.previous) == (CATALOG, 0, 44)
+    assert (frame.store_time, frame.durable, frame.epoch) == (11, 22, 33)
+
+
+def test_a_row_of_a_later_version_with_more_fields_can_be_read():
+    class Later(PartitionRow, frozen=True):
+        colour: str = "red"
+
+    row = Later(1, "orders", "orders", 5, colour="blue")
+    data = msgspec.msgpack.encode(row)
+    assert msgspec.msgpack.decode(data, type=PartitionRow) == PartitionRow(1, "orders", "orders", 5)

@@ -1,0 +1,231 @@
+"""Idempotent sends: what is new, what was stored before, what comes too early (R7), and forgetting (R9)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.storage.producers import ProducerTable, Verdict
+
+P, PARTITION = 0xABC, 4
+DAY = 86_400_000_000
+
+
+def table(producers_max: int = 100, window_frames: int = 4, keep_seconds: float = 7 * 86400.0) -> ProducerTable:
+    return ProducerTable(producers_max=producers_max, window_frames=window_frames, keep_seconds=keep_seconds)
+
+
+def store(
+    known: ProducerTable, first: int, count: int, previous: int, base: int = 0, *, producer: int = P, time: int = 0
+) -> None:
+    known.stored(producer, PARTITION, first, count, previous, base, time)
+
+
+def judge(known: ProducerTable, first: int, count: int, previous: int) -> Verdict:
+    return known.judge(P, PARTITION, first, count, previous)
+
+
+# --- R7 -----------------------------------------------------------------------------------------
+
+
+def test_r7_only_the_exact_successor_is_stored():
+    known = table()
+    assert judge(known, 1, 3, 0) is Verdict.NEW
+    store(known, 1, 3, 0)
+    assert judge(known, 4, 2, 3) is Verdict.NEW
+    assert judge(known, 6, 1, 5) is Verdict.GAP
+    assert judge(known, 4, 2, 2) is Verdict.GAP
+    # 4 to 8 went to other partitions: numbers count over all of them, the chain is this partition's.
+    assert judge(known, 9, 1, 3) is Verdict.NEW
+
+
+def test_r7_a_refused_frame_is_never_overtaken_and_then_dropped_as_a_duplicate():
+    known = table()
+    store(known, 1, 3, 0)
+    # [4, 6] was refused; [7, 9] says it follows it.
+    assert judge(known, 7, 3, 6) is Verdict.GAP
+    # The client gives [4, 6] up and lets [7, 9] follow 3.
+    assert judge(known, 7, 3, 3) is Verdict.NEW
+    store(known, 7, 3, 3)
+    # [4, 6] after all: it was never stored, so it must not be called a duplicate.
+    assert judge(known, 4, 3, 3) is Verdict.GAP
+
+
+def test_a_resend_is_a_duplicate_and_gets_its_first_receipt():
+    known = table()
+    store(known, 1, 3, 0, base=100)
+    store(known, 4, 2, 3, base=250)
+    assert judge(known, 1, 3, 0) is Verdict.DUPLICATE
+    assert judge(known, 4, 2, 3) is Verdict.DUPLICATE
+    assert known.receipt(P, PARTITION, 1, 3) == 100
+    assert known.receipt(P, PARTITION, 4, 2) == 250
+    assert known.receipt(P, PARTITION, 5) == 251
+
+
+def test_a_resend_cut_into_other_frames_is_a_duplicate_without_a_receipt():
+    known = table()
+    store(known, 1, 3, 0, base=100)
+    store(known, 4, 2, 3, base=250)
+    assert judge(known, 1, 5, 0) is Verdict.DUPLICATE
+    assert known.receipt(P, PARTITION, 1, 5) is None
+    assert judge(known, 4, 3, 3) is Verdict.GAP, "6 was never stored"
+
+
+def test_a_resend_from_before_the_window_is_a_duplicate_without_a_receipt():
+    known = table(window_frames=2)
+    for number in range(1, 6):
+        store(known, number, 1, number - 1, base=number * 10)
+    assert judge(known, 1, 1, 0) is Verdict.DUPLICATE
+    assert known.receipt(P, PARTITION, 1) is None
+    assert known.receipt(P, PARTITION, 4) == 40
+
+
+def test_partitions_are_told_apart():
+    known = table()
+    store(known, 1, 3, 0)
+    assert known.judge(P, PARTITION + 1, 4, 1, 0) is Verdict.NEW
+    assert known.judge(P, PARTITION + 1, 4, 1, 3) is Verdict.UNKNOWN
+
+
+# --- holes --------------------------------------------------------------------------------------
+
+
+def with_hole() -> ProducerTable:
+    """1 to 2 and 7 to 8 are stored, 3 to 6 were lost to damage."""
+    known = table()
+    store(known, 1, 2, 0)
+    store(known, 7, 2, 6)
+    return known
+
+
+def test_what_was_lost_to_damage_is_new_when_it_comes_again():
+    known = with_hole()
+    assert judge(known, 3, 2, 2) is Verdict.NEW
+    store(known, 3, 2, 2, base=50)
+    assert judge(known, 3, 2, 2) is Verdict.DUPLICATE
+    assert known.receipt(P, PARTITION, 3, 2) == 50
+    assert judge(known, 5, 2, 4) is Verdict.NEW
+    store(known, 5, 2, 4)
+    assert judge(known, 5, 2, 4) is Verdict.DUPLICATE
+    assert judge(known, 9, 1, 8) is Verdict.NEW
+    window = known.window(P, PARTITION)
+    assert window is not None
+    assert window.holes == []
+
+
+def test_a_hole_is_filled_in_order_and_not_beyond_its_end():
+    known = with_hole()
+    assert judge(known, 5, 2, 4) is Verdict.GAP
+    assert judge(known, 3, 6, 2) is Verdict.GAP
+    assert judge(known, 7, 2, 6) is Verdict.DUPLICATE
+
+
+def test_the_very_first_frames_of_a_producer_can_be_lost_too():
+    known = table()
+    store(known, 4, 2, 3)
+    assert judge(known, 1, 3, 0) is Verdict.NEW
+    store(known, 1, 3, 0)
+    assert judge(known, 1, 3, 0) is Verdict.DUPLICATE
+    assert judge(known, 6, 1, 5) is Verdict.NEW
+
+
+# --- R9 -----------------------------------------------------------------------------------------
+
+
+def test_r9_an_unknown_producer_in_the_middle_of_its_sequence_gets_a_distinct_answer():
+    assert judge(table(), 5, 1, 4) is Verdict.UNKNOWN
+
+
+def test_r9_silent_producers_are_forgotten_after_their_time():
+    known = table(keep_seconds=7 * 86400)
+    store(known, 1, 1, 0, time=0)
+    store(known, 1, 1, 0, producer=2, time=DAY)
+    assert known.forget(7 * DAY - 1) == []
+    assert known.forget(7 * DAY) == [P]
+    assert judge(known, 2, 1, 1) is Verdict.UNKNOWN
+    assert known.judge(2, PARTITION, 2, 1, 1) is Verdict.NEW
+
+
+def test_r9_the_longest_silent_goes_first_when_there_are_too_many():
+    known = table(producers_max=2)
+    for producer in (1, 2, 3):
+        store(known, 1, 1, 0, producer=producer, time=producer)
+    store(known, 2, 1, 1, producer=1, time=4)
+    assert known.forget(10) == [2]
+    assert len(known) == 2
+    assert set(known.ids()) == {1, 3}
+
+
+def test_r9_the_order_of_last_use_survives_a_checkpoint():
+    known = table(producers_max=2)
+    for producer, time in ((5, 30), (6, 10), (7, 20)):
+        store(known, 1, 1, 0, producer=producer, time=time)
+    again = table(producers_max=2)
+    for producer in (7, 5, 6):
+        again.load(saved(known, producer))
+    again.order()
+    assert again.forget(40) == [6]
+
+
+def test_a_deleted_partition_is_forgotten():
+    known = table()
+    store(known, 1, 1, 0)
+    known.dirty.clear()
+    known.forget_partition(PARTITION)
+    assert known.window(P, PARTITION) is None
+    assert known.dirty == {P}
+
+
+# --- checkpoint ---------------------------------------------------------------------------------
+
+
+def saved(known: ProducerTable, *producers: int) -> Any:
+    """Through the encoding, as a checkpoint does."""
+    entry = tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(known.dump(producers)), type=list[entry])
+
+
+def test_changes_are_marked_for_the_next_checkpoint():
+    known = table(keep_seconds=1)
+    store(known, 1, 1, 0)
+    assert known.dirty == {P}
+    known.dirty.clear()
+    judge(known, 2, 1, 1)
+    assert known.dirty == set()
+    known.forget(DAY)
+    assert known.dirty == {P}
+
+
+FRAMES = st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), min_size=1, max_size=20)
+
+
+@given(FRAMES, st.integers(0, 20))
+@settings(max_examples=200, deadline=None)
+def test_a_client_that_resends_until_it_hears_stores_everything_once_and_in_order(
+    frames: list[tuple[int, bool, bool]], checkpoint_after: int
+):
+    """(rows, the answer is lost, some go elsewhere) of each frame, a checkpoint somewhere."""
+    known = table(window_frames=64)
+    stored: list[int] = []
+    number, previous = 1, 0
+    for index, (count, answer_lost, elsewhere) in enumerate(frames):
+        if elsewhere:
+            number += 2
+        for attempt in range(2 if answer_lost else 1):
+            verdict = judge(known, number, count, previous)
+            assert verdict is (Verdict.NEW if attempt == 0 else Verdict.DUPLICATE)
+            if verdict is Verdict.NEW:
+                store(known, number, count, previous, base=len(stored))
+                stored += range(number, number + count)
+            assert stored[known.receipt(P, PARTITION, number, count) or 0] == number
+        previous = number + count - 1
+        number += count
+        if index == checkpoint_after:
+            again = table(window_frames=64)
+            again.load(saved(known, P))
+            again.order()
+            known = again
+    assert stored == sorted(set(stored))
