@@ -1,0 +1,264 @@
+"""A load on a real server that is killed under it, and the proof that nothing it promised was broken.
+
+One ``Load`` lives through many cycles of *send and consume, SIGKILL, restart, drain*. It knows what it sent, what was
+acknowledged, what each group was given and which acks the broker confirmed, and compares that with what is stored:
+
+- every acknowledged message is there, under the sequence of its receipt, exactly once, unchanged, in order of sending;
+- nothing is there that was not sent;
+- a send that was under way during the kill is stored once, and its caller never notices;
+- every group gets every message, and none again whose ack was confirmed before the kill;
+- an at-most-once group gets none twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import NamedTuple, Self
+from zlib import crc32
+
+import plait
+from plait.client.types import Receipt
+from tests.support.process import ServerProcess
+
+SUBJECTS = ("orders", "payments")
+#: Two consumers, one consumer, and one that is told everything at most once.
+SHARED, ALONE, ONCE = "shared", "alone", "once"
+#: What no wait takes; a machine under load is slow.
+PATIENCE_SECONDS = 60.0
+
+_SIZES = (0, 10, 20, 100, 100, 100, 1000, 10_000)
+_FILLER = random.Random(1).randbytes(1 << 16)
+
+
+class Sent(NamedTuple):
+    """A message as it was given to the client; all of it follows from its name."""
+
+    name: str
+
+    @property
+    def body(self) -> bytes:
+        name = self.name.encode()
+        chosen = crc32(name)
+        start, size = chosen & 0x7FFF, _SIZES[chosen >> 16 & 7]
+        return name + b"|" + _FILLER[start : start + size]
+
+    @property
+    def key(self) -> str | None:
+        number = int(self.name.rpartition(".")[2])
+        return None if number % 3 == 0 else f"key-{number % 7}"
+
+
+class Load:
+    """See the module. ``async with Load(server, rng) as load``, then ``cycle`` as often as wanted."""
+
+    def __init__(self, server: ServerProcess, rng: random.Random) -> None:
+        self._server = server
+        self._rng = rng
+        self._number = 0
+        self._sending = False
+        self._producing: list[asyncio.Task[None]] = []
+        self._consuming: list[asyncio.Task[None]] = []
+        self._clients: list[plait.Client] = []
+        #: Restarts so far: what was confirmed under a lower number was confirmed before the last kill.
+        self.restarts = 0
+        self.sent: dict[str, set[str]] = {subject: set() for subject in SUBJECTS}
+        self.acknowledged: dict[str, dict[str, Receipt]] = {subject: {} for subject in SUBJECTS}
+        self.delivered: dict[tuple[str, str], Counter[str]] = {}
+        self.confirmed: dict[tuple[str, str], dict[str, int]] = {}
+        self.broken: list[str] = []
+        self._checked = dict.fromkeys(SUBJECTS, 0)
+        self._last_of: dict[tuple[str, str], int] = {}
+        self._seen: dict[str, set[str]] = {subject: set() for subject in SUBJECTS}
+
+    async def __aenter__(self) -> Self:
+        for compression in (None, "zstd"):
+            limits = plait.ClientLimits(reconnect_max_seconds=0.1, send_seconds=PATIENCE_SECONDS)
+            client = plait.connect(self._server.address, compression=compression, limits=limits)  # type: ignore[arg-type]
+            self._clients.append(await client.open())
+        for subject in SUBJECTS:
+            for group, client_numbers in ((SHARED, (0, 1)), (ALONE, (0,)), (ONCE, (1,))):
+                self.delivered[subject, group] = Counter()
+                self.confirmed[subject, group] = {}
+                for number in client_numbers:
+                    work = self._consume(self._clients[number], subject, group)
+                    self._consuming.append(asyncio.create_task(work))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._producing + self._consuming:
+            task.cancel()
+        await asyncio.gather(*self._producing, *self._consuming, return_exceptions=True)
+        for client in self._clients:
+            await client.close()
+
+    # --- a cycle --------------------------------------------------------------------------------
+
+    async def cycle(self, next_flush: str) -> None:
+        """Load, kill, restart, drain, compare. The server goes on with ``next_flush``."""
+        self._sending = True
+        for client_number, client in enumerate(self._clients):
+            for subject in SUBJECTS:
+                for kind, send in self._ways(client):
+                    name = f"{subject}.{client_number}.{kind}"
+                    task = asyncio.create_task(self._produce(subject, name, send))
+                    self._producing.append(task)
+        await self._pass(0.2, 0.6)
+        await asyncio.to_thread(self._server.kill)
+        self.restarts += 1
+        self._server.flush = next_flush
+        if self._rng.random() < 0.3:
+            # Recovery is killed, too, somewhere.
+            self._server.spawn()
+            await self._pass(0.1, 0.8)
+            await asyncio.to_thread(self._server.kill)
+        await asyncio.to_thread(self._server.start)
+        await self._pass(0.1, 0.3)
+        self._sending = False
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await asyncio.gather(*self._producing)
+            self._producing.clear()
+            await self._drain()
+            await self._compare()
+
+    async def _pass(self, least: float, most: float) -> None:
+        """Let the load run for a random while: when the kill comes is the point of it all."""
+        ended = [task for task in self._consuming if task.done()]
+        for task in ended:
+            task.result()
+        await asyncio.sleep(self._rng.uniform(least, most))
+
+    # --- sending --------------------------------------------------------------------------------
+
+    def _ways(self, client: plait.Client) -> list[tuple[str, Callable[[str, list[Sent]], Awaitable[list[Receipt]]]]]:
+        async def send(subject: str, messages: list[Sent]) -> list[Receipt]:
+            return [await client.send(subject, message.body, key=message.key) for message in messages[:1]]
+
+        async def send_tagged(subject: str, messages: list[Sent]) -> list[Receipt]:
+            tasks = [
+                client.send(subject, sent.body, key=sent.key, tags=["new"], headers={"name": sent.name})
+                for sent in messages[:5]
+            ]
+            return list(await asyncio.gather(*tasks))
+
+        async def post(subject: str, messages: list[Sent]) -> list[Receipt]:
+            tickets = [client.post(subject, message.body, key=message.key) for message in messages]
+            await client.flush()
+            return [await ticket for ticket in tickets]
+
+        async def send_many(subject: str, messages: list[Sent]) -> list[Receipt]:
+            bodies, keys = [message.body for message in messages], [message.key for message in messages]
+            return list(await client.send_many(subject, bodies, keys=keys))
+
+        return [("send", send), ("tagged", send_tagged), ("post", post), ("many", send_many)]
+
+    async def _produce(
+        self, subject: str, name: str, send: Callable[[str, list[Sent]], Awaitable[list[Receipt]]]
+    ) -> None:
+        while self._sending:
+            # More than a way of sending may take: names that were never used are no harm.
+            batch = []
+            for _ in range(self._rng.randrange(1, 60)):
+                self._number += 1
+                batch.append(Sent(f"{name}.{self._number}"))
+            self.sent[subject].update(message.name for message in batch)
+            receipts = await send(subject, batch)
+            for message, receipt in zip(batch, receipts, strict=False):
+                self.acknowledged[subject][message.name] = receipt
+            self.sent[subject].difference_update(message.name for message in batch[len(receipts) :])
+
+    # --- consuming ------------------------------------------------------------------------------
+
+    async def _consume(self, client: plait.Client, subject: str, group: str) -> None:
+        delivered, confirmed = self.delivered[subject, group], self.confirmed[subject, group]
+        delivery = "at_most_once" if group == ONCE else "at_least_once"
+        async with client.consumer(subject, group=group, delivery=delivery) as consumer:  # type: ignore[arg-type]
+            while True:
+                batch = await consumer.fetch(self._rng.choice([1, 50, 1000]), wait=5.0)
+                names = [self._name_of(subject, message) for message in batch]
+                for name in names:
+                    if delivered[name] and group == ONCE:
+                        self.broken.append(f"{name} was given to {group} twice")
+                    if confirmed.get(name, self.restarts) < self.restarts:
+                        self.broken.append(f"{name} was given to {group} again after its ack was confirmed")
+                    delivered[name] += 1
+                if group == ONCE or not batch:
+                    continue
+                returned = set(range(0, len(batch), 7)) if self._rng.random() < 0.1 else set()
+                for row in returned:
+                    batch[row].nack()
+                restarts = self.restarts
+                await batch.ack()
+                for row, name in enumerate(names):
+                    if row not in returned and self.restarts == restarts:
+                        confirmed.setdefault(name, restarts)
+
+    def _name_of(self, subject: str, message: plait.Message) -> str:
+        """The name of a message, which has to be one that was sent, as it was sent."""
+        name = message.body.partition(b"|")[0].decode(errors="replace")
+        sent = Sent(name)
+        if name not in self.sent[subject]:
+            self.broken.append(f"{name} in {subject} was never sent")
+        elif (message.body, message.key) != (sent.body, sent.key):
+            self.broken.append(f"{name} in {subject} was changed")
+        elif ".tagged." in name and (message.tags, message.headers) != (["new"], {"name": name}):
+            self.broken.append(f"{name} in {subject} lost its tags or headers")
+        return name
+
+    async def _drain(self) -> None:
+        """Until every group has nothing left."""
+        admin = self._clients[0].admin
+        for subject in SUBJECTS:
+            for group in (SHARED, ALONE, ONCE):
+                while (await admin.group(subject, group)).lag:
+                    for task in self._consuming:
+                        if task.done():
+                            task.result()
+                    await asyncio.sleep(0.02)
+
+    # --- comparing ------------------------------------------------------------------------------
+
+    async def _compare(self) -> None:
+        for subject in SUBJECTS:
+            await self._compare_stored(subject)
+            for group in (SHARED, ALONE):
+                missing = self._seen[subject] - self.delivered[subject, group].keys()
+                if missing:
+                    self.broken.append(f"{len(missing)} messages of {subject} never came to {group}")
+        assert not self.broken, "\n".join(self.broken[:20])
+
+    async def _compare_stored(self, subject: str) -> None:
+        """What this cycle stored against what it sent."""
+        end = (await self._clients[0].admin.subject(subject)).subject.end
+        seen = self._seen[subject]
+        async with self._clients[0].reader(subject, start=self._checked[subject]) as reader:
+            while self._checked[subject] < end:
+                for message in await reader.fetch(10_000, wait=5.0):
+                    if message.sequence != self._checked[subject]:
+                        self.broken.append(f"{subject} has {message.sequence} after {self._checked[subject] - 1}")
+                    self._checked[subject] = message.sequence + 1
+                    name = self._name_of(subject, message)
+                    if name in seen:
+                        self.broken.append(f"{name} is stored twice")
+                    seen.add(name)
+                    self._compare_receipt(subject, name, message)
+                    producer, _, number = name.rpartition(".")
+                    if self._last_of.get((subject, producer), 0) >= int(number):
+                        self.broken.append(f"{name} was stored out of order")
+                    self._last_of[subject, producer] = int(number)
+        lost = self.acknowledged[subject].keys() - seen
+        if lost:
+            self.broken.append(f"{len(lost)} acknowledged messages of {subject} are lost: {sorted(lost)[:5]}")
+
+    def _compare_receipt(self, subject: str, name: str, message: plait.Message) -> None:
+        receipt = self.acknowledged[subject].get(name)
+        if receipt is None:
+            # Every send of the cycle was acknowledged in the end.
+            self.broken.append(f"{name} is stored and was not acknowledged")
+        elif (receipt.message_id, receipt.sequence or message.sequence) != (message.message_id, message.sequence):
+            self.broken.append(f"{name} is at {message.sequence}, its receipt says {receipt.sequence}")
