@@ -31,6 +31,16 @@ _UNITS = {
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
+def duration_of(text: str) -> float:
+    """Seconds of a duration in words: ``5m``, ``1.5h``, or a plain number of seconds."""
+    from plait.client.arguments import seconds_of
+
+    try:
+        return seconds_of(float(text))
+    except ValueError:
+        return seconds_of(text)
+
+
 def size_of(text: str) -> int:
     """Bytes of a size in words: ``1GiB``, ``64MiB``, ``100MB`` or a plain number."""
     match = _SIZE.fullmatch(text.strip())

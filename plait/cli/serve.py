@@ -26,9 +26,8 @@ from plait.broker.config import BrokerConfig
 from plait.broker.recover import RecoveryReport
 from plait.cli.loop import run_loop
 from plait.cli.memory import keep_buffers
-from plait.cli.options import size_of
+from plait.cli.options import duration_of, size_of
 from plait.cli.output import words_of_size
-from plait.client.arguments import seconds_of
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
 from plait.server.health import Health
 from plait.server.host import Server
@@ -81,7 +80,7 @@ def serve(
     config = BrokerConfig(
         flush=flush,
         message_segment_size=_segment_size(segment_size),
-        retention_seconds=None if retention == "forever" else seconds_of(retention),
+        retention_seconds=None if retention == "forever" else duration_of(retention),
         auto_create=auto_create,
     )
     keep_buffers()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes, size_of
+from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes, duration_of, size_of
 from plait.cli.output import (
     print_facts,
     print_json,
@@ -81,8 +81,9 @@ def create(
 ) -> None:
     """Create a subject; an existing one is an error."""
     size = None if retention_size is None else size_of(retention_size)
+    seconds = None if retention is None else duration_of(retention)
     created = with_client(
-        server, lambda client: client.admin.create_subject(subject, retention=retention, retention_bytes=size)
+        server, lambda client: client.admin.create_subject(subject, retention=seconds, retention_bytes=size)
     )
     if output == "json":
         print_json(created)

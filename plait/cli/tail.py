@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Server
+from plait.cli.options import DEFAULT_SERVER, Server, duration_of
 from plait.cli.output import print_json_line, printable, shown_body
-from plait.client.arguments import seconds_of
 from plait.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ def tail(
     """Print messages as they come, until Ctrl-C."""
     if count is not None and count < 1:
         raise InvalidArgument(f"--count must be 1 or more, not {count}")
-    seconds = None if wait is None else seconds_of(wait)
+    seconds = None if wait is None else duration_of(wait)
     show = {"table": _show_columns, "json": _show_json, "raw": _show_raw}[output]
 
     printing = Printing(show, count, seconds)

@@ -56,7 +56,7 @@ async def run(plan: Plan) -> None:
             demo.children = await stack.enter_async_context(Children(directory))
             stack.push_async_callback(demo.stop_listening)
             await demo.run(stack)
-        demo.show()
+    demo.show()
     demo.check()
 
 
@@ -230,15 +230,16 @@ class Demo:
 
     def show(self) -> None:
         """The closing table."""
-        table = Table(box=box.SIMPLE_HEAD, title="result", title_justify="left")
-        columns = ("who", "sent", "consumed", "redelivered", "handled twice", "lost", "order kept per producer")
+        title = "result (twice: handled again after redelivery; order kept: per producer)"
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        columns = ("group", "sent", "consumed", "redelivered", "twice", "lost", "order kept")
         for column in columns:
-            table.add_column(column, justify="left" if column == "who" else "right")
+            table.add_column(column, justify="left" if column == "group" else "right", overflow="fold")
         sent = f"{sum(self._sent.values()):,}"
         for result in self._results:
             kept = f"{'yes' if result.order_kept == result.order_checked else 'NO'}, {result.order_kept} of"
             table.add_row(
-                f"group {result.group}",
+                result.group,
                 sent,
                 f"{result.distinct:,}",
                 f"{result.redelivered:,}",
@@ -250,7 +251,7 @@ class Demo:
             found = self._spark
             lost = self._plan.total - found["different"]
             kept = "yes" if found["out_of_order"] == 0 else f"NO, {found['out_of_order']:,} times"
-            table.add_row("Spark, log files", sent, f"{found['different']:,}", "", "", f"{lost:,}", kept)
+            table.add_row("Spark", sent, f"{found['different']:,}", "", "", f"{lost:,}", kept)
         self._screen.table(table)
 
     def check(self) -> None:

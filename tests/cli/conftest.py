@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
 
+from plait.cli.run import run
 from tests.cli.commands import Serving, serve
+
+#: Runs a command in this process, for tests that need many of them; the rest start real ones.
+Here = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
 @pytest.fixture(scope="session")
@@ -24,3 +29,17 @@ _numbers = count()
 def subject() -> str:
     """A subject that no other test uses."""
     return f"test.{next(_numbers)}"
+
+
+@pytest.fixture
+def here(node: Serving, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Here:
+    """A command against the node that is there for all, without a process of its own."""
+    monkeypatch.setenv("PLAIT_SERVER", node.address)
+    monkeypatch.delenv("PLAIT_DEBUG", raising=False)
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+        code = run(arguments)
+        out, err = capfdbinary.readouterr()
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+    return call

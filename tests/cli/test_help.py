@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.cli.options import size_of
+from plait.cli.options import duration_of, size_of
 from plait.cli.output import printable, words_of_seconds, words_of_size
 from plait.cli.run import run
 from plait.errors import InvalidArgument
@@ -98,6 +98,13 @@ def test_sizes_are_understood(text: str, size: int):
 def test_other_sizes_are_refused(text: str):
     with pytest.raises(InvalidArgument, match="is not understood"):
         size_of(text)
+
+
+def test_durations_are_understood():
+    assert [duration_of(text) for text in ("5m", "1.5h", "0.25", "7d")] == [300, 5400, 0.25, 604800]
+    for text in ("soon", "-1", "nan", "inf"):
+        with pytest.raises(InvalidArgument, match="duration"):
+            duration_of(text)
 
 
 def test_values_in_words():

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import SECONDS, Serving, environment, plait
+from tests.cli.conftest import Here
 
 
 def json_of(result: subprocess.CompletedProcess[bytes]) -> Any:
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 
 
 def json_lines(result: subprocess.CompletedProcess[bytes]) -> list[Any]:
-    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.returncode == 0, result.stderr
     return [json.loads(line) for line in result.stdout.splitlines()]
 
 
@@ -63,7 +64,7 @@ def test_standard_input_is_a_message_a_line_and_comes_back_as_it_was(node: Servi
 def test_many_lines_are_summed_up_for_people(node: Serving, subject: str):
     lines = b"".join(b"line %d\n" % number for number in range(20_000))
     sent = plait("send", subject, "--key", "k", stdin=lines, PLAIT_SERVER=node.address)
-    assert (sent.returncode, sent.stderr) == (0, b"")
+    assert sent.returncode == 0, sent.stderr
     assert subject.encode() in sent.stdout
     assert b"20,000" in sent.stdout
     tail = plait("tail", subject, "--start", "19998", "--wait", "0.1s", PLAIT_SERVER=node.address)
@@ -71,26 +72,26 @@ def test_many_lines_are_summed_up_for_people(node: Serving, subject: str):
     assert [line[1:] for line in shown] == [["#19998", "key=k", "line 19998"], ["#19999", "key=k", "line 19999"]]
 
 
-def test_a_file_is_one_message_or_its_lines(node: Serving, subject: str, tmp_path: Path):
+def test_a_file_is_one_message_or_its_lines(here: Here, subject: str, tmp_path: Path):
     file = tmp_path / "orders.txt"
     file.write_bytes(b"a\nb\n")
-    options = ("--file", str(file), "-o", "json", "--server", node.address)
-    assert len(json_lines(plait("send", subject, *options))) == 1
-    assert len(json_lines(plait("send", subject, "--lines", *options))) == 2
-    raw = plait("tail", subject, "--start", "earliest", "--count", "3", "-o", "raw", "--server", node.address)
+    options = ("--file", str(file), "-o", "json")
+    assert len(json_lines(here("send", subject, *options))) == 1
+    assert len(json_lines(here("send", subject, "--lines", *options))) == 2
+    raw = here("tail", subject, "--start", "earliest", "--count", "3", "-o", "raw")
     assert raw.stdout == b"a\nb\n\na\nb\n"
 
 
-def test_control_characters_do_not_reach_the_terminal(node: Serving, subject: str):
-    plait("send", subject, "\x1b[2J\tred", "--server", node.address)
-    shown = plait("tail", subject, "--start", "-5m", "--count", "1", "--server", node.address)
+def test_control_characters_do_not_reach_the_terminal(here: Here, subject: str):
+    here("send", subject, "\x1b[2J\tred")
+    shown = here("tail", subject, "--start", "-5m", "--count", "1")
     assert b"\x1b" not in shown.stdout
     assert b"\\x1b[2J\\tred" in shown.stdout
 
 
-def test_the_life_of_a_subject(node: Serving, subject: str):
+def test_the_life_of_a_subject(here: Here, subject: str):
     def run(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-        return plait("subject", *arguments, PLAIT_SERVER=node.address)
+        return here("subject", *arguments)
 
     created = json_of(run("create", subject, "--retention", "7d", "--retention-size", "1GiB", "-o", "json"))
     assert (created["retention_seconds"], created["retention_bytes"]) == (7 * 86400, 1 << 30)
@@ -114,15 +115,14 @@ def test_the_life_of_a_subject(node: Serving, subject: str):
     assert gone.stderr.endswith(b"(subject_not_found)\n")
 
 
-def test_a_group_is_described_and_moved(node: Serving, subject: str):
+def test_a_group_is_described_and_moved(node: Serving, here: Here, subject: str):
     plait("send", subject, stdin=b"a\nb\nc\nd\n", PLAIT_SERVER=node.address)
 
     def tail(count: int) -> bytes:
-        options = ("--group", "readers", "--count", str(count), "-o", "raw")
-        return plait("tail", subject, *options, PLAIT_SERVER=node.address).stdout
+        return here("tail", subject, "--group", "readers", "--count", str(count), "-o", "raw").stdout
 
     def group(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-        return plait("group", *arguments, PLAIT_SERVER=node.address)
+        return here("group", *arguments)
 
     assert tail(3) == b"a\nb\nc\n"
     (listed,) = json_of(group("list", subject, "-o", "json"))
@@ -161,8 +161,8 @@ def test_a_reader_that_goes_away_ends_the_command_quietly(node: Serving, subject
         assert (tail.wait(SECONDS), tail.stderr.read()) == (141, b"")
 
 
-def test_ctrl_c_ends_a_tail_without_a_traceback(node: Serving, subject: str):
-    plait("send", subject, "x", "--server", node.address)
+def test_ctrl_c_ends_a_tail_without_a_traceback(node: Serving, here: Here, subject: str):
+    here("send", subject, "x")
     command = [sys.executable, "-m", "plait.cli", "tail", subject, "--start", "earliest", "--server", node.address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()) as tail:
         assert tail.stdout is not None
@@ -180,8 +180,8 @@ def test_a_traceback_is_shown_on_request_only(how: list[str]):
     assert result.stderr.splitlines()[-1].startswith(b"error: ")
 
 
-def test_deleting_asks_at_a_terminal(node: Serving, subject: str):
-    plait("send", subject, "x", "--server", node.address)
+def test_deleting_asks_at_a_terminal(node: Serving, here: Here, subject: str):
+    here("subject", "create", subject)
     for answer, code in ((b"no\n", 2), (subject.encode() + b"\n", 0)):
         ours, theirs = pty.openpty()
         try:
@@ -197,4 +197,4 @@ def test_deleting_asks_at_a_terminal(node: Serving, subject: str):
             os.close(ours)
             os.close(theirs)
         assert deleting.returncode == code
-    assert plait("subject", "describe", subject, "--server", node.address).returncode == 4
+    assert here("subject", "describe", subject).returncode == 4
