@@ -39,16 +39,29 @@ class Waiter:
         return True
 
 
+#: Calls of waiters that are done which may stand among the others.
+DONE_MAX = 1024
+
+
 class Deadlines:
-    """Calls due at a time; a call whose waiter is done is dropped when its turn comes."""
+    """Calls due at a time; a call whose waiter is done is dropped when its turn comes, or when there are too many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Waiter, Callable[[Waiter], None]]] = []
         self._number = 0
+        self._clean_at = DONE_MAX
+
+    def __len__(self) -> int:
+        return len(self._heap)
 
     def add(self, when: float, waiter: Waiter, call: Callable[[Waiter], None]) -> None:
         self._number += 1
         heapq.heappush(self._heap, (when, self._number, waiter, call))
+        if len(self._heap) > self._clean_at:
+            # One that waits long would keep all that were answered meanwhile.
+            self._heap = [entry for entry in self._heap if not entry[2].done]
+            heapq.heapify(self._heap)
+            self._clean_at = 2 * len(self._heap) + DONE_MAX
 
     @property
     def next(self) -> float | None:

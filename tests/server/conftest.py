@@ -39,10 +39,12 @@ async def serve() -> AsyncIterator[Serve]:
         host: str = "127.0.0.1",
         **config: Any,
     ) -> Server:
+        # A machine under load makes no test fail by being slow.
+        patient = {"log_busy_seconds": 60.0, "queue_head_seconds": 60.0}
         settings = {"message_segment_size": 4 * MIB, "action_segment_size": 1 * MIB, "disk_free_min": 0} | config
         server = Server(
             SimulatedDisk() if disk is None else disk,
-            BrokerConfig(**settings, limits=ServerLimits(**(limits or {}))),
+            BrokerConfig(**settings, limits=ServerLimits(**(patient | (limits or {})))),
             host=host,
             port=0,
             clock=clock,

@@ -1,0 +1,192 @@
+"""Long polls: woken at once, timed out in time, however many wait."""
+
+from __future__ import annotations
+
+import asyncio
+
+from plait.clock import ManualClock
+from plait.frame.builder import build_frame
+from plait.limits import MIB
+from plait.wire import messages as m
+from tests.server.conftest import Serve
+from tests.server.raw import Raw
+
+
+async def test_a_send_wakes_a_pull_at_once(serve: Serve):
+    """Not by a timer: this clock stands still, and no tick is called."""
+    server = await serve(clock=ManualClock())
+    async with Raw(server) as consumer, Raw(server) as producer:
+        await consumer.hello("consumer")
+        await producer.hello("producer")
+        session = await consumer.attach("orders", client="consumer")
+        for number in range(5):
+            waiting = consumer.request(m.Pull(session, 10, 1000, 60.0))
+            await consumer.ask(m.Heartbeat())
+            await producer.store("orders", b"x", first=number + 1, previous=number)
+            answer = await consumer.answer(waiting)
+            assert answer.message.ranges == [(number, number + 1, 1)]
+
+
+async def test_a_send_wakes_a_read_at_once(serve: Serve):
+    server = await serve(clock=ManualClock())
+    async with Raw(server) as reader, Raw(server) as producer:
+        await reader.hello("reader")
+        await producer.hello("producer")
+        await producer.store("orders", b"before")
+        waiting = reader.request(m.Read("orders", "latest", 10, 1000, 60.0))
+        await reader.ask(m.Heartbeat())
+        await producer.store("orders", b"after", first=2, previous=1)
+        answer = await reader.answer(waiting)
+        assert answer.message.next == 2
+        assert b"after" in answer.payload
+
+
+async def test_with_flush_sync_a_pull_is_woken_by_the_sync(serve: Serve):
+    server = await serve(clock=ManualClock(), flush="sync", flush_seconds=3600.0)
+    async with Raw(server) as consumer, Raw(server) as producer:
+        await consumer.hello("consumer")
+        await producer.hello("producer")
+        session = await consumer.attach("orders", client="consumer")
+        waiting = consumer.request(m.Pull(session, 10, 1000, 60.0))
+        await consumer.ask(m.Heartbeat())
+        await producer.store("orders", b"x")
+        assert (await consumer.answer(waiting)).message.ranges == [(0, 1, 1)]
+
+
+async def test_one_send_wakes_every_group_once_and_one_consumer_of_each(serve: Serve):
+    server = await serve(clock=ManualClock())
+    async with Raw(server) as consumers, Raw(server) as producer:
+        await consumers.hello("consumers")
+        await producer.hello("producer")
+        waiting: dict[int, str] = {}
+        for number in range(60):
+            for member in ("a", "b"):
+                session = await consumers.attach("orders", f"group-{number}", member)
+                waiting[consumers.request(m.Pull(session, 10, 1000, 60.0))] = f"group-{number}"
+        await consumers.ask(m.Heartbeat())
+        await producer.store("orders", b"x", b"y")
+        woken = [await consumers.next() for _ in range(60)]
+        assert {waiting[answer.correlation] for answer in woken} == {f"group-{number}" for number in range(60)}
+        assert all(answer.message.ranges == [(0, 2, 1)] for answer in woken)
+        beating = consumers.request(m.Heartbeat())
+        assert (await consumers.next()).correlation == beating
+
+
+async def test_a_pull_whose_time_is_up_is_answered_empty_on_the_clock_it_was_given(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock)
+    async with Raw(server) as raw:
+        await raw.hello()
+        session = await raw.attach("orders")
+        waits = {raw.request(m.Pull(session, 10, 1000, seconds)): seconds for seconds in (3.0, 1.0, 2.0)}
+        read = raw.request(m.Read("orders", "earliest", 10, 1000, 2.5))
+        waits[read] = 2.5
+        await raw.ask(m.Heartbeat())
+        ended: list[float] = []
+        for count in (1, 1, 2):
+            clock.advance(1.0)
+            server.tick()
+            for _ in range(count):
+                answer = await raw.next()
+                assert answer.message == (m.ReadReply(1, "orders", 0) if answer.correlation == read else m.Pulled())
+                ended.append(waits[answer.correlation])
+        assert ended == [1.0, 2.0, 2.5, 3.0]
+
+
+async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock, limits={"pull_wait_seconds": 5.0})
+    async with Raw(server) as raw:
+        await raw.hello()
+        waiting = raw.request(m.Pull(await raw.attach("orders"), 10, 1000, float("inf")))
+        await raw.ask(m.Heartbeat())
+        clock.advance(5.0)
+        server.tick()
+        assert (await raw.answer(waiting)).message == m.Pulled()
+
+
+async def test_on_the_machines_clock_a_pull_ends_by_its_own_timer(serve: Serve):
+    server = await serve()
+    loop = asyncio.get_running_loop()
+    async with Raw(server) as raw:
+        await raw.hello()
+        session = await raw.attach("orders")
+        began = loop.time()
+        slow = raw.request(m.Pull(session, 10, 1000, 30.0))
+        quick = raw.request(m.Pull(session, 10, 1000, 0.05))
+        assert (await raw.answer(quick)).message == m.Pulled()
+        # Not at once, and not by the tick of the next second.
+        assert 0.04 < loop.time() - began < 0.9
+        assert slow
+
+
+async def test_a_nack_wakes_another_consumer_at_once(serve: Serve):
+    server = await serve(clock=ManualClock())
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", b"x")
+        first = await raw.attach("orders", client="first")
+        second = await raw.attach("orders", client="second")
+        await raw.ask(m.Pull(first, 1, 1, 0.0))
+        waiting = raw.request(m.Pull(second, 1, 1, 60.0))
+        nacking = raw.request(m.Nack(first, [(0, 1, 1)]))
+        answers = {answer.correlation: answer.message for answer in [await raw.next(), await raw.next()]}
+        assert answers[waiting].ranges == [(0, 1, 2)]
+        assert answers[nacking] == m.Done()
+
+
+async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Serve):
+    clock = ManualClock()
+    server = await serve(clock=clock)
+    async with Raw(server) as staying, Raw(server) as lost:
+        await staying.hello("staying")
+        await lost.hello("lost")
+        await staying.store("orders", b"x", b"y")
+        session = await staying.attach("orders", client="staying")
+        leaving = await lost.attach("orders", client="leaving")
+        losing = await lost.attach("orders", client="losing")
+        await lost.ask(m.Pull(leaving, 1, 1, 0.0))
+        await lost.ask(m.Pull(losing, 1, 1, 0.0))
+        waiting = staying.request(m.Pull(session, 10, 1000, 60.0))
+        await staying.ask(m.Heartbeat())
+        await lost.ask(m.Detach(leaving))
+        assert (await staying.answer(waiting)).message.ranges == [(0, 1, 2)]
+        waiting = staying.request(m.Pull(session, 10, 1000, 60.0))
+        await staying.ask(m.Heartbeat())
+        clock.advance(3.0)
+        await staying.ask(m.Heartbeat())
+        clock.advance(3.0)
+        server.tick()
+        assert (await staying.answer(waiting)).message.ranges == [(1, 2, 2)]
+
+
+async def test_a_reset_and_a_deletion_answer_who_waits(serve: Serve):
+    server = await serve()
+    async with Raw(server) as raw:
+        await raw.hello()
+        session = await raw.attach("orders")
+        waiting = {
+            raw.request(m.Pull(session, 10, 1000, 60.0)),
+            raw.request(m.Read("orders", "latest", 10, 1000, 60.0)),
+        }
+        deleting = raw.request(m.Admin("subject.delete", {"subject": "orders"}))
+        answers = [await raw.next() for _ in range(3)]
+        assert {answer.correlation for answer in answers} == {*waiting, deleting}
+
+
+async def test_thousands_of_answered_polls_leave_nothing_behind(serve: Serve):
+    """A poll that was answered must not wait for its deadline in memory: a busy consumer makes thousands a second."""
+    server = await serve(message_segment_size=64 * MIB)
+    async with Raw(server) as idle, Raw(server) as busy:
+        await idle.hello("idle")
+        await busy.hello("busy")
+        idle.request(m.Read("calm", "latest", 1, 1, 30.0))
+        await idle.ask(m.Heartbeat())
+        partition = await busy.route("orders")
+        for first in range(1, 1601):
+            frame = build_frame([b"x"], producer=7, first=first, previous=first - 1)
+            busy.request(m.Read("orders", "latest", 1, 1, 60.0))
+            busy.request(m.Send(partition), frame.tobytes())
+            await busy.next()
+            await busy.next()
+        assert len(server.broker.deadlines) < 1200
