@@ -3,7 +3,8 @@
 ``post`` returns a ticket whose ``result()`` waits for the receipt; a consumer is iterated with a plain ``for``.
 """
 
-from plait.client.sync import Client, Ticket, connect
+from plait.client.inbox import Ticket
+from plait.client.sync import Client, connect
 from plait.client.sync_consumer import ArrowBatch, Batch, Consumer
 from plait.client.sync_reader import Reader
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts

@@ -10,62 +10,71 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from plait import names
+from plait.client.arguments import Duration, seconds_of
 from plait.client.encoding import encode_body, encode_headers, encode_key, encode_tags
+from plait.client.loops import Run
 from plait.client.producer import Producer
-from plait.client.rows import ROW_SIZE
+from plait.client.rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX
 from plait.client.types import Receipt
 from plait.client.types import Ticket as LoopTicket
-from plait.errors import BufferFull, Closed, PlaitError
+from plait.errors import BufferFull, Closed, PlaitError, Timeout
 
 #: Rows that one turn of the loop takes over; the socket is served in between.
 TURN_COUNT = 5_000
 
 
-class Fate:
-    """What became of a posted row, first here and then at the broker."""
+class Ticket:
+    """A posted message; ``result`` waits for its receipt."""
 
-    __slots__ = ("error", "ticket")
+    __slots__ = ("_error", "_inbox", "_ticket")
 
-    def __init__(self) -> None:
-        self.ticket: LoopTicket | None = None
-        self.error: PlaitError | None = None
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        #: The loop's own ticket, once it has taken the row over...
+        self._ticket: LoopTicket | None = None
+        #: ...or why it did not.
+        self._error: PlaitError | None = None
 
     @property
-    def known(self) -> bool:
-        return self.error is not None or (self.ticket is not None and self.ticket.done)
+    def done(self) -> bool:
+        """Its fate is known."""
+        return self._error is not None or (self._ticket is not None and self._ticket.done)
 
-    def receipt(self) -> Receipt:
-        """What is known; raises what went wrong instead."""
-        if self.error is not None:
-            raise self.error
-        assert self.ticket is not None
-        return self.ticket._batch.receipt(self.ticket._row)
+    def result(self, timeout: Duration | None = None) -> Receipt:
+        """The receipt, or what went wrong; ``Timeout`` when its fate is open for longer, and it may still be stored."""
+        if not self.done:
+            seconds = None if timeout is None else seconds_of(timeout)
+            try:
+                self._inbox.run(self._settled(), seconds)
+            except TimeoutError:
+                raise Timeout(f"no receipt within {seconds:g} s; the message is still on its way") from None
+        if self._error is not None:
+            raise self._error
+        assert self._ticket is not None
+        return self._ticket._batch.receipt(self._ticket._row)
 
-    async def wait(self) -> None:
-        """On the loop, after the row was taken over: until it is known."""
-        if self.ticket is not None:
-            await self.ticket._batch.wait()
+    async def _settled(self) -> None:
+        """On the loop: until its fate is known."""
+        self._inbox.take_all()
+        if self._ticket is not None:
+            await self._ticket._batch.wait()
 
 
-class _Row(NamedTuple):
-    subject: str
-    body: bytes
-    key: str | None
-    tags: list[str] | None
-    headers: dict[str, Any] | None
-    size: int
-    fate: Fate
+#: Subject, body, key, tags, headers, size and ticket.
+_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int, Ticket]
 
 
 class Inbox:
     """See the module."""
 
-    def __init__(self, producer: Producer, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, producer: Producer, loop: asyncio.AbstractEventLoop, run: Run) -> None:
+        self.run = run
         self._producer = producer
         self._loop = loop
+        self._limit = producer.limits.buffer_bytes
         self._lock = threading.Lock()
         self._rows: deque[_Row] = deque()
         self._size = 0
@@ -79,14 +88,15 @@ class Inbox:
         key: str | int | None,
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
-    ) -> Fate:
+    ) -> Ticket:
         """From any thread. What is wrong with the row is raised here."""
         if subject not in self._known:
             names.check("subject", subject)
             self._known.add(subject)
-        if type(body) is not bytes or len(body) > 1_000_000:
+        if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
             body = encode_body(body)
-        text = None if key is None else encode_key(key)
+        if key is not None and (type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii()):
+            key = encode_key(key)
         size = len(body) + ROW_SIZE
         if tags is not None:
             tags = [tags] if isinstance(tags, str) else list(tags)
@@ -94,16 +104,14 @@ class Inbox:
         if headers is not None:
             headers = dict(headers)
             size += len(encode_headers(headers))
-        fate = Fate()
-        row = _Row(subject, body, text, tags, headers, size, fate)
-        limit = self._producer.limits.buffer_bytes
+        ticket = Ticket(self)
         with self._lock:
-            if self._producer.buffered + self._size >= limit:
+            waiting = self._producer.buffered + self._size
+            if waiting >= self._limit:
                 raise BufferFull(
-                    f"{self._producer.buffered + self._size} bytes wait to be stored (limit {limit}); "
-                    "call client.flush() or use send()"
+                    f"{waiting} bytes wait to be stored (limit {self._limit}); call client.flush() or use send()"
                 )
-            self._rows.append(row)
+            self._rows.append((subject, body, key, tags, headers, size, ticket))
             self._size += size
             wake, self._scheduled = not self._scheduled, True
         if wake:
@@ -111,7 +119,7 @@ class Inbox:
                 self._loop.call_soon_threadsafe(self._turn)
             except RuntimeError:
                 raise Closed("the interpreter is ending; nothing can be sent any more") from None
-        return fate
+        return ticket
 
     def _turn(self) -> None:
         self._take(TURN_COUNT)
@@ -130,11 +138,11 @@ class Inbox:
         producer = self._producer
         taken = 0
         for _ in range(min(count, len(rows))):
-            subject, body, key, tags, headers, size, fate = rows.popleft()
+            subject, body, key, tags, headers, size, ticket = rows.popleft()
             taken += size
             if producer.closed is not None:
-                fate.error = producer.closed
+                ticket._error = producer.closed
                 continue
-            fate.ticket = producer.queue(subject).post(body, key, tags, headers)
+            ticket._ticket = producer.queue(subject).post(body, key, tags, headers)
         with self._lock:
             self._size -= taken

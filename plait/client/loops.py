@@ -7,11 +7,18 @@ import atexit
 import os
 import threading
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from plait.errors import Closed
 
 T = TypeVar("T")
+
+
+class Run(Protocol):
+    """Runs a coroutine on a loop in another thread and waits for its result."""
+
+    def __call__(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
+
 
 #: How long the interpreter waits for a loop thread when it ends.
 STOP_SECONDS = 2.0

@@ -16,15 +16,15 @@ from typing import Any, Literal, Self, TypeVar
 import pyarrow as pa
 
 from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
-from plait.client.arguments import Duration, Start, seconds_of
+from plait.client.arguments import Duration, Start
 from plait.client.client import DEFAULT_ADDRESS
 from plait.client.client import Client as LoopClient
-from plait.client.inbox import Fate, Inbox
+from plait.client.inbox import Inbox, Ticket
 from plait.client.loops import LoopThread, shared_loop
 from plait.client.sync_consumer import Consumer
 from plait.client.sync_reader import Reader
 from plait.client.types import Receipt, Receipts
-from plait.errors import PlaitError, Timeout
+from plait.errors import PlaitError
 from plait.limits import ClientLimits
 
 T = TypeVar("T")
@@ -52,31 +52,6 @@ def connect(
     return Client(address, client_id=client_id, compression=compression, limits=limits)
 
 
-class Ticket:
-    """A posted message; ``result`` waits for its receipt."""
-
-    __slots__ = ("_client", "_fate")
-
-    def __init__(self, client: Client, fate: Fate) -> None:
-        self._client = client
-        self._fate = fate
-
-    @property
-    def done(self) -> bool:
-        """Its fate is known."""
-        return self._fate.known
-
-    def result(self, timeout: Duration | None = None) -> Receipt:
-        """The receipt, or what went wrong; ``Timeout`` when its fate is open for longer, and it may still be stored."""
-        if not self._fate.known:
-            seconds = None if timeout is None else seconds_of(timeout)
-            try:
-                self._client._run(self._client._wait(self._fate), seconds)
-            except TimeoutError:
-                raise Timeout(f"no receipt within {seconds:g} s; the message is still on its way") from None
-        return self._fate.receipt()
-
-
 class Client:
     """Sends, consumes and administers; safe to share between threads."""
 
@@ -101,7 +76,7 @@ class Client:
         if self._thread is None:
             thread = shared_loop()
             thread.run(self._client.open())
-            self._inbox = Inbox(self._client._producer, thread.loop)
+            self._inbox = Inbox(self._client._producer, thread.loop, self._run)
             self._thread = thread
             _open.add(self)
         return self
@@ -147,10 +122,6 @@ class Client:
         if self._inbox is not None:
             self._inbox.take_all()
 
-    async def _wait(self, fate: Fate) -> None:
-        self._take_posted()
-        await fate.wait()
-
     # --- sending --------------------------------------------------------------------------------
 
     def send(
@@ -192,7 +163,7 @@ class Client:
         if inbox is None or self._client._producer.closed is not None:
             self._client._check_open()
         assert inbox is not None
-        return Ticket(self, inbox.post(subject, body, key, tags, headers))
+        return inbox.post(subject, body, key, tags, headers)
 
     def send_many(
         self,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar, overload
+from typing import Self, overload
 
 import pyarrow as pa
 
@@ -16,19 +16,12 @@ from plait.client.batch import ArrowBatch as LoopArrowBatch
 from plait.client.batch import Batch as LoopBatch
 from plait.client.consumer import ITERATION_COUNT
 from plait.client.consumer import Consumer as LoopConsumer
+from plait.client.loops import Run
 from plait.client.settling import Piece
 from plait.client.types import Message
 
-T = TypeVar("T")
-
 #: How long one wait of an iteration is; the next one follows at once.
 ITERATION_SECONDS = 3600.0
-
-
-class Run(Protocol):
-    """Runs a coroutine on the loop and waits for its result."""
-
-    def __call__(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
 
 
 class Batch(Sequence[Message]):

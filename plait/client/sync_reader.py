@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from plait.client.arguments import Duration
+from plait.client.loops import Run
 from plait.client.reader import ITERATION_COUNT
 from plait.client.reader import Reader as LoopReader
-from plait.client.sync_consumer import ITERATION_SECONDS, Run
+from plait.client.sync_consumer import ITERATION_SECONDS
 from plait.client.types import Message
 
 

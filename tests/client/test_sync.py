@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import queue
 import signal
@@ -348,6 +349,24 @@ def test_a_blocking_call_on_the_loops_own_thread_is_refused() -> None:
         thread.stop()
     with pytest.raises(plait.Closed):
         thread.run(inner())
+
+
+def test_a_call_that_is_given_up_is_cancelled_on_the_loop() -> None:
+    thread = LoopThread("test")
+    cancelled = threading.Event()
+
+    async def never() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    try:
+        with pytest.raises(TimeoutError):
+            thread.run(never(), timeout=0.01)
+        assert cancelled.wait(10)
+    finally:
+        thread.stop()
 
 
 # --- interrupts and ends ----------------------------------------------------------------------------------------------
