@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
@@ -106,6 +108,27 @@ def test_a_missing_log_directory_is_found(data: Path):
     report = check(data)
     assert any("missing" in found.what for found in damages(report))
     assert report.missing_messages == 2 * COUNT
+
+
+def test_a_file_that_the_disk_cannot_read_is_named_and_the_others_are_checked(
+    data: Path, monkeypatch: pytest.MonkeyPatch
+):
+    bad = segments(data)[1]
+    held = sum(frame.count for _, frame in frames(bad) if frame.partition)
+    real = os.pread
+
+    def pread(fd: int, size: int, position: int) -> bytes:
+        if os.path.samestat(os.fstat(fd), bad.stat()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, size, position)
+
+    monkeypatch.setattr(os, "pread", pread)
+    report = check(data)
+    (found,) = damages(report)
+    assert found.file == f"message/{bad.name}"
+    assert "Input/output error" in found.what
+    assert report.missing_messages == held
+    assert report.message_log.rows == 2 * COUNT - held
 
 
 def test_a_flipped_bit_in_the_action_log_loses_no_message(data: Path):

@@ -124,12 +124,10 @@ class MessageCheck:
 
     def _first_expected(self, partition: int, found: int) -> int:
         """The first sequence that has to be there; ``found`` where retention may have taken earlier ones."""
-        if self._walk.start > 0 and not self._walk.damages:
+        if self._walk.start > 0:
             return found
         state = self._states.get(partition)
-        if state is not None:
-            return state.start
-        return 0 if self._walk.start == 0 else found
+        return state.start if state is not None else 0
 
     def _find_lost_ends(self) -> None:
         """Sequences that the checkpoint knows and the log does not hold any more."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
+
 from plait.cli.checkup.findings import LogFacts
+from plait.cli.checkup.probing import readable_runs
 from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
@@ -38,37 +41,54 @@ class Walk:
         self._in_use = in_use
         self._stamps_durable = stamps_durable
         self._on_progress = on_progress
-        segments = self._log.segments if self._log else []
-        self.start = segments[0].base if segments else 0
+        opened = self._log.segments if self._log else []
+        self._path = disk.root / directory
+        self._segments = opened
+        self.start = opened[0].base if opened else 0
         self.end = self.start
-        self.facts = LogFacts(name=directory, segments=len(segments), start=self.start, end=self.start)
+        self.facts = LogFacts(name=directory, segments=len(opened), start=self.start, end=self.start)
         self.damages: list[Damage] = []
         #: Offsets at which a frame is believed to start after damage.
         self.plausible: Plausible | None = None
 
     def frames(self) -> Iterator[tuple[int, FrameView]]:
         """(offset, frame) of every frame that is intact."""
-        if self._log is None or not self._log.segments:
+        segments = self._segments
+        if not segments:
             if self._durable:
                 self.damages = [Damage(self.directory, 0, self._durable, "damaged", "the log's files are missing")]
                 self._count_damages()
             return
-        last = self._log.segments[-1]
-        limit = last.base + used_size(last.view, 0)
-        scan = LogScan(self._log, self.start, self._durable, self.plausible, stamps_durable=self._stamps_durable)
-        facts = self.facts
-        total = max(limit - self.start, 1)
-        for offset, frame in scan:
-            if self._in_use and offset >= limit:
-                break
-            # What stands before an intact frame is no tail.
-            self.damages = scan.damages
-            facts.frames += 1
-            facts.end = offset + frame.size
-            yield offset, frame
-            self._on_progress(facts.end - self.start, total)
-        self.damages = [damage for damage in scan.damages if not self._was_being_written(damage)]
-        facts.end = self.end = max(facts.end, 0 if self._in_use else scan.end)
+        last = segments[-1]
+        total = last.end - self.start
+        runs, bad = readable_runs(
+            self._path, segments, lambda offset: self._on_progress(offset - self.start, 2 * total)
+        )
+        found = [Damage(self.directory, segment.base, segment.size, "damaged", reason) for segment, reason in bad]
+        for run in runs:
+            whole = run.segments[-1] is last
+            # Only the end of the log can be unfinished; elsewhere nothing is known to have to follow.
+            durable = self._durable if whole else 0
+            scan = LogScan(run, run.segments[0].base, durable, self.plausible, stamps_durable=self._stamps_durable)
+            limit = last.base + used_size(last.view, 0) if self._in_use and whole else run.segments[-1].end
+            for offset, frame in scan:
+                if offset >= limit:
+                    break
+                self.facts.frames += 1
+                self.facts.end = offset + frame.size
+                yield offset, frame
+                self._on_progress(total + offset - self.start, 2 * total)
+            for damage in scan.damages:
+                if not whole:
+                    found.append(msgspec.structs.replace(damage, kind="damaged"))
+                elif not self._was_being_written(damage):
+                    found.append(damage)
+            if whole and not self._in_use:
+                self.facts.end = max(self.facts.end, scan.end)
+        if bad and bad[-1][0] is last:
+            self.facts.end = last.end
+        self.end = self.facts.end
+        self.damages = found
         self._find_missing_files()
         self._count_damages()
 
@@ -77,7 +97,7 @@ class Walk:
             return False
         if damage.kind == "torn":
             return True
-        for segment in self._log.segments if self._log else []:
+        for segment in self._segments:
             if segment.base <= damage.offset < segment.end:
                 try:
                     FrameView(segment.view, damage.offset - segment.base).verify()
@@ -88,8 +108,7 @@ class Walk:
 
     def _find_missing_files(self) -> None:
         """A file that is gone between two others, where the frames themselves did not tell."""
-        assert self._log is not None
-        for one, other in zip(self._log.segments, self._log.segments[1:], strict=False):
+        for one, other in zip(self._segments, self._segments[1:], strict=False):
             known = any(d.offset < other.base and d.offset + d.size > one.end for d in self.damages)
             if other.base > one.end and not known:
                 size = other.base - one.end
@@ -105,7 +124,7 @@ class Walk:
 
     def place(self, offset: int) -> tuple[str, int | None]:
         """(file, position in it) of a log offset; the name that a missing file would have."""
-        for segment in self._log.segments if self._log else []:
+        for segment in self._segments:
             if segment.base <= offset < segment.end:
                 return f"{self.directory}/{segment_name(segment.base)}", offset - segment.base
         return f"{self.directory}/{segment_name(offset)}", None
