@@ -5,8 +5,6 @@ Needs ``pip install "plait[spark]"``; importing this package does not.
 
 from __future__ import annotations
 
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from plait.spark.java import SparkUnavailable
@@ -18,14 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["SparkUnavailable", "prepare", "register", "session"]
 
-_SOURCE = "plait.spark.source"
-
 
 def register(spark: SparkSession) -> None:
-    """Make ``format("plait")`` known to a session that `session` did not make.
+    """Make ``format("plait")`` known to a session; `session` does it for those it makes.
 
-    Such a session needs ``spark.sql.python.filterPushdown.enabled=true``; it is set here.
+    The source narrows what it reads by filters, which Spark must be told to allow: it is told here.
     """
+    from plait.spark.source import PlaitDataSource
+
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    if find_spec(_SOURCE) is not None:
-        spark.dataSource.register(import_module(_SOURCE).PlaitDataSource)
+    spark.dataSource.register(PlaitDataSource)

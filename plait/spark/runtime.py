@@ -2,8 +2,8 @@
 
 It holds a JAVA_HOME whose ``java`` leaves out arguments of Spark that this Java has no use for (a trimmed JRE
 would refuse to start with them, others would warn at every start); a SPARK_HOME whose Python workers import
-PySpark from its directory instead of from a zip file, which halves their start; a log configuration that
-keeps warnings off the console; and the class-data archives that make Java start faster.
+PySpark from its directory instead of from a zip file, which halves their start, and end quietly; a log
+configuration that keeps warnings off the console; and the class-data archives that make Java start faster.
 
 The directory is built aside and renamed, so that it is complete whenever it is there, whoever else builds it
 at the same time. It is never changed or removed while a session may run from it; only archives, which a
@@ -53,6 +53,32 @@ appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex
 # Spark lowers the level of an interactive session to this logger's: the same one, so that nothing is said.
 logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = error
+"""
+
+#: What Spark is told to start its Python workers with; a module beside PySpark, since it is forked before a
+#: worker imports anything that starts threads, as Plait's own packages do.
+DAEMON_MODULE = "plait_daemon"
+_DAEMON = """\
+\"\"\"Spark's daemon of Python workers. A worker whose Java has hung up ends without a word: at the end of a session
+all of them do, and over Unix sockets each would print the traceback of a broken pipe.\"\"\"
+
+import os
+
+from pyspark import daemon
+
+work = daemon.worker
+
+
+def work_quietly(sock, authenticated):
+    try:
+        return work(sock, authenticated)
+    except BrokenPipeError:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    daemon.worker = work_quietly
+    daemon.manager()
 """
 
 
@@ -111,8 +137,9 @@ def runtime_for(java: Java, pyspark: Path, py4j: Path, version: str, cache: Path
 
 
 def _fingerprint(java: Java, pyspark: Path, py4j: Path) -> str:
-    """Changes when Java or PySpark is installed anew: links and archives of the one before would not fit."""
+    """Changes when Java or PySpark is installed anew, whose archives would not fit, and with what is written here."""
     facts = [str(path) for path in (java.home, pyspark, py4j)]
+    facts += [_LAUNCHER, _LOGGING, _DAEMON]
     facts += [str(path.stat().st_mtime_ns) for path in (java.program, pyspark / "jars")]
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:12]
 
@@ -141,6 +168,7 @@ def _link_spark(home: Path, pyspark: Path, py4j: Path) -> None:
     packages.mkdir(parents=True)
     (packages / "pyspark").symlink_to(pyspark)
     (packages / "py4j").symlink_to(py4j)
+    (packages / f"{DAEMON_MODULE}.py").write_text(_DAEMON)
     for name in ("bin", "jars"):
         (home / name).symlink_to(pyspark / name)
 
