@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from benchmarks.peers import kafka, rocketmq
 from benchmarks.peers.registry import PEERS
 from benchmarks.peers.report import table_of, write_json
 from benchmarks.peers.suite import PeerReport, Plan, run_peer
+
+TERMINATED_STATUS = 128 + signal.SIGTERM
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ):
         if address:
             os.environ[variable] = address
+    # A termination unwinds like an interrupt does, so that no server outlives the benchmark.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED_STATUS))
     plan = Plan(options.seconds, options.repeats, quiet_seconds_max=options.quiet)
     console = Console()
     reports = []
