@@ -106,28 +106,42 @@ class Broker:
 
     def start(self) -> RecoveryReport:
         """Recover. Blocks; afterwards the broker serves."""
-        report = Recovery(self).run()
-        self.message_log.on_segment = self._message_segment_head
-        self.action_log.on_segment = self._action_segment_head
-        # The epoch must be certain before anything carries it; and from here on the last stop is not a clean one any
-        # more, even if a power loss takes everything that follows.
-        self.checkpoint(clean=False)
+        try:
+            report = Recovery(self).run()
+            self.message_log.on_segment = self._message_segment_head
+            self.action_log.on_segment = self._action_segment_head
+            # The epoch must be certain before anything carries it; and from here on the last stop is not a clean one
+            # any more, even if a power loss takes everything that follows.
+            self.checkpoint(clean=False)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise DiskFull("the disk is full, and a start has to write a checkpoint; free some space") from error
+            raise StorageFailed(f"the data directory cannot be recovered: {error}") from error
         return report
 
     def stop(self) -> None:
         """Write everything, sync, and leave a clean checkpoint. Blocks."""
-        if self.failed is None:
-            self.commit()
-            work = self.begin_sync()
+        try:
+            if self.failed is None:
+                self._stop()
+        finally:
+            self.message_log.close()
+            self.action_log.close()
+
+    def _stop(self) -> None:
+        self.commit()
+        for partition in self.partitions.values():
+            for waiter in [*partition.readers, *(w for g in partition.waiting for w in g.waiters)]:
+                self._time_out(waiter)
+        work = self.begin_checkpoint(clean=True)
+        try:
             work.run()
-            self.end_sync(work)
-            for partition in self.partitions.values():
-                for waiter in [*partition.readers, *(w for g in partition.waiting for w in g.waiters)]:
-                    self._time_out(waiter)
-            self.commit()
-            self.checkpoint(clean=True)
-        self.message_log.close()
-        self.action_log.close()
+        except OSError as error:
+            self.sync_failed(error)
+            assert self.failed is not None
+            raise self.failed from error
+        # Without the checkpoint (on a full disk) the next start has to read more, and nothing is lost.
+        self.end_checkpoint(work)
 
     def checkpoint(self, *, clean: bool = False) -> None:
         """Make a checkpoint here and now. Blocks; raises OSError when it could not be written."""

@@ -9,8 +9,9 @@ from plait.frame.builder import Buffer
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
 from plait.storage.catalog import PartitionRow
-from plait.storage.consume_log import ConsumeLog
+from plait.storage.consume_log import ConsumeLog, Record
 from plait.storage.log import Log
+from plait.storage.recovery import LogScan
 
 if TYPE_CHECKING:
     from plait.broker.group import Group
@@ -94,34 +95,39 @@ class Partition:
         """Visible rows from ``start``: at most ``count``, about ``size`` bytes, at least one frame's worth."""
         batch = Batch(start)
         end = min(end, self.visible)
-        index = self.consume_log.find(max(start, self.start))
+        expected = max(start, self.start)
+        index = self.consume_log.find(expected)
         records = len(self.consume_log)
         kept_from = log.start
         run_start = run_end = -1
         parts = batch.parts
-        while index < records and batch.count < count and (batch.size < size or not batch.count):
-            base, offset, _, frame_size, frame_count = self.consume_log.record(index)
-            if offset < kept_from:
+        while index < records and expected < end and batch.count < count and (batch.size < size or not batch.count):
+            record = self.consume_log.record(index)
+            offset = record.offset
+            if offset < kept_from and (kept := self._expire_before(kept_from)) > index:
                 # Retention took the segment, and a crash the memory of it.
-                index = self._expire_before(kept_from)
-                batch.end = max(start, self.start)
+                index = kept
+                expected = batch.end = max(expected, self.start)
                 continue
-            index += 1
+            frame = self._frame(log, record) if record.base <= expected else None
+            if frame is None:
+                found = self._search(log, expected, index)
+                if found is None:
+                    batch.damaged.append((expected, end))
+                    batch.end = end
+                    break
+                offset, frame = found
+            base, frame_size, frame_end = frame.base, frame.size, frame.base + frame.count
+            if base > expected:
+                batch.damaged.append((expected, min(base, end)))
+                batch.end = min(base, end)
             if base >= end:
                 break
-            frame_end = base + frame_count
-            first = max(base, start)
+            first = max(base, expected)
             last = min(frame_end, end, first + count - batch.count)
             if batch.count and batch.size + frame_size > size and first == base:
                 break
-            try:
-                frame = FrameView(log.view(offset, frame_size)).verify()
-                if frame.base != base or frame.partition != self.row.id:
-                    raise FrameError(f"frame at {offset} is not the one that sequence {base} was stored in")
-            except (FrameError, DamageError):
-                batch.damaged.append((first, frame_end))
-                batch.end = frame_end
-                continue
+            index = index + 1 if offset == record.offset else self.consume_log.find(frame_end)
             if first == base and last == frame_end:
                 # Neighbouring frames go out as one piece of the mapping.
                 if offset == run_end:
@@ -141,8 +147,28 @@ class Partition:
             else:
                 batch.ranges.append((first, last))
             batch.count += last - first
-            batch.end = last
+            batch.end = expected = last
         return batch
+
+    def _frame(self, log: Log, record: Record) -> FrameView | None:
+        """The frame of a record; None when it is not there or not intact."""
+        try:
+            frame = FrameView(log.view(record.offset, record.size)).verify()
+        except (FrameError, DamageError):
+            return None
+        meant = (self.row.id, record.base, record.size, record.count)
+        return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
+
+    def _search(self, log: Log, sequence: int, index: int) -> tuple[int, FrameView] | None:
+        """The first intact frame with rows from ``sequence`` on, found in the message log itself.
+
+        Where a record does not lead to its frame, the frame is damaged, or the record is, which is only derived.
+        """
+        begin = self.consume_log.record(index - 1).offset if index else log.start
+        for offset, frame in LogScan(log, max(begin, log.start), log.durable):
+            if frame.partition == self.row.id and frame.base + frame.count > sequence:
+                return offset, frame
+        return None
 
     def _expire_before(self, offset: int) -> int:
         """The message log starts at ``offset``: so do the rows; the index of the first record that is left."""

@@ -28,8 +28,8 @@ from plait.storage.disk import Disk
 from plait.storage.reader import LogReader, LogWalk, Piece, damage_error, expired_error
 from plait.storage.recovery import Damage
 
-#: A chunk's wanted frames come to about this much.
-CHUNK_SIZE: Final = 64 * MIB
+#: A chunk's wanted frames come to about this much: what Spark takes for a part of a file, too.
+CHUNK_SIZE: Final = 128 * MIB
 #: Names of subjects that an error message lists.
 SHOWN_MAX: Final = 20
 

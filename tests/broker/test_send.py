@@ -86,7 +86,11 @@ def test_joined_frames_that_grow_still_find_their_reserved_place():
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, 3), st.integers(1, 4), st.integers(0, 300), st.booleans(), st.sampled_from("join turn".split())
+            st.integers(0, 3),
+            st.integers(1, 4),
+            st.integers(0, 300),
+            st.booleans(),
+            st.sampled_from("join turn".split()),
         ),
         max_size=30,
     )

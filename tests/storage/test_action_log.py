@@ -25,7 +25,9 @@ GROUP = GroupDefinition(3, 1, "billing", 17, False, "at_least_once", 1_700_000_0
 CONSUMER = ConsumerDefinition(9, 3, "client-1")
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-EVENT_VALUES = st.tuples(st.sampled_from(Action), U32, U32, U64, U64, st.integers(0, 70_000), U32, st.integers(0, 2**62))
+EVENT_VALUES = st.tuples(
+    st.sampled_from(Action), U32, U32, U64, U64, st.integers(0, 70_000), U32, st.integers(0, 2**62)
+)
 
 
 def view(frame: FrameParts) -> FrameView:

@@ -143,7 +143,10 @@ def test_the_last_five_are_kept_with_all_their_shards():
         checkpoints, found = loaded(disk)
         assert found is not None
         assert found.manifest.number == number
-        assert found.shards == {"a": shard("a", number), **{f"own{n}": shard(f"own{n}", n) for n in range(1, number + 1)}}
+        assert found.shards == {
+            "a": shard("a", number),
+            **{f"own{n}": shard(f"own{n}", n) for n in range(1, number + 1)},
+        }
         assert checkpoints.oldest is not None
         assert checkpoints.oldest.number == 3
         disk.flip_bit(f"{DIRECTORY}/manifest-{number:012d}", 20, 3)

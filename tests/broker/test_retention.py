@@ -1,0 +1,210 @@
+"""What may go: by age, by size, and never what is still needed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from plait.broker import retention as retention_module
+from plait.broker.views import group_view, subject_view
+from plait.storage.catalog import SubjectSettings
+from plait.storage.consume_log import DIRECTORY as CONSUME
+from tests.support.broker_node import Node, Producer
+
+
+def fill(node: Node, count: int, subject: str = "orders", size: int = 400, seconds: float = 1.0) -> Producer:
+    producer = Producer(sum(subject.encode()))
+    for number in range(count):
+        node.send(subject, b"%03d:" % number + b"x" * size, producer=producer)
+        node.clock.advance(seconds)
+    return producer
+
+
+def test_rows_older_than_the_subject_keeps_them_expire():
+    node = Node(retention_seconds=20.5)
+    fill(node, 50)
+    node.retention.run()
+    assert node.partition("orders").start == 30
+    assert [row.sequence for row in node.stored("orders")] == list(range(30, 50))
+    node.clock.advance(1000)
+    node.retention.run()
+    assert node.partition("orders").start == 50
+    assert node.bodies("orders") == []
+    assert node.send("orders", b"new", producer=Producer(3)).sequence == 50
+
+
+def test_of_the_newest_rows_so_many_bytes_are_kept():
+    node = Node(retention_seconds=None, retention_bytes=5000)
+    fill(node, 50)
+    node.retention.run()
+    log, start = node.partition("orders").consume_log, node.partition("orders").start
+    kept = log.slice(log.find(start), len(log))
+    assert 4000 < int(kept["size"].sum()) <= 5000
+    node.broker.update_subject("orders", SubjectSettings(retention_bytes=1))
+    node.retention.run()
+    assert len(node.bodies("orders")) == 1, "the newest frame stays"
+
+
+def test_a_subjects_own_settings_come_before_the_servers():
+    node = Node(retention_seconds=10.0)
+    node.broker.create_subject("long", SubjectSettings(retention_seconds=10_000.0))
+    fill(node, 30, "long")
+    fill(node, 30, "other")
+    node.retention.run()
+    assert (node.partition("long").start, node.partition("other").start) == (0, 20)
+    view = subject_view(node.broker, node.partition("long"))
+    assert (view.start, view.end, view.count, view.retention_seconds) == (0, 30, 30, 10_000.0)
+
+
+def test_without_limits_nothing_expires():
+    node = Node(retention_seconds=None)
+    fill(node, 30)
+    node.clock.advance(10**9)
+    for _ in range(6):
+        node.checkpoint()
+    assert node.retention.run() == []
+    assert len(node.bodies("orders")) == 30
+
+
+def test_only_visible_rows_expire():
+    node = Node(flush="sync", retention_seconds=1.0)
+    node.send("orders", b"a")
+    node.submit(Producer(9).frame("orders", b"not yet"))
+    node.commit()
+    node.clock.advance(100)
+    node.retention.run()
+    assert node.partition("orders").start == 1
+    node.turn()
+    assert node.bodies("orders") == [b"not yet"]
+
+
+def test_what_a_consumer_holds_it_may_still_ack_and_what_comes_back_is_gone():
+    node = Node(retention_seconds=10.0)
+    consumer = node.attach("orders", "g")
+    fill(node, 30)
+    consumer.heard = node.clock.monotonic()
+    node.pull(consumer, 25)
+    node.retention.run()
+    group = consumer.group
+    assert group.lost_count == 0, "everything that expired is in somebody's hands"
+    node.ack(consumer, (0, 5))
+    node.nack(consumer, (5, 25))
+    assert node.pull(consumer).ranges == [(20, 25, 2), (25, 30, 1)]
+    assert group.lost_count == 15
+    assert group_view(group).lost == 15
+
+
+def test_a_group_that_was_overtaken_goes_on_at_the_start():
+    node = Node(retention_seconds=10.0)
+    node.attach("orders", "g")
+    fill(node, 30)
+    node.retention.run()
+    node.turn()
+    group = node.group("orders", "g")
+    assert (group.lost_count, group.pull_log.next) == (20, 20)
+    again = node.killed()
+    assert again.group("orders", "g").lost_count == 20
+    again.clock.advance(6)
+    again.membership.lose_silent()
+    assert again.pull(again.attach("orders", "g", "c2")).ranges == [(20, 30, 1)]
+
+
+def test_segments_go_when_no_checkpoint_needs_them():
+    node = Node(retention_seconds=10.0)
+    fill(node, 100)
+    assert node.retention.run() == [], "the only checkpoint is of the start"
+    for _ in range(5):
+        node.checkpoint()
+    removed = node.retention.run()
+    assert removed == [8192 * n for n in range(len(removed))]
+    assert len(removed) >= 4
+    assert node.broker.message_log.start == 8192 * len(removed)
+    assert [row.sequence for row in node.stored("orders")] == list(range(90, 100))
+    assert node.retention.run() == []
+
+
+def test_the_action_log_goes_with_the_oldest_checkpoint():
+    node = Node(retention_seconds=None)
+    consumer = node.attach("orders", "g")
+    for number in range(100):
+        node.send("orders", b"x")
+        node.pull(consumer)
+        node.ack(consumer, (number, number + 1))
+    for _ in range(5):
+        node.checkpoint()
+    before = node.broker.action_log.start
+    node.retention.run()
+    assert node.broker.action_log.start > before
+    again = node.killed()
+    assert again.group("orders", "g").pull_log.floor == 100
+
+
+def test_a_removed_segment_stays_expired_even_if_a_crash_forgot_the_new_start():
+    node = Node(flush="sync", retention_seconds=10.0)
+    fill(node, 100)
+    for _ in range(5):
+        node.checkpoint()
+    assert node.retention.run()
+    again = node.power_lost()
+    assert again.partition("orders").start == 0, "the checkpoint knew of nothing yet"
+    consumer = again.attach("orders", "fresh")
+    got = [row.sequence for row in again.pull(consumer).rows]
+    assert got == list(range(got[0], 100))
+    assert again.partition("orders").start == got[0] <= 90
+    assert again.partition("orders").consume_log.record(0).offset < again.broker.message_log.start
+    assert [body[:4] for body in again.bodies("orders")] == [b"%03d:" % sequence for sequence in got]
+
+
+def test_removals_that_survive_a_crash_in_part_are_no_obstacle():
+    for seed in range(20):
+        node = Node(flush="sync", retention_seconds=10.0)
+        fill(node, 60)
+        for _ in range(5):
+            node.checkpoint()
+        crashed = node.disk.copy()
+        for name in crashed.list("message")[:-2]:
+            crashed.remove(f"message/{name}")
+        left = crashed.after_crash(random.Random(seed))
+        again = Node(left, node.clock, node.config)
+        got = [row.sequence for row in again.pull(again.attach("orders", "g"), 1000).rows]
+        assert got[-10:] == list(range(50, 60))
+        assert got == sorted(set(got))
+
+
+def test_the_consume_log_lets_expired_records_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(retention_module, "COMPACT_FROM", 20)
+    node = Node(retention_seconds=10.0)
+    fill(node, 100)
+    for _ in range(5):
+        node.checkpoint()
+    node.retention.run()
+    partition = node.partition("orders")
+    assert (len(partition.consume_log), partition.consume_log.generation) == (10, 1)
+    assert [row.sequence for row in node.stored("orders")] == list(range(90, 100))
+    assert [row.sequence for row in node.killed().stored("orders")][-10:] == list(range(90, 100))
+    node.checkpoint()
+    assert node.disk.list(CONSUME) == ["00000001.0", "00000001.1"], "older checkpoints name the old one"
+    for _ in range(6):
+        node.send("orders", b"x")
+        node.checkpoint()
+    assert node.disk.list(CONSUME) == ["00000001.1"]
+    assert [row.sequence for row in node.killed().stored("orders")] == list(range(90, 106))
+
+
+def test_a_lost_consume_log_is_built_anew():
+    node = Node(flush="sync")
+    fill(node, 40)
+    fill(node, 10, "other")
+    node.checkpoint()
+    producer = fill(node, 5, "third")
+    rows = node.stored("orders")
+    node.disk.remove(f"{CONSUME}/00000001.0")
+    again = node.power_lost("all")
+    assert again.report.rebuilt_consume_logs == 1
+    assert again.stored("orders") == rows
+    assert len(again.stored("other")) == 10
+    assert again.send("third", b"next", producer=producer).sequence == 5
+    later = again.power_lost()
+    assert later.report.rebuilt_consume_logs == 0
+    assert later.stored("orders") == rows

@@ -1,0 +1,608 @@
+"""The rules of the design that close known holes, each with a scenario that breaks the naive design.
+
+Every scenario passes on the shipped classes. ``DEFECTS`` puts the naive behaviour back, one at a time, and the
+scenario must notice: a rule whose test passes without it is not tested.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from plait.broker import broker as broker_module
+from plait.broker import recover as recover_module
+from plait.broker import retention as retention_module
+from plait.broker import snapshot as snapshot_module
+from plait.broker.broker import Broker
+from plait.broker.group import Group
+from plait.broker.partition import Partition
+from plait.errors import OutOfSequence, UnknownProducer
+from plait.storage import recovery as recovery_module
+from plait.storage.action_log import ActionBuffer
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
+from plait.storage.log import Log
+from plait.storage.producers import ProducerTable, Verdict
+from plait.storage.pull_log import PullLog
+from plait.storage.recovery import QUARANTINE, LogScan
+from tests.support.broker_node import Node, Producer, Pulled, Sent
+
+# --- R1 -----------------------------------------------------------------------------------------
+
+
+def r1_a_checkpoint_writes_only_what_changed() -> None:
+    node = Node()
+    for number in range(640):
+        node.membership.attach(f"s{number}", "g", "c1")
+    node.turn()
+    sizes: list[int] = []
+    node.disk.on_operation = lambda operation, path, size: sizes.append(size if path.startswith(CHECKPOINTS) else 0)
+    node.checkpoint()
+    everything = sum(sizes)
+    sizes.clear()
+    node.send("s5", b"a")
+    node.checkpoint()
+    assert sum(sizes) < everything / 6
+    assert len(node.killed().broker.subjects) == 640
+
+
+def r1_a_position_is_one_sequence_and_its_exceptions() -> None:
+    node = Node(message_segment_size=1 << 20, action_segment_size=1 << 20)
+    for _ in range(20):
+        node.send("orders", *[b"x"] * 1000)
+    consumer = node.attach("orders", "g")
+    for number in range(20):
+        node.pull(consumer, 1000)
+        node.ack(consumer, (number * 1000, number * 1000 + 998))
+    sizes: list[int] = []
+    node.disk.on_operation = lambda operation, path, size: sizes.append(size if "partitions" in path else 0)
+    node.checkpoint()
+    assert sum(sizes) < 2000
+
+
+# --- R2 -----------------------------------------------------------------------------------------
+
+
+def r2_visible_is_what_was_acknowledged() -> None:
+    node = Node(flush="sync")
+    node.send("orders", b"durable")
+    consumer = node.attach("orders", "g")
+    waiting = node.pull(node.attach("orders", "h", start="latest"), wait=30)
+    reading = node.read("orders", 1, wait=30)
+    sent = node.submit(Producer(7).frame("orders", b"written"))
+    node.commit()
+    assert sent.answers == []
+    pulled = Pulled()
+    node.broker.pull(consumer, 100, 1 << 20, 0, pulled.answer)
+    assert pulled.bodies == [b"durable"]
+    assert node.membership.attach("orders", "i", "c1", start="latest").group.pull_log.next == 1
+    work = node.broker.begin_sync()
+    work.run()
+    assert (sent.answers, waiting.answered, reading.answers) == ([], False, [])
+    node.broker.end_sync(work)
+    assert sent.sequence == 1
+    assert waiting.bodies == [b"written"]
+    assert len(reading.answers) == 1
+
+
+def finish_before_the_sync(patch: pytest.MonkeyPatch) -> None:
+    commit = Broker.commit
+
+    def naive(self: Broker) -> None:
+        commit(self)
+        while self._unsynced:
+            self._finish(self._unsynced.popleft())
+
+    patch.setattr(Broker, "commit", naive)
+
+
+# --- R3 -----------------------------------------------------------------------------------------
+
+
+def r3_events_that_rest_on_lost_messages_are_not_replayed() -> None:
+    node = Node(flush="async")
+    producer = Producer(7)
+    node.send("orders", b"old", producer=producer)
+    consumer = node.attach("orders", "g")
+    node.pull(consumer)
+    node.ack(consumer, (0, 1))
+    node.sync()
+    for number in range(5):
+        node.send("orders", b"lost %d" % number, producer=producer)
+    node.pull(consumer)
+    node.ack(consumer, (1, 6))
+    # The system writes the action log back first; then the power fails.
+    node.broker.action_log.begin_sync().run()
+    again = node.power_lost()
+    assert again.bodies("orders") == [b"old"]
+    assert again.group("orders", "g").pull_log.next == 1
+    other = Producer(8)
+    for number in range(3):
+        assert again.send("orders", b"new %d" % number, producer=other).sequence == number + 1
+    again.clock.advance(6)
+    again.membership.lose_silent()
+    assert again.pull(again.attach("orders", "g", "c2")).bodies == [b"new 0", b"new 1", b"new 2"]
+
+
+def presume_nothing(patch: pytest.MonkeyPatch) -> None:
+    drain = ActionBuffer.drain
+
+    def naive(self: ActionBuffer, *, index: int, presumed: int, epoch: int, time: int) -> Any:
+        return drain(self, index=index, presumed=0, epoch=epoch, time=time)
+
+    patch.setattr(ActionBuffer, "drain", naive)
+    patch.setattr(Partition, "stored_until", lambda self, epoch: 1 << 60)
+
+
+def r3_every_unclean_start_opens_a_new_epoch() -> None:
+    node = Node()
+    assert node.broker.epoch == 1
+    node = node.killed()
+    assert node.broker.epoch == 2
+    node = node.restart()
+    assert (node.report.clean, node.broker.epoch) == (True, 2)
+    node.send("orders", b"acknowledged and lost")
+    again = node.power_lost()
+    assert again.bodies("orders") == []
+    assert (again.report.clean, again.broker.epoch) == (False, 3)
+
+
+def take_a_lost_life_for_a_clean_stop(patch: pytest.MonkeyPatch) -> None:
+    def naive(self: Broker) -> Any:
+        report = recover_module.Recovery(self).run()
+        self.message_log.on_segment = self._message_segment_head
+        self.action_log.on_segment = self._action_segment_head
+        if not report.clean:
+            self.checkpoint(clean=False)
+        return report
+
+    patch.setattr(Broker, "start", naive)
+
+
+# --- R7 -----------------------------------------------------------------------------------------
+
+
+def r7_a_refused_frame_is_not_overtaken() -> None:
+    node = Node()
+    producer = Producer(7)
+    one, two, three = (producer.frame("orders", b"%d" % n) for n in (1, 2, 3))
+    node.submit(one)
+    node.broker._low_space = "full for a moment"
+    node.submit(two)
+    node.broker._low_space = ""
+    node.submit(three)
+    node.turn()
+    assert one.acknowledged
+    assert not two.acknowledged
+    assert isinstance(three.error, OutOfSequence)
+    assert three.error.details["last"] == 1
+    for sent in (two, three, two, three):
+        again = node.submit(Sent("orders", sent.data, sent.bodies))
+        node.turn()
+        assert again.acknowledged
+    assert node.bodies("orders") == [b"1", b"2", b"3"]
+
+
+def store_whatever_is_newer(patch: pytest.MonkeyPatch) -> None:
+    def naive(self: ProducerTable, producer: int, partition: int, first: int, count: int, previous: int) -> Verdict:
+        window = self.window(producer, partition)
+        return Verdict.NEW if window is None or first > window.last else Verdict.DUPLICATE
+
+    patch.setattr(ProducerTable, "judge", naive)
+
+
+def check_runs_after_joining(patch: pytest.MonkeyPatch) -> None:
+    """The frame, not each of its runs, is judged: what is inside a joined frame is never known again."""
+
+    def naive(partition: Partition, producers: ProducerTable, offset: int, frame: Any) -> None:
+        partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+        producers.stored(
+            frame.producer, partition.id, frame.first, frame.count, frame.previous, frame.base, frame.store_time
+        )
+
+    patch.setattr(recover_module, "replay_frame", naive)
+
+
+def r7_runs_of_joined_frames_are_known_after_a_start() -> None:
+    node = Node()
+    sends = [node.submit(Producer(number).frame("orders", b"%d" % number)) for number in (5, 6, 7)]
+    node.turn()
+    again = node.killed()
+    for sent in sends:
+        resent = again.submit(Sent("orders", sent.data, sent.bodies))
+        again.turn()
+        assert resent.sequence == sent.sequence
+    assert again.bodies("orders") == [b"5", b"6", b"7"]
+
+
+# --- R9 -----------------------------------------------------------------------------------------
+
+
+def r9_producers_are_remembered_forgotten_in_time_and_told_so() -> None:
+    node = Node(flush="sync")
+    producer = Producer(7)
+    first = node.send("orders", b"a", producer=producer)
+    node = node.restart().restart()
+    again = node.submit(Sent("orders", first.data, first.bodies))
+    node.turn()
+    assert again.sequence == first.sequence, "its state is durable without the log"
+    assert node.bodies("orders") == [b"a"]
+    node.clock.advance(7 * 86400 + 1)
+    for now in (node, node.killed()):
+        now.broker.producers.forget(node.clock.now())
+        assert len(now.broker.producers) == 0
+        sent = producer.frame("orders", b"b")
+        producer.last["orders"] = 1
+        now.submit(sent)
+        now.turn()
+        assert isinstance(sent.error, UnknownProducer)
+
+
+def forget_producers_with_the_process(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(snapshot_module.state, "encode_producers", lambda table, shard: b"\x90")
+
+
+def take_unknown_producers_for_new(patch: pytest.MonkeyPatch) -> None:
+    judge = ProducerTable.judge
+
+    def naive(self: ProducerTable, *frame: int) -> Verdict:
+        verdict = judge(self, *frame)
+        return Verdict.NEW if verdict is Verdict.UNKNOWN else verdict
+
+    patch.setattr(ProducerTable, "judge", naive)
+
+
+# --- R10 ----------------------------------------------------------------------------------------
+
+
+def r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages() -> None:
+    node = Node(flush="async")
+    node.send("orders", b"kept")
+    node.attach("orders", "g")
+    node.sync()
+    for number in range(4):
+        node.send("orders", b"lost %d" % number)
+    assert node.pull(node.group("orders", "g").consumers["c1"]).ranges == [(0, 5, 1)]
+    again = node.power_lost()
+    other = Producer(8)
+    for number in range(4):
+        again.send("orders", b"new %d" % number, producer=other)
+    again.clock.advance(6)
+    again.membership.lose_silent()
+    consumer = again.attach("orders", "g", "c2")
+    # What the client kept on its disk while the broker was away: the messages it was handed then.
+    assert again.ack(consumer, (0, 5, node.broker.epoch)) == [True]
+    assert again.pull(consumer).bodies == [b"new %d" % number for number in range(4)]
+    again.membership.detach(consumer)
+    holder = again.attach("orders", "g", "c3", holds=[(1, 5, node.broker.epoch)])
+    assert again.pull(holder).bodies == [b"new %d" % number for number in range(4)], "nor does a hold"
+
+
+def believe_any_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Partition, "clip_to_epoch", lambda self, start, end, epoch: (start, end))
+
+
+# --- R12 ----------------------------------------------------------------------------------------
+
+
+def r12_at_most_once_rows_leave_after_their_event_is_durable() -> None:
+    for flush in ("async", "sync"):
+        node = Node(flush=flush)
+        for number in range(4):
+            node.send("orders", b"%d" % number)
+        consumer = node.attach("orders", "g", delivery="at_most_once")
+        node.sync()
+        pulled = Pulled()
+        node.broker.pull(consumer, 2, 1 << 20, 0, pulled.answer)
+        node.commit()
+        assert not pulled.answered
+        early = node.power_lost()
+        assert early.pull(early.attach("orders", "g", "x", delivery="at_most_once"), 1).bodies == [b"0"]
+        work = node.broker.begin_sync()
+        work.run()
+        assert not pulled.answered
+        node.broker.end_sync(work)
+        assert pulled.bodies == [b"0", b"1"]
+        for again in (node.power_lost(), node.killed()):
+            rest = again.pull(again.attach("orders", "g", "x", delivery="at_most_once"))
+            assert rest.bodies == [b"2", b"3"]
+
+
+def answer_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Broker, "_deliver", lambda self, group, delivery, reply: reply(delivery))
+
+
+# --- R13 ----------------------------------------------------------------------------------------
+
+
+def r13_what_a_client_names_as_in_its_hands_is_not_sent_again() -> None:
+    node = Node(flush="sync")
+    for number in range(10):
+        node.send("orders", b"%d" % number)
+    consumer = node.attach("orders", "g")
+    node.pull(consumer, 8)
+    epoch = node.broker.epoch
+    node.ack(consumer, (0, 2))
+    node.membership.disconnected(consumer, consumer.session)
+    # 2 to 4 are being handled, the answer with 5 to 7 never arrived.
+    node.attach("orders", "g", holds=[(2, 5, epoch)])
+    assert node.pull(consumer).ranges == [(5, 8, 2), (8, 10, 1)]
+    assert consumer.group.redelivered_count == 3
+    for again in (node.killed(), node.power_lost()):
+        back = again.attach("orders", "g", holds=[(2, 4, epoch), (6, 7, epoch)])
+        assert [row.sequence for row in again.pull(back).rows] == [4, 5, 7, 8, 9]
+        again.ack(back, (2, 4, epoch), (6, 7, epoch))
+        assert again.group("orders", "g").pull_log.held_count == 5
+
+
+def r13_a_hold_that_the_broker_forgot_is_taken_at_its_word() -> None:
+    node = Node(flush="async")
+    for number in range(6):
+        node.send("orders", b"%d" % number)
+    consumer = node.attach("orders", "g")
+    node.sync()
+    node.pull(consumer, 4)
+    again = node.power_lost()
+    back = again.attach("orders", "g", holds=[(0, 4, node.broker.epoch)])
+    assert again.pull(back).ranges == [(4, 6, 1)]
+
+
+def ignore_holds(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal: self.offline(consumer, journal))
+
+
+# --- R18 ----------------------------------------------------------------------------------------
+
+
+def r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept() -> None:
+    node = Node(flush="sync")
+    sends = [node.send("orders", b"message %d " % number * 20) for number in range(5)]
+    records = [node.partition("orders").consume_log.record(number) for number in range(5)]
+    torn = node.submit(Producer(9).frame("orders", b"torn " * 100))
+    node.commit()
+    path = "message/00000000000000000000.log"
+    end = records[4].offset + records[4].size
+    node.disk.flip_bit(path, records[2].offset + 120, 3)
+    rotten = node.disk.read(path)
+    cut = node.disk.copy()
+    cut.open(path).write([bytes(4096)], end + 200)
+    again = Node(cut, node.clock, node.config)
+    damages = [(damage.offset, damage.kind) for damage in again.report.damages]
+    assert damages == [(records[2].offset, "damaged"), (end, "torn")]
+    assert [row.sequence for row in again.stored("orders")] == [0, 1, 3, 4]
+    now = cut.read(path)
+    assert now[:end] == rotten[:end], "damage stays in place"
+    assert not any(now[end:]), "a torn tail goes"
+    kept = b"".join(cut.read(f"{QUARANTINE}/{name}") for name in cut.list(QUARANTINE))
+    assert rotten[end : end + 200] in kept
+    assert rotten[records[2].offset : records[3].offset] in kept
+    consumer = again.attach("orders", "g")
+    assert [r[:2] for r in again.pull(consumer).ranges] == [(0, 2), (3, 5)]
+    assert again.group("orders", "g").lost_count == 1
+    resent = again.submit(Sent("orders", torn.data, torn.bodies))
+    again.turn()
+    assert resent.sequence == 5
+    assert [sent.acknowledged for sent in sends] == [True] * 5
+
+
+def r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage() -> None:
+    """Frames behind a missing one were never acknowledged; keeping them would put the resend behind them."""
+    for seed in range(30):
+        node = Node(flush="sync")
+        producer = Producer(7)
+        node.send("orders", b"first", producer=producer)
+        sends = [
+            node.submit(producer.frame("orders", b"%d " % number * 300, **({"send_time": 5} if number % 2 else {})))
+            for number in range(4)
+        ]
+        node.commit()
+        again = node.power_lost("random", random.Random(seed))
+        assert all(damage.kind == "torn" for damage in again.report.damages)
+        for sent in sends:
+            again.submit(Sent("orders", sent.data, sent.bodies))
+        again.turn()
+        numbers = [row.number for row in again.stored("orders")]
+        assert numbers == [1, 2, 3, 4, 5]
+        later = again.power_lost("random", random.Random(seed))
+        assert [row.number for row in later.stored("orders")] == numbers
+
+
+def cut_at_the_first_bad_frame(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogScan, "_never_durable", lambda self, *region: True)
+
+
+def keep_nothing_aside(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recovery_module, "keep_aside", lambda disk, log, damage: None)
+
+
+def leave_the_torn_tail(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Log, "zero_from", lambda self, offset: None)
+
+
+def believe_frames_behind_missing_ones(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LogScan, "_never_durable", lambda self, *region: False)
+
+
+# --- R21 ----------------------------------------------------------------------------------------
+
+
+def aged(**settings: Any) -> tuple[Node, Producer, list[Sent]]:
+    """Sixty rows over six minutes, a checkpoint every ten, acked up to the fiftieth."""
+    node = Node(flush="sync", retention_seconds=100.0, **settings)
+    producer = Producer(7)
+    consumer = node.attach("orders", "g")
+    slow = node.attach("orders", "slow")
+    node.pull(slow, 5)
+    sends = []
+    for number in range(60):
+        sends.append(node.send("orders", b"%02d " % number * 150, producer=producer))
+        node.clock.advance(6)
+        if number < 50:
+            node.pull(consumer, 1)
+            node.ack(consumer, (number, number + 1))
+        if number % 10 == 9:
+            node.checkpoint()
+    return node, producer, sends
+
+
+def r21_the_start_moves_and_whoever_was_overtaken_can_see_it() -> None:
+    node, _, _ = aged()
+    node.retention.run()
+    node.turn()
+    start = node.partition("orders").start
+    assert 40 <= start <= 50
+    assert node.group("orders", "g").lost_count == 0
+    assert node.group("orders", "slow").lost_count == start
+    for again in (node.power_lost(), node.restart()):
+        assert again.group("orders", "slow").lost_count >= start
+        assert again.group("orders", "slow").pull_log.next >= start
+
+
+def r21_both_logs_are_kept_from_the_oldest_checkpoint_on() -> None:
+    node, _, sends = aged()
+    node.retention.run()
+    node.turn()
+    node.checkpoint()
+    removed = node.retention.run()
+    oldest = node.broker.checkpoints.oldest
+    assert oldest is not None
+    assert node.broker.message_log.start <= oldest.message_offset
+    assert node.broker.action_log.start <= oldest.action_offset
+    assert removed or node.broker.message_log.start > 0
+    manifests = [name for name in node.disk.list(CHECKPOINTS) if name.startswith("manifest")]
+    for name in manifests[1:]:
+        node.disk.flip_bit(f"{CHECKPOINTS}/{name}", 30, 1)
+    again = node.power_lost()
+    assert len(again.report.rejected_checkpoints) == len(manifests) - 1
+    assert again.group("orders", "g").pull_log.floor == 50, "acks are in the action log or in the checkpoint"
+    before = len(again.stored("orders"))
+    for sent in sends:
+        again.submit(Sent("orders", sent.data, sent.bodies))
+    again.turn()
+    assert len(again.stored("orders")) == before, "and so is what every producer has stored"
+
+
+def r21_a_segment_goes_when_all_its_partitions_allow() -> None:
+    node = Node(flush="sync", retention_seconds=None)
+    node.broker.create_subject("short", broker_module.SubjectSettings(retention_seconds=1.0))
+    node.send("kept", b"precious")
+    producer = Producer(7)
+    for _ in range(60):
+        node.send("short", b"x" * 700, producer=producer)
+        node.clock.advance(1)
+    for _ in range(6):
+        node.checkpoint()
+    node.retention.run()
+    assert node.partition("short").start > 50
+    assert node.bodies("kept") == [b"precious"]
+    node.broker.update_subject("kept", broker_module.SubjectSettings(retention_seconds=1.0))
+    node.send("kept", b"young")
+    assert len(node.retention.run()) >= 4
+    assert node.bodies("kept") == [b"young"]
+    assert node.power_lost().bodies("kept") == [b"young"]
+
+
+def expire_silently(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PullLog, "skipped", lambda self, start, end: 0)
+
+
+def delete_what_the_limits_allow(patch: pytest.MonkeyPatch) -> None:
+    remove_before = Log.remove_before
+
+    def naive(self: Log, offset: int) -> list[int]:
+        return remove_before(self, self.end)
+
+    patch.setattr(Log, "remove_before", naive)
+
+
+def ask_only_the_shortest_subject(patch: pytest.MonkeyPatch) -> None:
+    run = retention_module.Retention.run
+
+    def naive(self: retention_module.Retention) -> list[int]:
+        run(self)
+        oldest = self._broker.checkpoints.oldest
+        return self._broker.message_log.remove_before(oldest.message_offset) if oldest else []
+
+    patch.setattr(retention_module.Retention, "run", naive)
+
+
+# --- the tests ----------------------------------------------------------------------------------
+
+SCENARIOS: list[Callable[[], None]] = [
+    r1_a_checkpoint_writes_only_what_changed,
+    r1_a_position_is_one_sequence_and_its_exceptions,
+    r2_visible_is_what_was_acknowledged,
+    r3_events_that_rest_on_lost_messages_are_not_replayed,
+    r3_every_unclean_start_opens_a_new_epoch,
+    r7_a_refused_frame_is_not_overtaken,
+    r7_runs_of_joined_frames_are_known_after_a_start,
+    r9_producers_are_remembered_forgotten_in_time_and_told_so,
+    r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages,
+    r12_at_most_once_rows_leave_after_their_event_is_durable,
+    r13_what_a_client_names_as_in_its_hands_is_not_sent_again,
+    r13_a_hold_that_the_broker_forgot_is_taken_at_its_word,
+    r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept,
+    r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage,
+    r21_the_start_moves_and_whoever_was_overtaken_can_see_it,
+    r21_both_logs_are_kept_from_the_oldest_checkpoint_on,
+    r21_a_segment_goes_when_all_its_partitions_allow,
+]
+
+
+def touch_everything(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Broker, "touch", lambda self, partition: self.snapshots.dirty.update(self.partitions))
+
+
+def remember_every_sequence(patch: pytest.MonkeyPatch) -> None:
+    def naive(self: PullLog, consumer: int, start: int, end: int) -> int:
+        self._pass(start, end)
+        for sequence in range(start, end):
+            self.returned.remove(sequence, sequence + 1)
+            self.held[consumer].add(sequence, sequence + 1, sequence)
+        return end - start
+
+    patch.setattr(PullLog, "acked", naive)
+
+
+DEFECTS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] = [
+    (r1_a_checkpoint_writes_only_what_changed, touch_everything),
+    (r1_a_position_is_one_sequence_and_its_exceptions, remember_every_sequence),
+    (r2_visible_is_what_was_acknowledged, finish_before_the_sync),
+    (r3_events_that_rest_on_lost_messages_are_not_replayed, presume_nothing),
+    (r3_every_unclean_start_opens_a_new_epoch, take_a_lost_life_for_a_clean_stop),
+    (r7_a_refused_frame_is_not_overtaken, store_whatever_is_newer),
+    (r7_runs_of_joined_frames_are_known_after_a_start, check_runs_after_joining),
+    (r9_producers_are_remembered_forgotten_in_time_and_told_so, forget_producers_with_the_process),
+    (r9_producers_are_remembered_forgotten_in_time_and_told_so, take_unknown_producers_for_new),
+    (r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages, believe_any_epoch),
+    (r12_at_most_once_rows_leave_after_their_event_is_durable, answer_at_once),
+    (r13_what_a_client_names_as_in_its_hands_is_not_sent_again, ignore_holds),
+    (r13_a_hold_that_the_broker_forgot_is_taken_at_its_word, ignore_holds),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, cut_at_the_first_bad_frame),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, keep_nothing_aside),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, leave_the_torn_tail),
+    (r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage, believe_frames_behind_missing_ones),
+    (r21_the_start_moves_and_whoever_was_overtaken_can_see_it, expire_silently),
+    (r21_both_logs_are_kept_from_the_oldest_checkpoint_on, delete_what_the_limits_allow),
+    (r21_a_segment_goes_when_all_its_partitions_allow, ask_only_the_shortest_subject),
+]
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_the_rule_holds(scenario: Callable[[], None]):
+    scenario()
+
+
+@pytest.mark.parametrize(("scenario", "defect"), DEFECTS, ids=lambda function: function.__name__)
+def test_without_the_rule_its_scenario_fails(
+    scenario: Callable[[], None], defect: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+):
+    defect(monkeypatch)
+    with pytest.raises(AssertionError):
+        scenario()
+
+
+def test_every_scenario_is_known_to_fail_without_its_rule():
+    assert {scenario for scenario, _ in DEFECTS} == set(SCENARIOS)
