@@ -269,7 +269,9 @@ class Server:
         """Sync at once when somebody waits for it, and every flush interval otherwise."""
         while True:
             try:
-                await asyncio.wait_for(self._sync_wanted.wait(), self.config.flush_seconds)
+                # Not wait_for: Python 3.11's forgets a cancellation that comes together with the event.
+                async with asyncio.timeout(self.config.flush_seconds):
+                    await self._sync_wanted.wait()
             except TimeoutError:
                 log_of = self.broker
                 written = log_of.message_log.written, log_of.action_log.written

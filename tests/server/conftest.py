@@ -12,6 +12,7 @@ import uvloop
 
 from plait.broker import BrokerConfig
 from plait.clock import Clock
+from plait.errors import StorageFailed
 from plait.limits import MIB, ServerLimits
 from plait.server import Server
 from plait.storage.disk import Disk
@@ -56,5 +57,5 @@ async def serve() -> AsyncIterator[Serve]:
     yield start
     for server in started:
         # A disk that a test broke stays broken.
-        with suppress(OSError):
+        with suppress(OSError, StorageFailed):
             await server.stop()

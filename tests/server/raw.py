@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -14,6 +15,13 @@ from plait.wire.packets import HEADER, HEADER_SIZE, pack
 
 #: Nothing that a test waits for takes this long.
 PATIENCE_SECONDS = 20.0
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop run until something is so."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():  # noqa: ASYNC110 (what is waited for is inside the server, which tells nobody)
+            await asyncio.sleep(0.001)
 
 
 class Answer(NamedTuple):

@@ -24,7 +24,7 @@ from plait.testing.disk import Operation, SimulatedDisk
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, PACKET_SIZE_MAX, pack
 from tests.server.conftest import Serve
-from tests.server.raw import PATIENCE_SECONDS, Raw
+from tests.server.raw import PATIENCE_SECONDS, Raw, until
 from tests.support.require import require
 
 
@@ -37,13 +37,6 @@ def resident() -> int:
 
 def has_ipv6() -> bool:
     return socket.has_ipv6 and Path("/proc/net/if_inet6").exists()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    """Let the loop run until something is so."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not condition():  # noqa: ASYNC110 (what is waited for is inside the server, which tells nobody)
-            await asyncio.sleep(0.001)
 
 
 def connection_of(server: Server, client: str) -> Connection:

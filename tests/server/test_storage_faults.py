@@ -141,8 +141,7 @@ async def test_a_server_that_stops_on_a_full_disk_lets_go_of_everything(tmp_path
     async with plait.connect(server.address) as client:
         await client.send("orders", b"a")
     disk.full = True
-    with pytest.raises(OSError, match="no room"):
-        await server.stop()
+    await server.stop()
     again = Server(RealDisk(tmp_path), plait_config(), port=0)
     report = await again.start()
     try:

@@ -1,0 +1,223 @@
+"""A restart is a pause: consumers keep what they hold, senders and readers notice nothing, a stop loses no answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+import pytest
+
+import plait
+from plait.clock import ManualClock
+from plait.frame.builder import build_frame
+from plait.limits import MIB, ServerLimits
+from plait.testing import EmbeddedBroker
+from plait.testing.embedded import TEST_CONFIG
+from plait.wire import messages as m
+from tests.server.conftest import Serve
+from tests.server.raw import Raw, until
+
+#: A sync that is under way while virtual time passes is not a busy disk.
+PATIENT = msgspec.structs.replace(
+    TEST_CONFIG, limits=ServerLimits(log_busy_seconds=float("inf"), queue_head_seconds=float("inf"))
+)
+LIMITS = plait.ClientLimits(reconnect_max_seconds=0.05)
+
+
+@pytest.fixture
+async def broker() -> AsyncIterator[EmbeddedBroker]:
+    async with EmbeddedBroker() as broker:
+        yield broker
+
+
+async def restart(broker: EmbeddedBroker, how: str) -> None:
+    """In order or not."""
+    if how == "killed":
+        await broker.kill()
+    await broker.restart()
+
+
+HOW = pytest.mark.parametrize("how", ["stopped", "killed"])
+
+
+@HOW
+async def test_consumers_keep_what_they_hold_and_can_ack_it(broker: EmbeddedBroker, how: str):
+    async with (
+        broker.connect(limits=LIMITS) as client,
+        broker.connect(limits=LIMITS) as other,
+        client.consumer("orders", group="g") as holder,
+    ):
+        await client.send_many("orders", [b"%d" % number for number in range(10)])
+        held = await holder.fetch(10)
+        assert len(held) == 10
+        await restart(broker, how)
+        async with other.consumer("orders", group="g") as second:
+            # Back before the lost time is up: nothing of it goes to another.
+            await client.send("orders", b"new")
+            await holder.flush()
+            await until(lambda: len(broker.server.broker.sessions) == 2)
+            held[3].nack()
+            await holder.flush()
+            received: list[bytes] = []
+            while len(received) < 2:
+                received += [message.body for message in await second.fetch(10)] if not received else []
+                received += [message.body for message in await holder.fetch(10, wait=0)]
+            assert sorted(received) == [b"3", b"new"]
+            await held.ack()
+        group = await client.admin.group("orders", "g")
+        assert group.redelivered >= 1
+
+
+@HOW
+async def test_acks_before_a_restart_hold_after_it(broker: EmbeddedBroker, how: str):
+    async with broker.connect(limits=LIMITS) as client, client.consumer("orders", group="g") as consumer:
+        await client.send_many("orders", [b"%d" % number for number in range(10)])
+        batch = await consumer.fetch(10)
+        for message in batch[:4]:
+            message.ack()
+        await consumer.flush()
+        await restart(broker, how)
+        for message in batch[4:7]:
+            message.ack()
+        await consumer.flush()
+        await client.send("orders", b"new")
+        assert [message.body for message in await consumer.fetch(10, wait=20)] == [b"new"]
+        group = await client.admin.group("orders", "g")
+        assert (group.unacked, group.floor, group.redelivered) == (4, 7, 0)
+
+
+@HOW
+async def test_a_waiting_fetch_and_a_waiting_reader_outlive_a_restart(broker: EmbeddedBroker, how: str):
+    async with (
+        broker.connect(limits=LIMITS) as client,
+        client.consumer("orders", group="g") as consumer,
+        client.reader("orders") as reader,
+    ):
+        fetching = asyncio.create_task(consumer.fetch(1, wait=30))
+        reading = asyncio.create_task(reader.fetch(1, wait=30))
+        await restart(broker, how)
+        await client.send("orders", b"x")
+        assert [message.body for message in await fetching] == [b"x"]
+        assert [message.body for message in await reading] == [b"x"]
+
+
+@HOW
+async def test_sends_under_way_are_stored_once(broker: EmbeddedBroker, how: str):
+    async with broker.connect(limits=LIMITS) as client:
+        await client.send("orders", b"first")
+        sends = [asyncio.create_task(client.send("orders", b"%d" % number)) for number in range(200)]
+        posted = [client.post("orders", b"p%d" % number) for number in range(200)]
+        await asyncio.sleep(0)
+        await restart(broker, how)
+        receipts = await asyncio.gather(*sends)
+        await client.flush()
+        assert all(ticket.done for ticket in posted)
+        async with client.reader("orders", start="earliest") as reader:
+            stored = await reader.fetch(1000, wait=0)
+    assert len(stored) == 401
+    assert len({message.body for message in stored}) == 401
+    at = {message.body: message.sequence for message in stored}
+    for number, receipt in enumerate(receipts):
+        assert receipt.sequence in (None, at[b"%d" % number])
+
+
+async def test_a_stop_answers_what_was_taken(serve: Serve):
+    server = await serve(flush="sync", message_segment_size=64 * MIB)
+    async with Raw(server) as raw:
+        await raw.hello()
+        partition = await raw.route("orders")
+        session = await raw.attach("orders")
+        sends = []
+        for first in range(1, 51):
+            frame = build_frame([bytes(1000)], producer=7, first=first, previous=first - 1)
+            sends.append(raw.request(m.Send(partition), frame.tobytes()))
+        waiting = raw.request(m.Pull(session, 1000, 16 * MIB, 60.0))
+        beating = raw.request(m.Heartbeat())
+        answers = [await raw.next()]
+        while answers[-1].correlation != beating:
+            answers.append(await raw.next())
+        stopping = asyncio.create_task(server.stop())
+        try:
+            while True:
+                answers.append(await raw.next())
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await stopping
+    by_number = {answer.correlation: answer.message for answer in answers}
+    assert [by_number[number] for number in sends] == [m.Sent(number) for number in range(50)]
+    assert isinstance(by_number[waiting], m.Pulled)
+
+
+async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("plait.server.host.HANG_UP_SECONDS", 0.2)
+    server = await serve(message_segment_size=64 * MIB)
+    async with plait.connect(server.address) as client:
+        await client.send_many("large", [bytes(1 * MIB - 1000)] * 30)
+    async with Raw(server) as raw:
+        await raw.hello()
+        raw.request(m.Read("large", "earliest", 1000, 16 * MIB, 0.0))
+        await raw.reader.readexactly(1000)
+        began = asyncio.get_running_loop().time()
+        await server.stop()
+        assert asyncio.get_running_loop().time() - began < 10.0
+    assert not server.connections
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+async def test_retention_runs_by_itself_on_the_servers_clock():
+    async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
+        await client.admin.create_subject("short", retention=60)
+        for subject in ("short", "long"):
+            await client.send(subject, b"old")
+        await broker.advance(50)
+        for subject in ("short", "long"):
+            await client.send(subject, b"young")
+        assert (await client.admin.subject("short")).subject.start == 0
+        await broker.advance(20)
+        subject = (await client.admin.subject("short")).subject
+        assert (subject.start, subject.end, subject.count) == (1, 2, 1)
+        assert (await client.admin.subject("long")).subject.start == 0
+        async with client.reader("short", start="earliest") as reader:
+            assert [message.body for message in await reader.fetch(10, wait=0)] == [b"young"]
+
+
+async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
+    async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
+        await client.admin.create_subject("short", retention=60)
+        async with client.consumer("short", group="g") as consumer:
+            await client.send("short", b"seen")
+            await (await consumer.fetch(1)).ack()
+        await client.send_many("short", [b"missed"] * 5)
+        await broker.advance(61)
+        await client.send("short", b"young")
+        await broker.advance(1)
+        async with client.consumer("short", group="g") as consumer:
+            assert [message.body for message in await consumer.fetch(10)] == [b"young"]
+        group = await client.admin.group("short", "g")
+        assert (group.lost, group.next) == (5, 7)
+
+
+async def test_a_long_gone_consumer_is_forgotten():
+    async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
+        async with Raw(broker.server) as raw:
+            await raw.hello("gone")
+            await raw.store("orders", b"x")
+            session = await raw.attach("orders", client="gone")
+            await raw.ask(m.Pull(session, 1, 1, 0.0))
+        await until(lambda: len(broker.server.connections) == 1)
+        await broker.advance(10)
+        group = await client.admin.group("orders", "g")
+        assert (group.unacked, group.returned) == (0, 1)
+        assert [consumer.client for consumer in group.consumers] == ["gone"]
+        await broker.advance(3 * 86400)
+        assert (await client.admin.group("orders", "g")).consumers == []
+
+
+async def test_the_default_retention_is_the_brokers():
+    config = msgspec.structs.replace(PATIENT, retention_seconds=10.0)
+    async with EmbeddedBroker(config=config, clock=ManualClock()) as broker, broker.connect() as client:
+        await client.send("orders", b"old")
+        await broker.advance(11)
+        assert (await client.admin.subject("orders")).subject.start == 1
