@@ -45,9 +45,11 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
             columns.append(_cut_fixed(number, codec, buffer[begin:end], count, spans))
         elif number == Column.RUNS:
             table = slice_runs(frame.runs(), start, stop)
-            producer, first, _, previous = table[0].tolist()
             if len(table) > 1:
+                producer = first = previous = 0
                 columns.append((number, _RAW, [table.tobytes()]))
+            else:
+                producer, first, _, previous = table[0].tolist()
     stamp = pack_stamp(frame.partition, frame.base + start, frame.store_time, frame.durable, frame.epoch)
     return assemble(
         columns,

@@ -14,7 +14,7 @@ from plait.errors import InvalidArgument
 from plait.frame import FrameView, build_frame, can_coalesce, coalesce, slice_mask, slice_rows
 from plait.frame.coalesce import COALESCE_SIZE_MAX
 from plait.frame.columns import Column
-from plait.frame.header import FLAG_UNSEQUENCED, pack_stamp
+from plait.frame.header import FLAG_UNSEQUENCED, SEQUENCE_MAX, pack_stamp
 from tests.frame.samples import NOW, Draft, Row, alike, full_draft, relaxed, rows_of, with_column
 
 BASE = 500
@@ -53,6 +53,15 @@ def test_a_slice_of_joined_frames_is_the_slice_of_their_rows(data: st.DataObject
     assert sliced.has(Column.RUNS) == (len(sliced.runs()) > 1)
     again = data.draw(st.integers(0, sliced.count - 1))
     assert rows_of(FrameView(slice_rows(sliced, again, sliced.count).tobytes())) == rows_of(sliced)[again:]
+
+
+def test_runs_that_end_with_the_last_sequence_are_joined_and_sliced():
+    frames = [Draft([b"a", b"b"], producer=producer, first=SEQUENCE_MAX - 2) for producer in range(3)]
+    frame = joined(frames).validate()
+    for start in range(6):
+        for stop in range(start + 1, 7):
+            sliced = FrameView(slice_rows(frame, start, stop).tobytes()).validate()
+            assert rows_of(sliced) == rows_in_order(frames)[start:stop]
 
 
 @relaxed
