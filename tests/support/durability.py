@@ -94,9 +94,12 @@ class Load:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._producing + self._consuming:
+        open_tasks = {*self._producing, *self._consuming}
+        for task in open_tasks:
             task.cancel()
-        await asyncio.gather(*self._producing, *self._consuming, return_exceptions=True)
+        if open_tasks:
+            _, stuck = await asyncio.wait(open_tasks, timeout=PATIENCE_SECONDS)
+            assert not stuck, f"cancelled and still at work: {stuck}"
         for client in self._clients:
             await client.close()
 
@@ -123,11 +126,19 @@ class Load:
         await asyncio.to_thread(self._server.start)
         await self._pass(0.1, 0.3)
         self._sending = False
-        async with asyncio.timeout(PATIENCE_SECONDS):
-            await asyncio.gather(*self._producing)
-            self._producing.clear()
-            await self._drain()
-            await self._compare()
+        await self._in_time("acknowledge all sends", asyncio.gather(*self._producing))
+        self._producing.clear()
+        await self._in_time("drain all groups", self._drain())
+        await self._in_time("read everything back", self._compare())
+
+    async def _in_time(self, what: str, work: Awaitable[object]) -> None:
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await work
+        except TimeoutError:
+            groups = await self._clients[0].admin.groups()
+            tail = self._server.log[-2000:]
+            raise AssertionError(f"{what}: not within {PATIENCE_SECONDS:g} s; {groups}\n{tail}") from None
 
     async def _pass(self, least: float, most: float) -> None:
         """Let the load run for a random while: when the kill comes is the point of it all."""
