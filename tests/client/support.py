@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import msgspec
 
 import plait
 
@@ -16,6 +19,22 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 - the condition is of any kind
             await asyncio.sleep(0)
+
+
+@contextmanager
+def impatient(client: plait.Client) -> Iterator[None]:
+    """Sends of this block wait for 50 ms only; those around it as long as the machine takes."""
+    producer = client._producer
+    patient, producer.limits = producer.limits, msgspec.structs.replace(producer.limits, send_seconds=0.05)
+    for queue in producer.queues.values():
+        # Armed for the patience of an earlier send.
+        if queue._timer is not None:
+            queue._timer.cancel()
+            queue._timer = None
+    try:
+        yield
+    finally:
+        producer.limits = patient
 
 
 async def lose(client: plait.Client) -> None:
