@@ -18,13 +18,15 @@ import pyarrow.compute as pc
 
 from plait.errors import FrameError
 from plait.frame import check
-from plait.frame.columns import TAG_SEPARATOR, Codec, Column, label
+from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, MIB
 from plait.storage.chunks import ChunkPartition
 
-#: Frames are joined until a batch has this many rows, or this many bytes.
-BATCH_COUNT: Final = 8_192
+#: A frame of this many rows is a batch of its own, and is not copied...
+ALONE_COUNT: Final = 2_048
+#: ...smaller ones are joined until they have this many rows, or this many bytes.
+BATCH_COUNT: Final = 4_096
 BATCH_SIZE: Final = 4 * MIB
 #: A batch of more rows is handed over in parts, so that Spark's memory for it stays bounded.
 BATCH_COUNT_MAX: Final = 65_536
@@ -104,7 +106,7 @@ class Frames:
         """Values of a fixed column, and which rows have one (None: all)."""
         has = [view.has(column) for view in self.views]
         values = [
-            view.fixed(column) if there else np.zeros(view.count, np.int64)
+            view.fixed(column) if there else np.zeros(view.count, FIXED_TYPES[column])
             for view, there in zip(self.views, has, strict=True)
         ]
         joined = np.concatenate(values) if len(values) > 1 else np.ascontiguousarray(values[0])
@@ -211,7 +213,7 @@ def _logical_partition(frames: Frames) -> pa.Array:
         offsets, _ = frames.keys()
         keyed = offsets[1:] != offsets[:-1]
         valid = keyed if valid is None else keyed & valid
-    slots = (hashes.astype(np.uint64, copy=False) % np.uint64(LOGICAL_PARTITIONS)).astype(np.int32)
+    slots = (hashes % np.uint64(LOGICAL_PARTITIONS)).astype(np.int32)
     return _fixed(pa.int32(), slots, valid)
 
 
@@ -253,7 +255,7 @@ def record_batches(
         members.append(member)
         count += member[1].count
         size += member[1].size
-        if count >= BATCH_COUNT or size >= BATCH_SIZE:
+        if count >= BATCH_COUNT or size >= BATCH_SIZE or (len(members) == 1 and count >= ALONE_COUNT):
             yield from _batch(Frames(members, group), builders, schema)
             members, count, size = [], 0, 0
     if members:

@@ -1,0 +1,497 @@
+"""``format("plait")``: messages as clients sent them, as rows of a DataFrame.
+
+Most of it is tried on the reader's classes alone; what Spark adds (types, filters, errors, tasks) in few tests with a
+real session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+from xxhash import xxh3_64_intdigest
+
+import plait
+from plait.broker import BrokerConfig
+from plait.client.rows import hash_keys
+from plait.client.types import MessageId
+from plait.errors import DamageError, DataDirError, FrameError, InvalidArgument, SubjectNotFound
+from plait.server import Server
+from plait.storage.chunks import Wanted
+from plait.storage.disk import RealDisk
+from tests.support.broker_node import Node, Producer
+
+pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
+
+from pyspark.errors import AnalysisException, PythonException
+from pyspark.sql import functions as F
+from pyspark.sql.datasource import (
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    InputPartition,
+    LessThan,
+    LessThanOrEqual,
+    Not,
+)
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
+
+from plait.spark import columns as columns_module
+from plait.spark.columns import COLUMNS
+from plait.spark.filters import narrow
+from plait.spark.source import PlaitDataSource, PlaitReader
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+@asynccontextmanager
+async def serving(root: Path, **settings: Any) -> AsyncIterator[plait.Client]:
+    server = Server(RealDisk(root), BrokerConfig(disk_free_min=0, disk_used_max=1.0, **settings), port=0)
+    await server.start()
+    try:
+        async with plait.connect(server.address) as client:
+            yield client
+    finally:
+        await server.stop()
+
+
+def reader_of(root: Path, **options: str) -> PlaitReader:
+    source = PlaitDataSource({"path": str(root), "subject": "orders", **options})
+    reader = source.reader(source.schema())
+    assert isinstance(reader, PlaitReader)
+    return reader
+
+
+def batches_of(reader: PlaitReader) -> list[pa.RecordBatch]:
+    return [batch for partition in reader.partitions() for batch in reader.read(partition)]
+
+
+def table_of(root: Path, **options: str) -> pa.Table:
+    reader = reader_of(root, **options)
+    return pa.Table.from_batches(batches_of(reader), reader.arrow_schema)
+
+
+def rows_of(root: Path, **options: str) -> list[dict[str, Any]]:
+    return table_of(root, **options).to_pylist()
+
+
+# --- columns ------------------------------------------------------------------------------------
+
+
+async def test_every_column_is_what_the_client_sent_and_its_receipt_says(tmp_path: Path):
+    before = datetime.now(UTC)
+    async with serving(tmp_path) as client:
+        receipts = [
+            await client.send("orders", b"plain"),
+            await client.send(
+                "orders",
+                b"full",
+                key="order-1",
+                tags=["new", "größer"],
+                headers={"city": "BJS", "amount": 5, "rate": 0.5, "paid": True},
+            ),
+            await client.send("orders", b"", key=17),
+        ]
+    rows = rows_of(tmp_path)
+    assert [row["message_id"] for row in rows] == [str(receipt.message_id) for receipt in receipts]
+    assert [row["partition"] for row in rows] == [str(receipt.partition) for receipt in receipts]
+    assert [row["sequence"] for row in rows] == [0, 1, 2]
+    assert [row["subject"] for row in rows] == ["orders"] * 3
+    assert [row["body"] for row in rows] == [b"plain", b"full", b""]
+    assert [row["key"] for row in rows] == [None, "order-1", "17"]
+    assert [row["tags"] for row in rows] == [None, ["new", "größer"], None]
+    headers = [("city", "BJS"), ("amount", "5"), ("rate", "0.5"), ("paid", "true")]
+    assert [row["headers"] for row in rows] == [None, headers, None]
+    slots = [None, xxh3_64_intdigest(b"order-1") % 1024, xxh3_64_intdigest(b"17") % 1024]
+    assert [row["logical_partition"] for row in rows] == slots
+    for row in rows:
+        assert before <= row["send_time"] <= row["store_time"] <= datetime.now(UTC)
+
+
+def test_the_columns_of_a_batch_are_those_that_spark_expects(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    node.send("orders", b"a")
+    node.broker.stop()
+    source = PlaitDataSource({"path": str(tmp_path), "subject": "orders"})
+    schema = source.schema()
+    assert schema.names == list(COLUMNS)
+    expected = to_arrow_schema(schema, timezone="UTC")
+    reader = source.reader(schema)
+    (batch,) = batches_of(reader)  # type: ignore[arg-type]
+    assert batch.schema.equals(expected)
+    batch.validate(full=True)
+
+
+COLUMN_SETS: list[dict[str, Any]] = [
+    {},
+    {"send_time": 1_700_000_000_000_000},
+    {"keys": ["k1", "", "k3"], "key_hashes": hash_keys(["k1", "", "k3"], 3)},
+    {"tags": [b"\x1fa\x1f", b"", b"\x1fb\x1fc\x1f"]},
+    {"headers": [b"", b"\x81\xa1a\x01", b""], "compression": "zstd"},
+]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_frames_with_different_columns_become_the_same_rows_whether_joined_or_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+):
+    if not together:
+        monkeypatch.setattr(columns_module, "BATCH_COUNT", 1)
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 20)
+    producer = Producer(0xABC)
+    for columns in COLUMN_SETS:
+        node.submit(producer.frame("orders", b"x" * 600, b"", b"z", **columns))
+        node.turn()
+    node.broker.stop()
+    reader = reader_of(tmp_path)
+    batches = batches_of(reader)
+    assert len(batches) == (1 if together else len(COLUMN_SETS))
+    for batch in batches:
+        batch.validate(full=True)
+    table = pa.Table.from_batches(batches)
+    columns = {name: table.column(name).to_pylist() for name in table.column_names}
+    none = [None] * 3
+    assert columns["sequence"] == list(range(15))
+    assert columns["body"] == [b"x" * 600, b"", b"z"] * 5
+    assert columns["message_id"] == [str(MessageId(0xABC, number)) for number in range(1, 16)]
+    assert columns["key"] == [*none, *none, "k1", None, "k3", *none, *none]
+    assert columns["tags"] == [*none * 3, ["a"], None, ["b", "c"], *none]
+    assert columns["headers"] == [*none * 4, None, [("a", "1")], None]
+    sent = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
+    assert columns["send_time"] == [*none, sent, sent, sent, *none * 3]
+    slots = [xxh3_64_intdigest(key) % 1024 for key in (b"k1", b"k3")]
+    assert columns["logical_partition"] == [*none * 2, slots[0], None, slots[1], *none * 2]
+
+
+def test_message_ids_of_a_frame_with_many_producers_are_right(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    ids = []
+    producers = [Producer(number) for number in (1, 0xFFFFFFFFFFFFFFFF, 0x0123456789ABCDEF)]
+    for _ in range(4):
+        for producer in producers:
+            ids.append(str(MessageId(producer.id, producer.next)))
+            node.submit(producer.frame("orders", b"x"))
+    node.turn()
+    assert len(node.partition("orders").consume_log) == 1
+    node.broker.stop()
+    assert table_of(tmp_path, columns="message_id").column("message_id").to_pylist() == ids
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_compressed_messages_are_read(tmp_path: Path, compression: Any):
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 20)
+    bodies = [b"body %d " % number * 20 for number in range(1000)]
+    node.submit(Producer(5).frame("orders", *bodies, compression=compression))
+    node.turn()
+    assert node.broker.message_log.size < sum(map(len, bodies)) / 2
+    node.broker.stop()
+    assert table_of(tmp_path).column("body").to_pylist() == bodies
+
+
+def test_small_frames_are_joined_and_large_ones_are_not(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 24)
+    producer = Producer(5)
+    for count in [100] * 60 + [5000, 3000]:
+        node.submit(producer.frame("orders", *[b"x"] * count))
+        node.turn()
+    node.broker.stop()
+    reader = reader_of(tmp_path, minPartitions="1")
+    counts = [batch.num_rows for batch in batches_of(reader)]
+    assert counts == [4100, 6900, 3000]
+
+
+def test_a_frame_of_very_many_rows_is_handed_over_in_parts(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 24)
+    node.submit(Producer(5).frame("orders", *[b"x"] * 150_000))
+    node.turn()
+    node.broker.stop()
+    batches = batches_of(reader_of(tmp_path, columns="sequence"))
+    assert max(batch.num_rows for batch in batches) <= 65_536
+    assert pa.Table.from_batches(batches).column("sequence").to_pylist() == list(range(150_000))
+
+
+def test_rows_that_do_not_fit_their_column_are_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    node = Node(RealDisk(tmp_path))
+    node.send("orders", b"a")
+    node.broker.stop()
+
+    def broken(*_: Any) -> None:
+        raise FrameError("a row is not UTF-8")
+
+    monkeypatch.setitem(columns_module.COLUMNS, "key", COLUMNS["key"]._replace(build=broken))
+    with pytest.raises(DamageError, match=r"\.log is damaged.*a row is not UTF-8.*plait doctor"):
+        rows_of(tmp_path)
+
+
+def test_headers_that_do_not_decode_are_damage(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    node.submit(Producer(5).frame("orders", b"a", headers=[b"\xc1"]))
+    node.turn()
+    node.broker.stop()
+    with pytest.raises(DamageError, match="headers do not decode"):
+        rows_of(tmp_path)
+    assert rows_of(tmp_path, columns="body") == [{"body": b"a"}]
+
+
+# --- options ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """Three subjects by turns, in several segments."""
+    node = Node(RealDisk(tmp_path))
+    for number in range(150):
+        node.clock.advance(1.0)
+        node.send(("orders", "orders.eu", "refunds")[number % 3], b"%d" % number)
+    node.broker.create_subject("empty")
+    node.turn()
+    node.broker.stop()
+    assert len(list((tmp_path / "message").iterdir())) > 2
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("subject", "subjects"),
+    [
+        ("orders", {"orders"}),
+        ("orders, refunds", {"orders", "refunds"}),
+        ("orders*", {"orders", "orders.eu"}),
+        ("refunds,orders.*", {"orders.eu", "refunds"}),
+        ("*", {"orders", "orders.eu", "refunds"}),
+    ],
+)
+def test_subjects_are_named_exactly_or_in_a_list_or_by_prefix(stored: Path, subject: str, subjects: set[str]):
+    table = table_of(stored, subject=subject, columns="subject")
+    assert set(table.column("subject").to_pylist()) == subjects
+    assert len(table) == 50 * len(subjects)
+
+
+def test_the_group_is_part_of_the_partitions_name(stored: Path):
+    assert table_of(stored, columns="partition").column("partition").to_pylist() == ["orders@g1"] * 50
+    assert rows_of(stored, columns="partition", group="east")[0] == {"partition": "orders@east"}
+
+
+def test_only_the_columns_asked_for_are_made_in_the_order_asked_for(stored: Path):
+    assert rows_of(stored, columns="body, sequence")[0] == {"body": b"0", "sequence": 0}
+
+
+def test_option_names_know_no_case(stored: Path):
+    source = PlaitDataSource({"PATH": str(stored), "Subject": "orders", "COLUMNS": "body"})
+    assert source.schema().names == ["body"]
+
+
+def test_more_partitions_are_planned_where_asked_for(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 24)
+    producer = Producer(5)
+    for _ in range(12):
+        node.submit(producer.frame("orders", *[bytes(1024)] * 512))
+        node.turn()
+    node.broker.stop()
+    for wanted in (1, 2, 4):
+        reader = reader_of(tmp_path, minPartitions=str(wanted), columns="sequence")
+        partitions = reader.partitions()
+        assert len(partitions) == wanted
+        rows = [row["sequence"] for partition in partitions for b in reader.read(partition) for row in b.to_pylist()]
+        assert rows == list(range(12 * 512))
+
+
+def test_a_subject_without_messages_has_no_rows(stored: Path):
+    reader = reader_of(stored, subject="empty")
+    assert list(reader.partitions()) == []
+    assert list(reader.read(InputPartition(None))) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": ""}, "option 'path' is missing"),
+        ({"subject": " "}, "option 'subject' is missing"),
+        ({"subject": "no spaces"}, "'no spaces' is not allowed"),
+        ({"columns": "body,nothing"}, "column 'nothing' is not known; there are subject, partition"),
+        ({"columns": "body,body"}, "name one twice"),
+        ({"minPartitions": "0"}, "minPartitions '0'"),
+        ({"minPartitions": "many"}, "minPartitions 'many'"),
+        ({"failOnDamage": "perhaps"}, "failOnDamage 'perhaps' is neither"),
+        ({"group": "a b"}, "group name 'a b'"),
+        ({"subjects": "orders"}, "option 'subjects' is not known; there are path, subject"),
+    ],
+)
+def test_a_wrong_option_is_named_with_what_is_right(stored: Path, options: dict[str, str], message: str):
+    source = PlaitDataSource({"path": str(stored), "subject": "orders", **options})
+    with pytest.raises(InvalidArgument, match=message):
+        source.schema()
+
+
+def test_what_cannot_be_read_is_said_before_anything_is_planned(tmp_path: Path):
+    for path, message in ((tmp_path / "nowhere", "there is no directory"), (tmp_path, "not a Plait data directory")):
+        with pytest.raises(DataDirError, match=message):
+            PlaitDataSource({"path": str(path), "subject": "orders"}).schema()
+
+
+def test_an_unknown_subject_is_named_with_those_there_are(stored: Path):
+    with pytest.raises(SubjectNotFound, match=r"'order' is not in .*there are empty, orders, orders.eu, refunds"):
+        reader_of(stored, subject="order").partitions()
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (StructType().add("nothing", "string"), "column 'nothing' is not known"),
+        (StructType().add("body", "string"), "column 'body' is binary, not string"),
+        (StructType().add("key", "string", nullable=False), "column 'key' may be null"),
+    ],
+)
+def test_a_schema_that_does_not_fit_is_refused(stored: Path, schema: StructType, message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        PlaitDataSource({"path": str(stored), "subject": "orders"}).reader(schema)
+
+
+# --- filters ------------------------------------------------------------------------------------
+
+TIME = datetime(2023, 11, 14, 22, 14, 0, 123456, tzinfo=UTC)
+MICROS = 1_700_000_040_123_456
+
+
+@pytest.mark.parametrize(
+    ("condition", "expected"),
+    [
+        (EqualTo(("subject",), "a"), {"subjects_only": frozenset({"a"})}),
+        (In(("subject",), ("a", "b")), {"subjects_only": frozenset({"a", "b"})}),
+        (EqualTo(("partition",), "a@g1"), {"partitions_only": frozenset({"a"})}),
+        (EqualTo(("partition",), "a@g2"), {"partitions_only": frozenset()}),
+        (EqualTo(("sequence",), 7), {"sequence_min": 7, "sequence_max": 7}),
+        (In(("sequence",), (9, 7)), {"sequence_min": 7, "sequence_max": 9}),
+        (GreaterThan(("sequence",), 7), {"sequence_min": 8}),
+        (GreaterThanOrEqual(("sequence",), 7), {"sequence_min": 7}),
+        (LessThan(("sequence",), 7), {"sequence_max": 6}),
+        (LessThanOrEqual(("sequence",), 7), {"sequence_max": 7}),
+        (GreaterThan(("store_time",), TIME), {"time_min": MICROS + 1}),
+        (LessThanOrEqual(("store_time",), TIME), {"time_max": MICROS}),
+        (EqualTo(("send_time",), TIME), {}),
+        (EqualTo(("key",), "a"), {}),
+        (EqualTo(("sequence",), None), {}),
+        (Not(EqualTo(("sequence",), 7)), {}),
+        (GreaterThan(("store_time",), TIME.replace(tzinfo=None)), {}),
+    ],
+)
+def test_a_filter_becomes_bounds_on_what_is_read(condition: Filter, expected: dict[str, Any]):
+    narrowed = narrow(Wanted(), condition, "g1")
+    assert narrowed == Wanted(**expected)
+
+
+def test_filters_narrow_each_other_and_never_widen():
+    wanted = Wanted()
+    for condition in (
+        GreaterThan(("sequence",), 5),
+        GreaterThan(("sequence",), 3),
+        LessThan(("sequence",), 9),
+        LessThan(("sequence",), 90),
+        In(("subject",), ("a", "b")),
+        In(("subject",), ("b", "c")),
+    ):
+        wanted = narrow(wanted, condition, "g1")
+    assert (wanted.sequence_min, wanted.sequence_max, wanted.subjects_only) == (6, 8, frozenset({"b"}))
+
+
+def test_what_filters_exclude_is_not_read_and_spark_still_applies_them(stored: Path):
+    reader = reader_of(stored, columns="sequence", minPartitions="1")
+    filters: list[Filter] = [GreaterThanOrEqual(("sequence",), 45), LessThan(("sequence",), 47)]
+    assert list(reader.pushFilters(filters)) == filters
+    travelled = pickle.loads(pickle.dumps(reader))
+    (partition,) = pickle.loads(pickle.dumps(list(travelled.partitions())))
+    rows = [row["sequence"] for batch in travelled.read(partition) for row in batch.to_pylist()]
+    assert rows == [45, 46]
+
+
+# --- with Spark ---------------------------------------------------------------------------------
+
+
+def load(spark: SparkSession, path: Path, **options: Any) -> DataFrame:
+    return spark.read.format("plait").options(**{"subject": "orders", **options}).load(str(path))
+
+
+async def test_spark_reads_what_a_live_server_has_stored(spark: SparkSession, tmp_path: Path):
+    async with serving(tmp_path) as client:
+        keys = [f"order-{number % 100}" for number in range(20_000)]
+        receipts = await client.send_many("orders", [b"body %d" % n for n in range(20_000)], keys=keys)
+        receipt = await client.send("orders", b"last", tags=["a", "b"], headers={"n": 1})
+
+        def rows() -> Any:
+            frame = load(spark, tmp_path, columns="sequence,message_id,key,body", minPartitions=3)
+            return frame.orderBy("sequence").toArrow()
+
+        def last() -> Any:
+            return load(spark, tmp_path).where("sequence = 20000").collect()
+
+        table = await asyncio.to_thread(rows)
+        (row,) = await asyncio.to_thread(last)
+        await client.send("orders", b"later")
+        assert await asyncio.to_thread(load(spark, tmp_path).count) == 20_002
+    assert table.column("sequence").to_pylist() == list(range(20_001))
+    assert table.column("body").to_pylist() == [*[b"body %d" % n for n in range(20_000)], b"last"]
+    assert table.column("key").to_pylist() == [*keys, None]
+    ids = [str(receipt.message_id) for receipt in [*receipts, receipt]]
+    assert table.column("message_id").to_pylist() == ids
+    assert row.asDict() == {
+        "subject": "orders",
+        "partition": "orders@g1",
+        "sequence": 20_000,
+        "message_id": str(receipt.message_id),
+        "key": None,
+        "tags": ["a", "b"],
+        "headers": {"n": "1"},
+        "body": b"last",
+        "send_time": row.send_time,
+        "store_time": row.store_time,
+        "logical_partition": None,
+    }
+    assert abs(row.store_time.astimezone(UTC) - datetime.now(UTC)) < timedelta(minutes=5)
+
+
+def test_spark_filters_subjects_sequences_and_times(spark: SparkSession, stored: Path):
+    frame = load(spark, stored, subject="*")
+    assert frame.where("subject = 'refunds' and sequence between 10 and 12").count() == 3
+    assert frame.where(F.col("partition").isin("orders@g1", "orders.eu@g1")).count() == 100
+    middle = frame.where("subject = 'orders'").orderBy("sequence").collect()[25].store_time
+    assert frame.where((F.col("subject") == "orders") & (F.col("store_time") >= middle)).count() == 25
+    assert frame.where("sequence > 1000").count() == 0
+
+
+def test_spark_counts_per_subject_and_takes_a_schema_for_columns(spark: SparkSession, stored: Path):
+    counts = load(spark, stored, subject="*", columns="subject").groupBy("subject").count().collect()
+    assert {row["subject"]: row["count"] for row in counts} == {"orders": 50, "orders.eu": 50, "refunds": 50}
+    frame = spark.read.format("plait").schema("body binary, sequence bigint").option("subject", "orders")
+    assert frame.load(str(stored)).where("sequence = 1").collect()[0].body == b"3"
+    assert load(spark, stored, subject="empty").count() == 0
+
+
+def test_spark_shows_what_is_wrong(spark: SparkSession, stored: Path):
+    with pytest.raises(AnalysisException, match="option 'subject' is missing"):
+        spark.read.format("plait").load(str(stored))
+    with pytest.raises(AnalysisException, match="there is no directory"):
+        load(spark, stored / "nowhere")
+    with pytest.raises(AnalysisException, match="subject 'gone' is not in"):
+        load(spark, stored, subject="gone").count()
+
+
+def test_spark_fails_on_damage_or_reads_around_it(spark: SparkSession, stored: Path):
+    path = sorted((stored / "message").iterdir())[0]
+    data = bytearray(path.read_bytes())
+    place = data.index(b"PL", 2000)
+    data[place + 90] ^= 0xFF
+    path.write_bytes(data)
+    subjects = {"subject": "*", "columns": "body"}
+    with pytest.raises(PythonException, match=rf"{path.name} is damaged.*plait doctor"):
+        load(spark, stored, **subjects).count()
+    assert load(spark, stored, failOnDamage=False, **subjects).count() == 149
