@@ -223,6 +223,38 @@ async def test_a_segment_that_cannot_be_made_for_a_subject_ends_the_server(serve
         assert isinstance(await failure_of(server), StorageFailed)
 
 
+async def test_a_subject_is_named_to_nobody_before_it_is_stored(serve: Serve):
+    """Its number would be given to another subject after the crash, and messages would end up there."""
+    disk = SimulatedDisk()
+    server = await serve(disk)
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.route("known")
+        disk.fail("write", path="message/*", times=None)
+        raw.request(m.Route("new"))
+        # Asked for twice: it is as new to the second as to the first.
+        raw.request(m.Route("new"))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await raw.next()
+    again = await serve(disk.copy())
+    assert list(again.broker.subjects) == ["known"]
+
+
+async def test_a_defect_in_a_background_job_stops_the_server(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    server = await serve(flush_seconds=0.01)
+
+    def broken() -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(server.broker, "begin_sync", broken)
+    async with Raw(server) as raw:
+        await raw.hello()
+        raw.request(m.Route("orders"))
+        assert await raw.ending() is None
+        assert "defect" in (await failure_of(server)).message
+        assert not server.connections
+
+
 async def test_an_action_log_that_cannot_be_written_ends_the_server_before_an_ack_counts(serve: Serve):
     disk = SimulatedDisk()
     clock = ManualClock()
