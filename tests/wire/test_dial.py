@@ -97,7 +97,8 @@ def test_addresses_are_understood(address: str, expected: tuple[str, int]):
 
 
 @pytest.mark.parametrize(
-    "address", ["", "plait://", "plait://:7450", "plait://a:0", "plait://a:65536", "plait://a:x", "http://127.0.0.1/b", "a b:1"]
+    "address",
+    ["", "plait://", "plait://:7450", "plait://a:0", "plait://a:65536", "plait://a:x", "http://127.0.0.1/b", "a b:1"],
 )
 def test_other_addresses_are_refused_with_the_rule(address: str):
     with pytest.raises(InvalidArgument, match="write plait://host:port"):
