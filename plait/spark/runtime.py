@@ -2,8 +2,8 @@
 
 It holds a JAVA_HOME whose ``java`` leaves out arguments of Spark that this Java has no use for (a trimmed JRE
 would refuse to start with them, others would warn at every start); a SPARK_HOME whose Python workers import
-PySpark from its directory instead of from a zip file, which halves their start, and end quietly; a log
-configuration that keeps warnings off the console; and the class-data archives that make Java start faster.
+PySpark from its directory instead of from a zip file, which halves their start; a log configuration that
+keeps warnings off the console; and the class-data archives that make Java start faster.
 
 The directory is built aside and renamed, so that it is complete whenever it is there, whoever else builds it
 at the same time. It is never changed or removed while a session may run from it; only archives, which a
@@ -55,12 +55,13 @@ logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
 logger.gateway.level = error
 """
 
-#: What Spark is told to start its Python workers with; a module beside PySpark, since it is forked before a
-#: worker imports anything that starts threads, as Plait's own packages do.
+#: What Spark is told to start the Python workers of tasks with; a module beside PySpark, since it is forked
+#: before a worker imports anything that starts threads, as Plait's own packages do. The workers that plan a
+#: data source are out of its reach: Spark starts those with its own daemon, whatever it is told.
 DAEMON_MODULE = "plait_daemon"
 _DAEMON = """\
-\"\"\"Spark's daemon of Python workers. A worker whose Java has hung up ends without a word: at the end of a session
-all of them do, and over Unix sockets each would print the traceback of a broken pipe.\"\"\"
+\"\"\"Spark's daemon of Python workers. A worker that Java has hung up on ends without a word: at the end of a
+session that is all of them, and over Unix sockets each might print the traceback of a broken pipe.\"\"\"
 
 import os
 
@@ -137,7 +138,7 @@ def runtime_for(java: Java, pyspark: Path, py4j: Path, version: str, cache: Path
 
 
 def _fingerprint(java: Java, pyspark: Path, py4j: Path) -> str:
-    """Changes when Java or PySpark is installed anew, whose archives would not fit, and with what is written here."""
+    """Changes when Java or PySpark is installed anew (old archives would not fit) or Plait writes other files."""
     facts = [str(path) for path in (java.home, pyspark, py4j)]
     facts += [_LAUNCHER, _LOGGING, _DAEMON]
     facts += [str(path.stat().st_mtime_ns) for path in (java.program, pyspark / "jars")]
