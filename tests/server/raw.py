@@ -21,7 +21,7 @@ async def until(condition: Callable[[], object]) -> None:
     """Let the loop run until something is so."""
     async with asyncio.timeout(PATIENCE_SECONDS):
         while not condition():  # noqa: ASYNC110 (what is waited for is inside the server, which tells nobody)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0)
 
 
 class Answer(NamedTuple):

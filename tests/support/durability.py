@@ -13,7 +13,9 @@ acknowledged, what each group was given and which acks the broker confirmed, and
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from types import TracebackType
@@ -61,6 +63,8 @@ class Load:
         self._rng = rng
         self._number = 0
         self._sending = False
+        self._acknowledged_count = 0
+        self._progressed = asyncio.Event()
         self._producing: list[asyncio.Task[None]] = []
         self._consuming: list[asyncio.Task[None]] = []
         self._clients: list[plait.Client] = []
@@ -88,7 +92,9 @@ class Load:
                 self.confirmed[subject, group] = {}
                 for number in client_numbers:
                     work = self._consume(self._clients[number], subject, group)
-                    self._consuming.append(asyncio.create_task(work))
+                    task = asyncio.create_task(work)
+                    task.add_done_callback(lambda _: self._progressed.set())
+                    self._consuming.append(task)
         return self
 
     async def __aexit__(
@@ -113,18 +119,16 @@ class Load:
                 for kind, send in self._ways(client):
                     name = f"{subject}.{client_number}.{kind}"
                     task = asyncio.create_task(self._produce(subject, name, send))
+                    task.add_done_callback(lambda _: self._progressed.set())
                     self._producing.append(task)
-        await self._pass(0.2, 0.6)
+        await self._in_time("send something", self._acknowledge(self._rng.randrange(1, 1500)))
         await asyncio.to_thread(self._server.kill)
         self.restarts += 1
         self._server.flush = next_flush
         if self._rng.random() < 0.3:
-            # Recovery is killed, too, somewhere.
-            self._server.spawn()
-            await self._pass(0.1, 0.8)
-            await asyncio.to_thread(self._server.kill)
+            await self._kill_while_starting()
         await asyncio.to_thread(self._server.start)
-        await self._pass(0.1, 0.3)
+        await self._in_time("send something again", self._acknowledge(self._rng.randrange(1, 500)))
         self._sending = False
         await self._in_time("acknowledge all sends", asyncio.gather(*self._producing))
         self._producing.clear()
@@ -140,12 +144,30 @@ class Load:
             tail = self._server.log[-2000:]
             raise AssertionError(f"{what}: not within {PATIENCE_SECONDS:g} s; {groups}\n{tail}") from None
 
-    async def _pass(self, least: float, most: float) -> None:
-        """Let the load run for a random while: when the kill comes is the point of it all."""
-        ended = [task for task in self._consuming if task.done()]
-        for task in ended:
-            task.result()
-        await asyncio.sleep(self._rng.uniform(least, most))
+    async def _acknowledge(self, count: int) -> None:
+        """Until so many more sends were acknowledged."""
+        goal = self._acknowledged_count + count
+        while self._acknowledged_count < goal:
+            await self._progress()
+
+    async def _kill_while_starting(self) -> None:
+        """Recovery is killed somewhere, or has just ended."""
+        self._server.spawn()
+        starting = asyncio.create_task(asyncio.to_thread(self._server.wait_ready))
+        await asyncio.wait([starting], timeout=self._rng.uniform(0.05, 1.0))
+        os.kill(self._server.pid, signal.SIGKILL)
+        # It was ready, or its output has ended.
+        await asyncio.wait([starting])
+        starting.exception()
+        await asyncio.to_thread(self._server.kill)
+
+    async def _progress(self) -> None:
+        """Until anything was acknowledged, delivered or confirmed since the last call."""
+        await self._progressed.wait()
+        self._progressed.clear()
+        for task in [*self._producing, *self._consuming]:
+            if task.done():
+                task.result()
 
     # --- sending --------------------------------------------------------------------------------
 
@@ -189,6 +211,8 @@ class Load:
                 continue
             for message, receipt in zip(batch, receipts, strict=False):
                 self.acknowledged[subject][message.name] = receipt
+            self._acknowledged_count += len(receipts)
+            self._progressed.set()
             self.sent[subject].difference_update(message.name for message in batch[len(receipts) :])
 
     # --- consuming ------------------------------------------------------------------------------
@@ -206,6 +230,7 @@ class Load:
                     if confirmed.get(name, self.restarts) < self.restarts:
                         self.broken.append(f"{name} was given to {group} again after its ack was confirmed")
                     delivered[name] += 1
+                self._progressed.set()
                 if group == ONCE or not batch:
                     continue
                 returned = set(range(0, len(batch), 7)) if self._rng.random() < 0.1 else set()
@@ -216,6 +241,7 @@ class Load:
                 for row, name in enumerate(names):
                     if row not in returned and self.restarts == restarts:
                         confirmed.setdefault(name, restarts)
+                self._progressed.set()
 
     def _name_of(self, subject: str, message: plait.Message) -> str:
         """The name of a message, which has to be one that was sent, as it was sent."""
@@ -235,10 +261,7 @@ class Load:
         for subject in SUBJECTS:
             for group in (SHARED, ALONE, ONCE):
                 while (await admin.group(subject, group)).lag:
-                    for task in self._consuming:
-                        if task.done():
-                            task.result()
-                    await asyncio.sleep(0.02)
+                    await self._progress()
 
     # --- comparing ------------------------------------------------------------------------------
 
