@@ -72,6 +72,9 @@ class Connection(asyncio.BufferedProtocol):
         # uvloop's transports are none by inheritance, only by what they do.
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self.server.limits.outgoing_bytes_per_connection)
+        if self.server.ending:
+            self.abort()
+            return
         if len(self.server.connections) >= self.server.limits.connections:
             self.fail(0, LimitExceeded(f"this server has its {self.server.limits.connections} connections"))
             self.close()

@@ -83,6 +83,11 @@ class Server:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"plait://{host}:{self.port}"
 
+    @property
+    def ending(self) -> bool:
+        """It stops, or storage has failed: nobody is let in any more."""
+        return self._stopping or (self.failed is not None and self.failed.done())
+
     async def start(self) -> RecoveryReport:
         """Recover the data directory and serve. The port is known afterwards."""
         self._loop = asyncio.get_running_loop()

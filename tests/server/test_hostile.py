@@ -7,6 +7,7 @@ import logging
 import random
 import struct
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,8 +27,9 @@ from plait.errors import (
 )
 from plait.frame.builder import build_frame
 from plait.frame.columns import Codec, Column
-from plait.limits import COLUMN_SIZE_MAX, MIB
+from plait.limits import COLUMN_SIZE_MAX, KIB, MIB
 from plait.server import Server
+from plait.storage.disk import RealDisk
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, HEADER_SIZE, PACKET_SIZE_MAX, pack
 from tests.frame.samples import Draft, arrow_bytes, resign, with_column
@@ -206,6 +208,24 @@ async def test_a_bad_frame_is_refused_and_the_connection_goes_on(
         raw.request(m.Send(partition, oneway=True), data)
         assert await raw.store("orders", b"good") == 0
     assert server.broker.subjects["orders"].visible == 1
+
+
+async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_size_once_it_is_checked(
+    serve: Serve, tmp_path: Path
+):
+    server = await serve(RealDisk(tmp_path), message_segment_size=64 * MIB)
+    frame = build_frame([bytes(16 * MIB - 8)] * 4, producer=1, first=1, previous=0, compression="zstd").tobytes()
+    assert len(frame) < 64 * KIB
+    before = arrow_bytes()
+    async with Raw(server) as raw:
+        await raw.hello()
+        partition = await raw.route("orders")
+        assert await raw.ask(m.Send(partition), frame) == m.Sent(0)
+        assert arrow_bytes() - before < MIB
+        answer = await raw.answer(raw.request(m.Read("orders", "earliest", 2, 1, 0.0)))
+        # Not inflated to be cut: the body column travels as it is.
+        assert len(answer.payload) < 64 * KIB
+        assert arrow_bytes() - before < MIB
 
 
 @pytest.mark.parametrize(
