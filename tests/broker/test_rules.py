@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from plait.broker import broker as broker_module
 from plait.broker import recover as recover_module
-from plait.broker import retention as retention_module
 from plait.broker import snapshot as snapshot_module
 from plait.broker.broker import Broker
 from plait.broker.group import Group
@@ -27,6 +25,14 @@ from plait.storage.log import Log
 from plait.storage.producers import ProducerTable, Verdict
 from plait.storage.pull_log import PullLog
 from plait.storage.recovery import QUARANTINE, LogScan
+from tests.broker.retention_rules import (
+    ask_only_the_shortest_subject,
+    delete_what_the_limits_allow,
+    expire_silently,
+    r21_a_segment_goes_when_all_its_partitions_allow,
+    r21_both_logs_are_kept_from_the_oldest_checkpoint_on,
+    r21_the_start_moves_and_whoever_was_overtaken_can_see_it,
+)
 from tests.support.broker_node import Node, Producer, Pulled, Sent
 
 # --- R1 -----------------------------------------------------------------------------------------
@@ -423,109 +429,6 @@ def leave_the_torn_tail(patch: pytest.MonkeyPatch) -> None:
 
 def believe_frames_behind_missing_ones(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LogScan, "_never_durable", lambda self, *region: False)
-
-
-# --- R21 ----------------------------------------------------------------------------------------
-
-
-def aged(**settings: Any) -> tuple[Node, Producer, list[Sent]]:
-    """Sixty rows over six minutes, a checkpoint every ten, acked up to the fiftieth."""
-    node = Node(flush="sync", retention_seconds=100.0, **settings)
-    producer = Producer(7)
-    consumer = node.attach("orders", "g")
-    slow = node.attach("orders", "slow")
-    node.pull(slow, 5)
-    sends = []
-    for number in range(60):
-        sends.append(node.send("orders", b"%02d " % number * 150, producer=producer))
-        node.clock.advance(6)
-        if number < 50:
-            node.pull(consumer, 1)
-            node.ack(consumer, (number, number + 1))
-        if number % 10 == 9:
-            node.checkpoint()
-    return node, producer, sends
-
-
-def r21_the_start_moves_and_whoever_was_overtaken_can_see_it() -> None:
-    node, _, _ = aged()
-    node.retention.run()
-    node.turn()
-    start = node.partition("orders").start
-    assert 40 <= start <= 50
-    assert node.group("orders", "g").lost_count == 0
-    assert node.group("orders", "slow").lost_count == start
-    for again in (node.power_lost(), node.restart()):
-        assert again.group("orders", "slow").lost_count >= start
-        assert again.group("orders", "slow").pull_log.next >= start
-
-
-def r21_both_logs_are_kept_from_the_oldest_checkpoint_on() -> None:
-    node, _, sends = aged()
-    node.retention.run()
-    node.turn()
-    node.checkpoint()
-    removed = node.retention.run()
-    oldest = node.broker.checkpoints.oldest
-    assert oldest is not None
-    assert node.broker.message_log.start <= oldest.message_offset
-    assert node.broker.action_log.start <= oldest.action_offset
-    assert removed or node.broker.message_log.start > 0
-    manifests = [name for name in node.disk.list(CHECKPOINTS) if name.startswith("manifest")]
-    for name in manifests[1:]:
-        node.disk.flip_bit(f"{CHECKPOINTS}/{name}", 30, 1)
-    again = node.power_lost()
-    assert len(again.report.rejected_checkpoints) == len(manifests) - 1
-    assert again.group("orders", "g").pull_log.floor == 50, "acks are in the action log or in the checkpoint"
-    before = len(again.stored("orders"))
-    for sent in sends:
-        again.submit(Sent("orders", sent.data, sent.bodies))
-    again.turn()
-    assert len(again.stored("orders")) == before, "and so is what every producer has stored"
-
-
-def r21_a_segment_goes_when_all_its_partitions_allow() -> None:
-    node = Node(flush="sync", retention_seconds=None)
-    node.broker.create_subject("short", broker_module.SubjectSettings(retention_seconds=1.0))
-    node.send("kept", b"precious")
-    producer = Producer(7)
-    for _ in range(60):
-        node.send("short", b"x" * 700, producer=producer)
-        node.clock.advance(1)
-    for _ in range(6):
-        node.checkpoint()
-    node.retention.run()
-    assert node.partition("short").start > 50
-    assert node.bodies("kept") == [b"precious"]
-    node.broker.update_subject("kept", broker_module.SubjectSettings(retention_seconds=1.0))
-    node.send("kept", b"young")
-    assert len(node.retention.run()) >= 4
-    assert node.bodies("kept") == [b"young"]
-    assert node.power_lost().bodies("kept") == [b"young"]
-
-
-def expire_silently(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PullLog, "skipped", lambda self, start, end: 0)
-
-
-def delete_what_the_limits_allow(patch: pytest.MonkeyPatch) -> None:
-    remove_before = Log.remove_before
-
-    def naive(self: Log, offset: int) -> list[int]:
-        return remove_before(self, self.end)
-
-    patch.setattr(Log, "remove_before", naive)
-
-
-def ask_only_the_shortest_subject(patch: pytest.MonkeyPatch) -> None:
-    run = retention_module.Retention.run
-
-    def naive(self: retention_module.Retention) -> list[int]:
-        run(self)
-        oldest = self._broker.checkpoints.oldest
-        return self._broker.message_log.remove_before(oldest.message_offset) if oldest else []
-
-    patch.setattr(retention_module.Retention, "run", naive)
 
 
 # --- the tests ----------------------------------------------------------------------------------
