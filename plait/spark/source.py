@@ -6,10 +6,8 @@ their columns to Spark. The files are never changed, and may be in use by a serv
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,6 +21,7 @@ from plait import names
 from plait.errors import FrameError, InvalidArgument
 from plait.spark.columns import COLUMNS, record_batches
 from plait.spark.filters import narrow
+from plait.spark.worker import prepare_worker
 from plait.storage.chunks import Chunk, Wanted, plan, read_chunk
 from plait.storage.disk import RealDisk
 from plait.storage.reader import damage_error, open_log
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("plait.spark")
 
 DEFAULT_GROUP = "g1"
-#: The module whose children Spark's workers are.
-_DAEMON = "pyspark.daemon"
 _OPTIONS = ("path", "subject", "columns", "group", "minPartitions", "failOnDamage")
 
 
@@ -77,6 +74,7 @@ class PlaitDataSource(DataSource):
 
     def schema(self) -> StructType:
         """The columns asked for; what is wrong with the options or the directory is said here, at ``load``."""
+        prepare_worker()
         options = ReadOptions.parse(self.options)
         open_log(options.path)
         return StructType([_field(name) for name in options.columns])
@@ -103,7 +101,7 @@ class PlaitReader(DataSourceReader):
 
     def partitions(self) -> Sequence[InputPartition]:
         """One for each task."""
-        _spare_the_collector()
+        prepare_worker()
         options = self.options
         planned = plan(
             open_log(options.path),
@@ -121,7 +119,7 @@ class PlaitReader(DataSourceReader):
         chunk: Chunk | None = partition.value
         if chunk is None:
             return
-        _spare_the_collector()
+        prepare_worker()
         options = self.options
         frames = read_chunk(
             RealDisk(options.path, read_only=True),
@@ -135,19 +133,6 @@ class PlaitReader(DataSourceReader):
         except FrameError as error:
             size = chunk.end - chunk.start
             raise damage_error(options.path, chunk.segment, chunk.start, size, str(error)) from error
-
-
-def _spare_the_collector() -> None:
-    """Once in a worker of Spark: keep what is there by now out of its garbage collections.
-
-    A worker collects all garbage after every task. Looking through the modules that Spark, Arrow and Plait have loaded
-    takes it 20 to 40 ms each time, a third of the time that a task of average size needs.
-    """
-    started_as = getattr(sys.modules["__main__"], "__spec__", None)
-    in_worker = _DAEMON in sys.modules or (started_as is not None and started_as.name == _DAEMON)
-    if in_worker and not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
 
 
 def _required(options: Mapping[str, str], name: str, what: str) -> str:
