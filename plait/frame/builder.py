@@ -226,7 +226,7 @@ def build_frame(
             size = len(offsets) + len(data)
             # A column over the limit could not be inflated by any reader; raw, it is over the limit of a frame.
             if COMPRESS_FROM <= size <= COLUMN_SIZE_MAX:
-                packed = deflate(_rebased(offsets, data), codec)
+                packed = deflate(b"".join((offsets, data)), codec)
                 if len(packed) < size:
                     columns.append((column, codec, [packed]))
                     continue
@@ -274,11 +274,3 @@ def _fixed(values: npt.NDArray[Any], count: int, column: int) -> memoryview:
         raise InvalidArgument(f"{label(column)} has {len(values)} rows, bodies have {count}")
     array: Any = np.ascontiguousarray(values, FIXED_TYPES[column])
     return memoryview(array).cast("B")
-
-
-def _rebased(offsets: Buffer, data: Buffer) -> bytes:
-    """A column whose offsets start at 0, so that compressed it stands alone."""
-    values = np.frombuffer(offsets, "<i4")
-    if values[0]:
-        values = values - values[0]
-    return values.tobytes() + data

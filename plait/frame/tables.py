@@ -34,8 +34,8 @@ def read_selection(codec: int, data: memoryview, count: int) -> Selection:
     if codec != Codec.RAW or len(data) < SELECTION_SIZE:
         raise FrameError("row selection is malformed")
     original, first = data[:SELECTION_SIZE].cast("I").tolist()
-    if original > FRAME_COUNT_MAX or original < count:
-        raise FrameError(f"row selection of {count} from {original} rows is impossible")
+    if original > FRAME_COUNT_MAX:
+        raise FrameError(f"row selection from {original} rows is impossible (limit {FRAME_COUNT_MAX})")
     if len(data) == SELECTION_SIZE:
         if first + count > original:
             raise FrameError(f"row selection {first}+{count} is outside {original} rows")

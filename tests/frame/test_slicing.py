@@ -147,13 +147,32 @@ def test_columns_of_a_newer_version_are_left_out_of_slices():
             assert not sliced.has(30)
 
 
+CUTS = (lambda frame: slice_rows(frame, 1, 3), lambda frame: slice_mask(frame, np.arange(6) % 2 == 0))
+
+
 @pytest.mark.parametrize("column", [Column.KEY_HASH, Column.SEND_TIME, Column.PRIORITY, Column.KEY, Column.BODY])
 @pytest.mark.parametrize("codec", [1, 2, 3, 4, 9, 15])
-def test_a_column_in_a_codec_it_cannot_have_is_not_sliced_into_a_valid_one(column: Column, codec: int):
-    lying = with_column(full_draft(6).build(), column, codec, b"\0" * 56)
-    for cut in (lambda f: slice_rows(f, 1, 3), lambda f: slice_mask(f, np.arange(6) % 2 == 0)):
-        with pytest.raises(FrameError):
-            rows_of(FrameView(cut(FrameView(lying.tobytes())).tobytes()))
+def test_a_column_in_a_codec_it_cannot_have_is_not_sliced(column: Column, codec: int):
+    frame = full_draft(6).build()
+    data = bytes(FrameView(frame.tobytes()).stored(column).data)
+    lying = FrameView(with_column(frame, column, codec, data).tobytes())
+    for cut in CUTS:
+        if column == Column.BODY and codec in (Codec.ZSTD, Codec.LZ4):
+            # A compressed body is not inflated to be sliced: its reader finds out.
+            sliced = FrameView(cut(lying).tobytes())
+            with pytest.raises(FrameError):
+                sliced.validate()
+        else:
+            with pytest.raises(FrameError, match="rows cannot be found"):
+                cut(lying)
+
+
+def test_offsets_that_point_before_their_data_are_not_sliced():
+    data = struct.pack("<7i", 4, 0, 4, 4, 4, 4, 8) + b"abcd"
+    lying = FrameView(with_column(full_draft(6).build(), Column.BODY, Codec.RAW, data).tobytes())
+    for cut in CUTS:
+        with pytest.raises(FrameError, match="offsets that do not fit"):
+            cut(lying)
 
 
 @pytest.mark.parametrize("size", [0, 4, 8, 24, 32, 40])
