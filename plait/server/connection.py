@@ -174,11 +174,10 @@ class Connection(asyncio.BufferedProtocol):
         return self.server.membership.session(session)
 
     def hear_consumers(self) -> None:
-        """Its consumers live; not those that have attached elsewhere since."""
+        """Its consumers live."""
         now = self.server.clock.monotonic()
-        for session, consumer in self.consumers.items():
-            if consumer.session == session:
-                consumer.heard = now
+        for consumer in self.consumers.values():
+            consumer.heard = now
 
     def attached(self, consumer: Consumer) -> None:
         """A consumer has a new session here; wherever it was attached before, it is no more."""

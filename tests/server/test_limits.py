@@ -271,13 +271,13 @@ async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_st
     clock = ManualClock()
     server = await serve(
         clock=clock,
-        limits={"outgoing_bytes_per_connection": 64 * KIB, "idle_seconds": 30.0, "consumer_lost_seconds": 5.0},
+        limits={"outgoing_bytes_per_connection": 64 * KIB, "idle_seconds": 8.0, "consumer_lost_seconds": 4.0},
         message_segment_size=64 * MIB,
     )
     async with Raw(server) as sender, Raw(server) as beating, Raw(server) as taking:
         for raw, client in ((sender, "sender"), (beating, "beating"), (taking, "taking")):
             await raw.hello(client)
-        for first in range(1, 21):
+        for first in range(1, 31):
             await sender.store("large", bytes(1 * MIB), first=first, previous=first - 1)
         beating.request(m.Pull(await beating.attach("large", "a", "beating"), 1000, 16 * MIB, 0.0))
         session = await taking.attach("large", "b", "taking")
@@ -289,12 +289,13 @@ async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_st
             for client in ("stuck", "beating", "taking"):
                 await until(lambda client=client: connection_of(server, client).writing_paused)
             await until(lambda: connection_of(server, "taking")._reading_paused)
-            for _ in range(7):
+            for _ in range(4):
                 # Nothing that it says is heard, but some of what it is sent leaves.
                 size = connection_of(server, "taking")._outgoing_size()
-                while connection_of(server, "taking")._outgoing_size() >= size:
-                    await taking.reader.readexactly(64 * KIB)
-                for _ in range(5):
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    while connection_of(server, "taking")._outgoing_size() >= size:
+                        await taking.reader.readexactly(64 * KIB)
+                for _ in range(3):
                     clock.advance(1.0)
                     await sender.ask(m.Heartbeat())
                     beating.request(m.Heartbeat())
