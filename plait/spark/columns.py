@@ -6,6 +6,7 @@ are encoded row by row, are decoded so, and only where a frame has them and some
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -19,15 +20,18 @@ import pyarrow.compute as pc
 from plait.errors import FrameError
 from plait.frame import check
 from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
+from plait.frame.tables import expand_runs
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, MIB
 from plait.storage.chunks import ChunkPartition
 
-#: A frame of this many rows is a batch of its own, and is not copied...
-ALONE_COUNT: Final = 2_048
-#: ...smaller ones are joined until they have this many rows, or this many bytes.
-BATCH_COUNT: Final = 4_096
+#: Frames are joined until they have this many rows, or this many bytes.
+BATCH_COUNT: Final = 8_192
 BATCH_SIZE: Final = 4 * MIB
+#: Where no more than so many columns are wanted, a frame of this many rows is a batch of its own: copying its bodies
+#: would cost more than another batch does.
+ALONE_COUNT: Final = 2_048
+ALONE_COLUMNS_MAX: Final = 2
 #: A batch of more rows is handed over in parts, so that Spark's memory for it stays bounded.
 BATCH_COUNT_MAX: Final = 65_536
 
@@ -36,6 +40,7 @@ _TIME: Final = pa.timestamp("us", tz="UTC")
 _TEXTS: Final = pa.list_(pa.field("element", _TEXT))
 _MAP: Final = pa.map_(_TEXT, _TEXT)
 _RAW: Final = int(Codec.RAW)
+_CONST: Final = int(Codec.CONST)
 #: Two hexadecimal digits for each byte value.
 _HEX: Final = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
 _decode_headers = msgspec.msgpack.Decoder(dict[str, str | bool | int | float]).decode
@@ -52,7 +57,16 @@ class Frames:
         self.views = [view for _, view in members]
         self.counts = np.array([view.count for view in self.views])
         self.count = int(self.counts.sum())
+        self.column_bits = 0
+        for view in self.views:
+            self.column_bits |= view.column_bits
+        if self.has(Column.SELECTION):
+            raise FrameError("a stored frame holds a selection of rows, which only a sent one can")
         self._keys: tuple[_Offsets, memoryview] | None = None
+
+    def has(self, column: int) -> bool:
+        """Some frame has it."""
+        return bool(self.column_bits >> column & 1)
 
     def repeat(self, values: Sequence[int]) -> npt.NDArray[np.int64]:
         """One value a frame, for each of its rows."""
@@ -64,10 +78,6 @@ class Frames:
             self._keys = self.variable(Column.KEY)
             check.text(*self._keys, Column.KEY)
         return self._keys
-
-    def has(self, column: int) -> bool:
-        """Some frame has it."""
-        return any(column in view.places for view in self.views)
 
     def variable(self, column: int) -> tuple[_Offsets, memoryview]:
         """Offsets and data of a variable column; rows of frames without it are empty."""
@@ -104,13 +114,29 @@ class Frames:
 
     def fixed(self, column: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
         """Values of a fixed column, and which rows have one (None: all)."""
-        has = [view.has(column) for view in self.views]
-        values = [
-            view.fixed(column) if there else np.zeros(view.count, FIXED_TYPES[column])
-            for view, there in zip(self.views, has, strict=True)
-        ]
-        joined = np.concatenate(values) if len(values) > 1 else np.ascontiguousarray(values[0])
-        return joined, None if all(has) else np.repeat(has, self.counts)
+        dtype = FIXED_TYPES[column]
+        pieces: list[memoryview | bytes] = []
+        has = []
+        for view in self.views:
+            codec, start, end = view.places.get(column, (_CONST, 0, 0))
+            data = view.buffer[start:end] if end else bytes(dtype.itemsize)
+            has.append(end > 0)
+            if codec == _CONST:
+                data = bytes(data) * view.count
+            if codec not in (_RAW, _CONST) or len(data) != view.count * dtype.itemsize:
+                raise FrameError(f"{label(column)} column does not fit its {view.count} rows")
+            pieces.append(data)
+        values = np.frombuffer(b"".join(pieces) if len(pieces) > 1 else pieces[0], dtype)
+        return values, None if all(has) else np.repeat(has, self.counts)
+
+    def runs(self) -> npt.NDArray[np.uint64]:
+        """(producer, first sequence, rows, previous sequence) of each producer's part, in row order."""
+        if not self.has(Column.RUNS):
+            runs = array("Q")
+            for view in self.views:
+                runs.extend((view.producer, view.first, view.count, view.previous))
+            return np.frombuffer(runs, np.uint64).reshape(-1, 4)
+        return np.concatenate([view.runs() for view in self.views])
 
 
 # --- columns ------------------------------------------------------------------------------------
@@ -141,15 +167,15 @@ def _partition(frames: Frames) -> pa.Array:
 
 
 def _sequence(frames: Frames) -> pa.Array:
-    sequences = [view.sequences() for view in frames.views]
-    return pa.array(np.concatenate(sequences) if len(sequences) > 1 else sequences[0])
+    starts = np.cumsum(frames.counts) - frames.counts
+    bases = np.array([view.base for view in frames.views])
+    return pa.array(np.arange(frames.count) + np.repeat(bases - starts, frames.counts))
 
 
 def _message_id(frames: Frames) -> pa.Array:
     """As ``MessageId`` prints: the producer in 16 hexadecimal digits, and its number."""
-    ids = [view.message_ids() for view in frames.views]
-    producers = np.concatenate([producer for producer, _ in ids])
-    numbers = pc.cast(pa.array(np.concatenate([number for _, number in ids])), _TEXT)
+    producers, sequences = expand_runs(frames.runs())
+    numbers = pc.cast(pa.array(sequences), _TEXT)
     if (producers == producers[0]).all():
         return pc.binary_join_element_wise(f"{int(producers[0]):016x}", numbers, "-")
     digits = _HEX[producers.astype(">u8").view(np.uint8)]
@@ -249,13 +275,14 @@ def record_batches(
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the columns that ``schema`` names, in its order; all rows, in the order of the frames."""
     builders = [COLUMNS[name].build for name in schema.names]
+    alone_count = ALONE_COUNT if len(builders) <= ALONE_COLUMNS_MAX else BATCH_COUNT
     members: list[tuple[ChunkPartition, FrameView]] = []
     count = size = 0
     for member in frames:
         members.append(member)
         count += member[1].count
         size += member[1].size
-        if count >= BATCH_COUNT or size >= BATCH_SIZE or (len(members) == 1 and count >= ALONE_COUNT):
+        if count >= BATCH_COUNT or size >= BATCH_SIZE or (len(members) == 1 and count >= alone_count):
             yield from _batch(Frames(members, group), builders, schema)
             members, count, size = [], 0, 0
     if members:

@@ -201,8 +201,8 @@ class _Planner:
             run.partitions.add(partition)
         self._end = piece.offset
         if piece.frames:
-            last = piece.frames[-1]
-            self._end = piece.segment_base + last.position + last.size
+            position, size, *_ = piece.frames[-1]
+            self._end = piece.segment_base + position + size
 
 
 def _chunks(runs: list[_Run], known: Mapping[int, ChunkPartition], size: int) -> list[Chunk]:

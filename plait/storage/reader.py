@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Generator, Iterator
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -40,17 +40,9 @@ _HEADER: Final = Struct("<3sxII4xQ8xQ4xIQqQ")
 _PREFIX: Final = Struct("<3s")
 
 
-class FrameHead(NamedTuple):
-    """A frame as its header tells of it; not verified."""
-
-    #: Where it starts in its segment.
-    position: int
-    size: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
-    partition: int
-    #: Sequence of its first row.
-    base: int
-    store_time: int
+#: A frame as its header tells of it, not verified: its position in the segment, size, count, partition, the sequence of
+#: its first row, and its store time. A plain tuple, since there may be millions.
+FrameHead: TypeAlias = tuple[int, int, int, int, int, int]
 
 
 class Piece(NamedTuple):
@@ -248,7 +240,7 @@ class LogWalk:
                 break
             if self._durable < durable <= base + position:
                 self._durable = durable
-            frames.append(FrameHead(position, size, count, partition, sequence, time))
+            frames.append((position, size, count, partition, sequence, time))
             position += size
             if position - start >= PIECE_SIZE:
                 yield self._piece(segment, start, frames)
@@ -331,7 +323,7 @@ class LogWalk:
             damages = [damage for damage in damages if damage.offset < min(being_written)]
             found, resume = [entry for entry in found if entry[0] < min(being_written)], None
         if resume is None:
-            self._refuse_newer(segments, max((offset + head.size for offset, head in found), default=start))
+            self._refuse_newer(segments, max((offset + head[1] for offset, head in found), default=start))
         self._distrusted = None
         self.verified = max(self.verified, scan.end if resume is None else resume)
         # Whose frame it is can be told where only its rows are damaged: that is for those to say who want them.
@@ -380,13 +372,13 @@ class LogWalk:
                 if not segment.base <= offset < segment.end:
                     continue
                 position = offset - segment.base
-                follows = frames and frames[-1].position + frames[-1].size == position
+                follows = frames and frames[-1][0] + frames[-1][1] == position
                 if frames and (not follows or position - start >= PIECE_SIZE):
                     yield self._piece(segment, start, frames)
                     frames = []
                 if not frames:
                     start = position
-                frames.append(head._replace(position=position))
+                frames.append((position, *head[1:]))
             if frames:
                 yield self._piece(segment, start, frames)
 
@@ -429,7 +421,7 @@ class LogWalk:
 
 
 def _head(frame: FrameView) -> FrameHead:
-    return FrameHead(0, frame.size, frame.count, frame.partition, frame.base, frame.store_time)
+    return 0, frame.size, frame.count, frame.partition, frame.base, frame.store_time
 
 
 def _frame_at(segments: list[MappedSegment], offset: int) -> FrameView | None:

@@ -199,16 +199,19 @@ def test_compressed_messages_are_read(tmp_path: Path, compression: Any):
     assert table_of(tmp_path).column("body").to_pylist() == bodies
 
 
-def test_small_frames_are_joined_and_large_ones_are_not(tmp_path: Path):
+def test_small_frames_are_joined_and_large_ones_are_not_where_few_columns_are_wanted(tmp_path: Path):
     node = Node(RealDisk(tmp_path), message_segment_size=1 << 24)
     producer = Producer(5)
-    for count in [100] * 60 + [5000, 3000]:
+    for count in [100] * 82 + [2500, 2500, 100]:
         node.submit(producer.frame("orders", *[b"x"] * count))
         node.turn()
     node.broker.stop()
-    reader = reader_of(tmp_path, minPartitions="1")
-    counts = [batch.num_rows for batch in batches_of(reader)]
-    assert counts == [4100, 6900, 3000]
+
+    def counts(**options: str) -> list[int]:
+        return [batch.num_rows for batch in batches_of(reader_of(tmp_path, minPartitions="1", **options))]
+
+    assert counts(columns="body") == [8200, 2500, 2500, 100]
+    assert counts() == [8200, 5100]
 
 
 def test_a_frame_of_very_many_rows_is_handed_over_in_parts(tmp_path: Path):
