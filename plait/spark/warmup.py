@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     import pyarrow
     from pyspark.sql import SparkSession
 
-#: A start, a few small jobs and the writing of the archive; a slow machine takes a minute.
+#: A start, a few small jobs and the writing of the archive; a busy machine takes two minutes.
 PREPARE_SECONDS_MAX = 600.0
-#: An archive takes some 170 MB: those that no session has used for so long are removed.
+#: An archive takes some 190 MB: those that no session has used for so long are removed.
 UNUSED_SECONDS_MAX = 30 * 86_400.0
 
 _TRAIN = "import sys; from plait.spark.warmup import train; train(sys.argv[1])"
 
 
 def prepare() -> Path:
-    """Make later local sessions of this Java and this PySpark start in about half the time; once is enough.
+    """Make later local sessions of this Java and this PySpark start with some 40 % less work; once is enough.
 
-    Takes some twenty seconds and 170 MB of the user's cache. Safe to repeat and to run at the same time as
+    Takes a minute or two on two busy cores, and 190 MB of the user's cache. Safe to repeat and to run at the same time as
     sessions and other preparations. Returns the archive's path.
     """
     check_packages()
