@@ -34,8 +34,8 @@ _TRAIN = "import sys; from plait.spark.warmup import train; train(sys.argv[1])"
 def prepare() -> Path:
     """Make later local sessions of this Java and this PySpark start with some 40 % less work; once is enough.
 
-    Takes a minute or two on two busy cores, and 190 MB of the user's cache. Safe to repeat and to run at the same time as
-    sessions and other preparations. Returns the archive's path.
+    Takes a minute or two on two busy cores, and 190 MB of the user's cache. Safe to repeat, and to run at the
+    same time as sessions and other preparations. Returns the archive's path.
     """
     check_packages()
     runtime = find_runtime()
