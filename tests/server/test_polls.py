@@ -11,6 +11,9 @@ from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
 
+#: Virtual minutes pass without a word.
+PATIENT = {"idle_seconds": 1e6, "consumer_lost_seconds": 1e6}
+
 
 async def test_a_send_wakes_a_pull_at_once(serve: Serve):
     """Not by a timer: this clock stands still, and no tick is called."""
@@ -74,33 +77,36 @@ async def test_one_send_wakes_every_group_once_and_one_consumer_of_each(serve: S
 
 async def test_a_pull_whose_time_is_up_is_answered_empty_on_the_clock_it_was_given(serve: Serve):
     clock = ManualClock()
-    server = await serve(clock=clock)
+    server = await serve(clock=clock, limits=PATIENT | {"pull_wait_seconds": 1000.0})
     async with Raw(server) as raw:
         await raw.hello()
         session = await raw.attach("orders")
-        waits = {raw.request(m.Pull(session, 10, 1000, seconds)): seconds for seconds in (3.0, 1.0, 2.0)}
-        read = raw.request(m.Read("orders", "earliest", 10, 1000, 2.5))
-        waits[read] = 2.5
+        waits = {raw.request(m.Pull(session, 10, 1000, seconds)): seconds for seconds in (300.0, 100.0, 200.0)}
+        read = raw.request(m.Read("orders", "earliest", 10, 1000, 250.0))
+        waits[read] = 250.0
         await raw.ask(m.Heartbeat())
         ended: list[float] = []
         for count in (1, 1, 2):
-            clock.advance(1.0)
+            clock.advance(100.0)
             server.tick()
             for _ in range(count):
                 answer = await raw.next()
                 assert answer.message == (m.ReadReply(1, "orders", 0) if answer.correlation == read else m.Pulled())
                 ended.append(waits[answer.correlation])
-        assert ended == [1.0, 2.0, 2.5, 3.0]
+        assert ended == [100.0, 200.0, 250.0, 300.0]
 
 
 async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
     clock = ManualClock()
-    server = await serve(clock=clock, limits={"pull_wait_seconds": 5.0})
+    server = await serve(clock=clock, limits=PATIENT | {"pull_wait_seconds": 50.0})
     async with Raw(server) as raw:
         await raw.hello()
         waiting = raw.request(m.Pull(await raw.attach("orders"), 10, 1000, float("inf")))
         await raw.ask(m.Heartbeat())
-        clock.advance(5.0)
+        clock.advance(49.0)
+        server.tick()
+        assert await raw.ask(m.Heartbeat()) == m.Done()
+        clock.advance(1.0)
         server.tick()
         assert (await raw.answer(waiting)).message == m.Pulled()
 

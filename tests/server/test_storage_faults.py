@@ -190,6 +190,8 @@ async def test_a_log_that_cannot_be_written_or_synced_ends_the_server_and_a_rest
         await asyncio.gather(consuming, return_exceptions=True)
     assert "Input/output error" in failure.message
     assert not server.connections
+    with pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection(server.host, server.port)
     count = len(acknowledged)
     with pytest.raises(PlaitError):
         async with plait.connect(server.address, limits=plait.ClientLimits(request_seconds=0.1)) as late:
