@@ -157,7 +157,7 @@ class Membership:
         """Give up who was not heard from; (consumer, messages returned) of each. Call it every second."""
         broker = self._broker
         deadline = broker.clock.monotonic() - broker.limits.consumer_lost_seconds
-        silent = [consumer for consumer in self._online if consumer.heard < deadline]
+        silent = sorted((c for c in self._online if c.heard < deadline), key=lambda consumer: consumer.id)
         return [(consumer, self._lose(consumer.group, consumer)) for consumer in silent]
 
     def _lose(self, group: Group, consumer: Consumer) -> int:

@@ -118,7 +118,7 @@ class Snapshots:
                 if data:
                     consume.append((partition.consume_log, at, data))
         shards: dict[str, bytes] = {}
-        wanted = {state.partition_shard(p) for p in dirty}
+        wanted = sorted({state.partition_shard(p) for p in dirty})
         members: dict[str, list[state.PartitionState]] = {shard: [] for shard in wanted}
         for partition in broker.partitions.values() if wanted else ():
             shard = state.partition_shard(partition.id)
@@ -128,7 +128,7 @@ class Snapshots:
                 members[shard].append(state.dump_partition(partition, log.generation, count))
         for shard, states in members.items():
             shards[shard] = state.encode_partitions(states)
-        for shard in {state.producer_shard(p) for p in producers}:
+        for shard in sorted({state.producer_shard(p) for p in producers}):
             shards[shard] = state.encode_producers(broker.producers, shard)
         message_end, action_end = broker.message_log.written, broker.action_log.written
         self._last_message_end = message_end

@@ -8,31 +8,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from plait.broker import recover as recover_module
-from plait.broker import snapshot as snapshot_module
-from plait.broker.broker import Broker
-from plait.broker.group import Group
-from plait.broker.partition import Partition
 from plait.errors import OutOfSequence, UnknownProducer
-from plait.storage import recovery as recovery_module
-from plait.storage.action_log import ActionBuffer
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
-from plait.storage.log import Log
-from plait.storage.producers import ProducerTable, Verdict
-from plait.storage.pull_log import PullLog
-from plait.storage.recovery import QUARANTINE, LogScan
+from plait.storage.recovery import QUARANTINE
 from tests.broker.retention_rules import (
-    ask_only_the_shortest_subject,
-    delete_what_the_limits_allow,
-    expire_silently,
     r21_a_segment_goes_when_all_its_partitions_allow,
     r21_both_logs_are_kept_from_the_oldest_checkpoint_on,
     r21_the_start_moves_and_whoever_was_overtaken_can_see_it,
 )
+from tests.support import broker_defects as defects
 from tests.support.broker_node import Node, Producer, Pulled, Sent
 
 # --- R1 -----------------------------------------------------------------------------------------
@@ -93,17 +80,6 @@ def r2_visible_is_what_was_acknowledged() -> None:
     assert len(reading.answers) == 1
 
 
-def finish_before_the_sync(patch: pytest.MonkeyPatch) -> None:
-    commit = Broker.commit
-
-    def naive(self: Broker) -> None:
-        commit(self)
-        while self._unsynced:
-            self._finish(self._unsynced.popleft())
-
-    patch.setattr(Broker, "commit", naive)
-
-
 # --- R3 -----------------------------------------------------------------------------------------
 
 
@@ -132,16 +108,6 @@ def r3_events_that_rest_on_lost_messages_are_not_replayed() -> None:
     assert again.pull(again.attach("orders", "g", "c2")).bodies == [b"new 0", b"new 1", b"new 2"]
 
 
-def presume_nothing(patch: pytest.MonkeyPatch) -> None:
-    drain = ActionBuffer.drain
-
-    def naive(self: ActionBuffer, *, index: int, presumed: int, epoch: int, time: int) -> Any:
-        return drain(self, index=index, presumed=0, epoch=epoch, time=time)
-
-    patch.setattr(ActionBuffer, "drain", naive)
-    patch.setattr(Partition, "stored_until", lambda self, epoch: 1 << 60)
-
-
 def r3_every_unclean_start_opens_a_new_epoch() -> None:
     node = Node()
     assert node.broker.epoch == 1
@@ -153,18 +119,6 @@ def r3_every_unclean_start_opens_a_new_epoch() -> None:
     again = node.power_lost()
     assert again.bodies("orders") == []
     assert (again.report.clean, again.broker.epoch) == (False, 3)
-
-
-def take_a_lost_life_for_a_clean_stop(patch: pytest.MonkeyPatch) -> None:
-    def naive(self: Broker) -> Any:
-        report = recover_module.Recovery(self).run()
-        self.message_log.on_segment = self._message_segment_head
-        self.action_log.on_segment = self._action_segment_head
-        if not report.clean:
-            self.checkpoint(clean=False)
-        return report
-
-    patch.setattr(Broker, "start", naive)
 
 
 # --- R7 -----------------------------------------------------------------------------------------
@@ -189,26 +143,6 @@ def r7_a_refused_frame_is_not_overtaken() -> None:
         node.turn()
         assert again.acknowledged
     assert node.bodies("orders") == [b"1", b"2", b"3"]
-
-
-def store_whatever_is_newer(patch: pytest.MonkeyPatch) -> None:
-    def naive(self: ProducerTable, producer: int, partition: int, first: int, count: int, previous: int) -> Verdict:
-        window = self.window(producer, partition)
-        return Verdict.NEW if window is None or first > window.last else Verdict.DUPLICATE
-
-    patch.setattr(ProducerTable, "judge", naive)
-
-
-def check_runs_after_joining(patch: pytest.MonkeyPatch) -> None:
-    """The frame, not each of its runs, is judged: what is inside a joined frame is never known again."""
-
-    def naive(partition: Partition, producers: ProducerTable, offset: int, frame: Any) -> None:
-        partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
-        producers.stored(
-            frame.producer, partition.id, frame.first, frame.count, frame.previous, frame.base, frame.store_time
-        )
-
-    patch.setattr(recover_module, "replay_frame", naive)
 
 
 def r7_runs_of_joined_frames_are_known_after_a_start() -> None:
@@ -246,20 +180,6 @@ def r9_producers_are_remembered_forgotten_in_time_and_told_so() -> None:
         assert isinstance(sent.error, UnknownProducer)
 
 
-def forget_producers_with_the_process(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(snapshot_module.state, "encode_producers", lambda table, shard: b"\x90")
-
-
-def take_unknown_producers_for_new(patch: pytest.MonkeyPatch) -> None:
-    judge = ProducerTable.judge
-
-    def naive(self: ProducerTable, *frame: int) -> Verdict:
-        verdict = judge(self, *frame)
-        return Verdict.NEW if verdict is Verdict.UNKNOWN else verdict
-
-    patch.setattr(ProducerTable, "judge", naive)
-
-
 # --- R10 ----------------------------------------------------------------------------------------
 
 
@@ -286,10 +206,6 @@ def r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages() -> None:
     assert again.pull(holder).bodies == [b"new %d" % number for number in range(4)], "nor does a hold"
 
 
-def believe_any_epoch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Partition, "clip_to_epoch", lambda self, start, end, epoch: (start, end))
-
-
 # --- R12 ----------------------------------------------------------------------------------------
 
 
@@ -314,10 +230,6 @@ def r12_at_most_once_rows_leave_after_their_event_is_durable() -> None:
         for again in (node.power_lost(), node.killed()):
             rest = again.pull(again.attach("orders", "g", "x", delivery="at_most_once"))
             assert rest.bodies == [b"2", b"3"]
-
-
-def answer_at_once(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Broker, "_deliver", lambda self, group, delivery, reply: reply(delivery))
 
 
 # --- R13 ----------------------------------------------------------------------------------------
@@ -353,10 +265,6 @@ def r13_a_hold_that_the_broker_forgot_is_taken_at_its_word() -> None:
     again = node.power_lost()
     back = again.attach("orders", "g", holds=[(0, 4, node.broker.epoch)])
     assert again.pull(back).ranges == [(4, 6, 1)]
-
-
-def ignore_holds(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal: self.offline(consumer, journal))
 
 
 # --- R18 ----------------------------------------------------------------------------------------
@@ -415,22 +323,6 @@ def r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage() -> None:
         assert [row.number for row in later.stored("orders")] == numbers
 
 
-def cut_at_the_first_bad_frame(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogScan, "_never_durable", lambda self, *region: True)
-
-
-def keep_nothing_aside(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(recovery_module, "keep_aside", lambda disk, log, damage: None)
-
-
-def leave_the_torn_tail(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Log, "zero_from", lambda self, offset: None)
-
-
-def believe_frames_behind_missing_ones(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(LogScan, "_never_durable", lambda self, *region: False)
-
-
 # --- the tests ----------------------------------------------------------------------------------
 
 SCENARIOS: list[Callable[[], None]] = [
@@ -454,42 +346,27 @@ SCENARIOS: list[Callable[[], None]] = [
 ]
 
 
-def touch_everything(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Broker, "touch", lambda self, partition: self.snapshots.dirty.update(self.partitions))
-
-
-def remember_every_sequence(patch: pytest.MonkeyPatch) -> None:
-    def naive(self: PullLog, consumer: int, start: int, end: int) -> int:
-        self._pass(start, end)
-        for sequence in range(start, end):
-            self.returned.remove(sequence, sequence + 1)
-            self.held[consumer].add(sequence, sequence + 1, sequence)
-        return end - start
-
-    patch.setattr(PullLog, "acked", naive)
-
-
 DEFECTS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] = [
-    (r1_a_checkpoint_writes_only_what_changed, touch_everything),
-    (r1_a_position_is_one_sequence_and_its_exceptions, remember_every_sequence),
-    (r2_visible_is_what_was_acknowledged, finish_before_the_sync),
-    (r3_events_that_rest_on_lost_messages_are_not_replayed, presume_nothing),
-    (r3_every_unclean_start_opens_a_new_epoch, take_a_lost_life_for_a_clean_stop),
-    (r7_a_refused_frame_is_not_overtaken, store_whatever_is_newer),
-    (r7_runs_of_joined_frames_are_known_after_a_start, check_runs_after_joining),
-    (r9_producers_are_remembered_forgotten_in_time_and_told_so, forget_producers_with_the_process),
-    (r9_producers_are_remembered_forgotten_in_time_and_told_so, take_unknown_producers_for_new),
-    (r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages, believe_any_epoch),
-    (r12_at_most_once_rows_leave_after_their_event_is_durable, answer_at_once),
-    (r13_what_a_client_names_as_in_its_hands_is_not_sent_again, ignore_holds),
-    (r13_a_hold_that_the_broker_forgot_is_taken_at_its_word, ignore_holds),
-    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, cut_at_the_first_bad_frame),
-    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, keep_nothing_aside),
-    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, leave_the_torn_tail),
-    (r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage, believe_frames_behind_missing_ones),
-    (r21_the_start_moves_and_whoever_was_overtaken_can_see_it, expire_silently),
-    (r21_both_logs_are_kept_from_the_oldest_checkpoint_on, delete_what_the_limits_allow),
-    (r21_a_segment_goes_when_all_its_partitions_allow, ask_only_the_shortest_subject),
+    (r1_a_checkpoint_writes_only_what_changed, defects.touch_everything),
+    (r1_a_position_is_one_sequence_and_its_exceptions, defects.remember_every_sequence),
+    (r2_visible_is_what_was_acknowledged, defects.finish_before_the_sync),
+    (r3_events_that_rest_on_lost_messages_are_not_replayed, defects.presume_nothing),
+    (r3_every_unclean_start_opens_a_new_epoch, defects.take_a_lost_life_for_a_clean_stop),
+    (r7_a_refused_frame_is_not_overtaken, defects.store_whatever_is_newer),
+    (r7_runs_of_joined_frames_are_known_after_a_start, defects.forget_runs),
+    (r9_producers_are_remembered_forgotten_in_time_and_told_so, defects.forget_producers_with_the_process),
+    (r9_producers_are_remembered_forgotten_in_time_and_told_so, defects.take_unknown_producers_for_new),
+    (r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages, defects.believe_any_epoch),
+    (r12_at_most_once_rows_leave_after_their_event_is_durable, defects.hand_out_at_once),
+    (r13_what_a_client_names_as_in_its_hands_is_not_sent_again, defects.ignore_holds),
+    (r13_a_hold_that_the_broker_forgot_is_taken_at_its_word, defects.ignore_holds),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, defects.cut_at_the_first_bad_frame),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, defects.keep_nothing_aside),
+    (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, defects.leave_the_torn_tail),
+    (r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage, defects.believe_frames_behind_missing_ones),
+    (r21_the_start_moves_and_whoever_was_overtaken_can_see_it, defects.expire_silently),
+    (r21_both_logs_are_kept_from_the_oldest_checkpoint_on, defects.delete_what_checkpoints_need),
+    (r21_a_segment_goes_when_all_its_partitions_allow, defects.ask_only_the_shortest_subject),
 ]
 
 

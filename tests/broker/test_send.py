@@ -90,7 +90,7 @@ def test_joined_frames_that_grow_still_find_their_reserved_place():
             st.integers(1, 4),
             st.integers(0, 300),
             st.booleans(),
-            st.sampled_from("join turn".split()),
+            st.sampled_from(["join", "turn"]),
         ),
         max_size=30,
     )

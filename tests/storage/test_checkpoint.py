@@ -171,7 +171,7 @@ def test_any_flipped_bit_of_a_checkpoint_makes_it_fall_back(name: str):
 def test_a_missing_or_cut_shard_makes_it_fall_back(name: str):
     disk = five_and_more()
     disk.open(f"{DIRECTORY}/{name}").truncate(10)
-    checkpoints, found = loaded(disk)
+    _checkpoints, found = loaded(disk)
     assert found is not None
     assert found.manifest.number == 6
     disk.remove(f"{DIRECTORY}/{name}")
@@ -205,7 +205,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched():
 def test_a_checkpoint_that_could_not_be_written_leaves_the_one_before():
     disk = five_and_more()
     for operation in ("create", "write", "sync", "rename", "sync_directory"):
-        checkpoints, found = loaded(disk)
+        checkpoints, _found = loaded(disk)
         disk.fail(operation)  # type: ignore[arg-type]
         with pytest.raises(OSError, match=r"\[Errno 5\]"):
             write(checkpoints, 8, "a")

@@ -316,7 +316,7 @@ def test_a_log_whose_end_was_lost_goes_on_behind_it():
     log.sync()
     durable = log.durable
     disk.remove(f"{DIRECTORY}/{segment_name(2 * SEGMENT_SIZE)}")
-    again, found, bodies = scan(disk, durable)
+    again, _found, bodies = scan(disk, durable)
     assert len(bodies) == 6
     assert again.end == durable
     (offset,) = append(again, b"new")

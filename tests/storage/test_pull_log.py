@@ -35,7 +35,7 @@ class PullLogMachine(RuleBasedStateMachine):
         start = self.next
         self.log.pulled(consumer, start, start + count, 1)
         self.next += count
-        self.held.update({s: (consumer, 1) for s in range(start, start + count)})
+        self.held.update(dict.fromkeys(range(start, start + count), (consumer, 1)))
 
     @rule(consumer=CONSUMERS)
     def pull_returned(self, consumer: int) -> None:
@@ -54,7 +54,7 @@ class PullLogMachine(RuleBasedStateMachine):
         start = self.next + ahead
         self._pass(start, start + count)
         self.log.pulled(consumer, start, start + count, 1)
-        self.held.update({s: (consumer, 1) for s in range(start, start + count)})
+        self.held.update(dict.fromkeys(range(start, start + count), (consumer, 1)))
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def ack(self, consumer: int, start: int, count: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -64,7 +66,7 @@ class RangesMachine(RuleBasedStateMachine):
     def as_few_ranges_as_possible_in_order(self) -> None:
         listed = list(self.ranges)
         assert len(self.ranges) == len(listed)
-        for one, two in zip(listed, listed[1:], strict=False):
+        for one, two in itertools.pairwise(listed):
             assert one.end < two.start or (one.end == two.start and one.attempt != two.attempt)
 
 

@@ -67,7 +67,7 @@ def test_a_frame_that_was_written_in_part_is_cut_and_kept_aside(size: int):
 
 
 def test_after_a_cut_the_log_goes_on_and_stays_readable():
-    disk, log, offsets = written(some_bodies(3))
+    disk, _log, offsets = written(some_bodies(3))
     overwrite(disk, offsets[2] + 90, bytes(60))
     again, _, _ = scan(disk)
     assert append(again, b"new") == [offsets[2]]
@@ -280,7 +280,7 @@ def test_a_power_loss_leaves_a_beginning_and_everything_durable(steps: list[tupl
 @settings(max_examples=100, deadline=None)
 def test_a_recovery_that_is_interrupted_is_done_again(seed: int, operation: int, byte: int):
     rng = random.Random(seed)
-    disk, log, offsets = written(some_bodies(2, 700))
+    disk, log, _offsets = written(some_bodies(2, 700))
     expected = some_bodies(2, 700)
     append(log, *some_bodies(8, 900, seed=2), durable=0)
     log.write()
@@ -331,7 +331,7 @@ def test_a_frame_found_by_search_has_to_be_plausible():
 
 
 def test_a_copy_that_was_not_finished_is_made_again():
-    disk, log, offsets = written(some_bodies(3))
+    disk, _log, offsets = written(some_bodies(3))
     disk.flip_bit(f"{DIRECTORY}/{segment_name(0)}", offsets[1] + 100, 0)
     disk.make_directory(QUARANTINE)
     disk.open(f"{QUARANTINE}/new", create=True).write([b"half of anoth"], 0)
@@ -345,7 +345,7 @@ def test_a_copy_that_was_not_finished_is_made_again():
 
 
 def test_two_tails_cut_at_the_same_place_are_both_kept():
-    disk, log, offsets = written(some_bodies(3))
+    disk, _log, offsets = written(some_bodies(3))
     overwrite(disk, offsets[2] + 90, bytes(100))
     again, _, _ = scan(disk)
     append(again, b"z" * 100)
@@ -360,7 +360,7 @@ def test_a_tail_over_several_segments_is_kept_aside_whole():
     bodies = some_bodies(12, 1000)
     disk, _, offsets = written(bodies)
     overwrite(disk, offsets[1], bytes(SECTOR_SIZE))
-    _, found, read = scan(disk)
+    _, _found, read = scan(disk)
     assert read == bodies[:1]
     kept = b"".join(data for _, data in sorted(kept_aside(disk).items()))
     assert all(body in kept for body in bodies[2:])

@@ -40,6 +40,8 @@ def check(disk: SimulatedDisk, trace: Trace, *, drained: int = 0, all_written: b
     ends = {subject: partition.next for subject, partition in node.broker.subjects.items()}
     if all_written:
         send_again(told, node)
+    if drained % 4 == 0:
+        check_next_start(node, trace)
     if groups:
         key = sorted(groups)[drained % len(groups)]
         drain(told, key, node, groups[key], ends[key[0]], all_written=all_written)
@@ -124,6 +126,14 @@ def send_again(told: Told, node: Node) -> None:
     stored = {subject: node.stored(subject) for subject in {frame.subject for frame in again}}
     check_rows(told, stored)
     check_certain(told, again, stored)
+
+
+def check_next_start(node: Node, trace: Trace) -> None:
+    """What stands now stands after the next start: nothing of what the crash left comes back."""
+    node.turn()
+    later = Node(node.disk.copy(), ManualClock(trace.clock.now()), trace.config)
+    assert later.report.damages == [], "the crash is still there at the next start"
+    assert everything(later) == everything(node), "the next start finds something else"
 
 
 def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_end: int, *, all_written: bool) -> None:

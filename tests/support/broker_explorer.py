@@ -6,6 +6,7 @@ checked while the trace waits; then the trace goes on as if nothing had happened
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
@@ -29,26 +30,42 @@ def power_loss(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
     return disk.after_crash(rng)
 
 
+def either(disk: SimulatedDisk, rng: random.Random) -> SimulatedDisk:
+    """Mostly the machine, sometimes only the process."""
+    return kill(disk, rng) if rng.random() < 0.25 else power_loss(disk, rng)
+
+
+def every_byte(offset: int, size: int) -> list[int]:
+    """Crash points at every byte of a write."""
+    return list(range(1, size))
+
+
 class ExploredDisk(SimulatedDisk):
-    """Calls ``on_point`` with a copy of itself before every operation and in the middle of every write."""
+    """Calls ``on_point`` before every operation and in every write, with a way to a copy of that moment."""
 
     def __init__(self, bytes_of: Callable[[int, int], list[int]]) -> None:
         super().__init__(on_operation=self._before)
         #: (offset, size) of a write → how many bytes of it are there at its crash points.
         self._bytes_of = bytes_of
-        self.on_point: Callable[[SimulatedDisk, str], None] | None = None
+        self.on_point: Callable[[Callable[[], SimulatedDisk], str], None] | None = None
 
     def _before(self, operation: Operation, path: str, size: int) -> None:
         if self.on_point is not None:
-            self.on_point(self.copy(), f"{operation} {path}")
+            self.on_point(self.copy, f"{operation} {path}")
 
     def _write(self, cached: CachedFile, path: str, data: bytes, offset: int) -> None:
         if self.on_point is not None:
             for size in self._bytes_of(offset, len(data)):
-                part = self.copy()
-                part.open(path).write([data[:size]], offset)
-                self.on_point(part, f"byte {size} of {len(data)}, write {path}")
+                self.on_point(
+                    functools.partial(self._written_in_part, path, data[:size], offset),
+                    f"byte {size} of {len(data)}, write {path}",
+                )
         super()._write(cached, path, data, offset)
+
+    def _written_in_part(self, path: str, data: bytes, offset: int) -> SimulatedDisk:
+        part = self.copy()
+        part.open(path).write([data], offset)
+        return part
 
 
 class Explorer:
@@ -85,21 +102,21 @@ class Explorer:
     def _some_bytes(self, offset: int, size: int) -> list[int]:
         """The sector boundaries inside a write, and some places between."""
         chosen = set(range(-offset % SECTOR_SIZE, size, SECTOR_SIZE))
-        chosen.update(self._rng.sample(range(size), min(size, 4)))
+        chosen.update(self._rng.sample(range(size), min(size, 6)))
         return sorted(chosen - {0})
 
-    def _point(self, disk: SimulatedDisk, where: str) -> None:
+    def _point(self, moment: Callable[[], SimulatedDisk], where: str) -> None:
         number = self.points
         self.points += 1
         if number % self._every != self._first:
             return
         self.crashes += 1
         try:
-            found = self._survive(disk, self._rng)
-            if number % 5 == 0:
+            found = self._survive(moment(), self._rng)
+            if number % 7 == 0:
                 found = self._crash_recovery(found)
             check(found, self.trace, drained=number, all_written=self._all_written)
-        except AssertionError as error:
+        except Exception as error:
             error.add_note(f"crash point {number}: {where}")
             raise
 

@@ -1,0 +1,31 @@
+"""A broker's life of 200 operations, crashed at every disk operation and inside every write.
+
+More than 5,000 crash points together; tests/deep goes through every byte, and through many lives.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.broker_explorer import Explorer, either, kill, power_loss
+
+
+def explore(explorer: Explorer, crashes_min: int) -> None:
+    explorer.run()
+    assert sum(explorer.trace.performed.values()) == 200
+    assert len(explorer.trace.told.frames) > 80
+    assert explorer.crashes >= crashes_min
+    assert explorer.double_crashes > 50
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_with_flush_sync_nothing_acknowledged_is_lost_at_any_crash_point(number: int, seed: int):
+    explore(Explorer(seed + number, "sync", either), 1_400)
+
+
+def test_with_flush_async_a_dying_process_loses_nothing_acknowledged(seed: int):
+    explore(Explorer(seed, "async", kill), 1_200)
+
+
+def test_with_flush_async_a_power_loss_takes_only_an_end_that_was_not_synced(seed: int):
+    explore(Explorer(seed, "async", power_loss, all_written=False), 1_200)

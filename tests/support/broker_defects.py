@@ -1,0 +1,234 @@
+"""The naive behaviours that the design's rules replace: put one back, and a test must notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from plait.broker import recover, snapshot
+from plait.broker.broker import Broker, SyncWork
+from plait.broker.group import Group
+from plait.broker.partition import Partition
+from plait.broker.retention import Retention
+from plait.storage import recovery
+from plait.storage.action_log import ActionBuffer
+from plait.storage.checkpoint import Checkpoints
+from plait.storage.log import Log, segment_name
+from plait.storage.producers import ProducerTable, Verdict
+from plait.storage.pull_log import PullLog
+from plait.storage.recovery import LogScan
+
+Patch = pytest.MonkeyPatch
+
+# --- positions and visibility -------------------------------------------------------------------
+
+
+def touch_everything(patch: Patch) -> None:
+    """R1: every checkpoint writes every shard."""
+    patch.setattr(Broker, "touch", lambda self, partition: self.snapshots.dirty.update(self.partitions))
+
+
+def remember_every_sequence(patch: Patch) -> None:
+    """R1: a position is a list of sequences."""
+
+    def naive(self: PullLog, consumer: int, start: int, end: int) -> int:
+        self._pass(start, end)
+        for sequence in range(start, end):
+            self.returned.remove(sequence, sequence + 1)
+            self.held[consumer].add(sequence, sequence + 1, sequence)
+        return end - start
+
+    patch.setattr(PullLog, "acked", naive)
+
+
+def finish_before_the_sync(patch: Patch) -> None:
+    """R2: what is written counts, with ``flush="sync"`` too."""
+    commit = Broker.commit
+
+    def naive(self: Broker) -> None:
+        commit(self)
+        while self._unsynced:
+            self._finish(self._unsynced.popleft())
+
+    patch.setattr(Broker, "commit", naive)
+
+
+def presume_nothing(patch: Patch) -> None:
+    """R3: an event is replayed whether or not its messages were recovered."""
+    drain = ActionBuffer.drain
+
+    def naive(self: ActionBuffer, *, index: int, presumed: int, epoch: int, time: int) -> Any:
+        return drain(self, index=index, presumed=0, epoch=epoch, time=time)
+
+    patch.setattr(ActionBuffer, "drain", naive)
+    patch.setattr(Partition, "stored_until", lambda self, epoch: 1 << 60)
+
+
+def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
+    """R3: a start after a clean stop leaves no trace of itself."""
+
+    def naive(self: Broker) -> Any:
+        report = recover.Recovery(self).run()
+        self.message_log.on_segment = self._message_segment_head
+        self.action_log.on_segment = self._action_segment_head
+        if not report.clean:
+            self.checkpoint(clean=False)
+        return report
+
+    patch.setattr(Broker, "start", naive)
+
+
+# --- idempotent sends ---------------------------------------------------------------------------
+
+
+def store_whatever_is_newer(patch: Patch) -> None:
+    """R7: a frame is new when its number is higher than the last."""
+
+    def naive(self: ProducerTable, producer: int, partition: int, first: int, count: int, previous: int) -> Verdict:
+        window = self.window(producer, partition)
+        return Verdict.NEW if window is None or first > window.last else Verdict.DUPLICATE
+
+    patch.setattr(ProducerTable, "judge", naive)
+
+
+def forget_runs(patch: Patch) -> None:
+    """R7: of a joined frame only the first producer is known again after a start."""
+
+    def naive(partition: Partition, producers: ProducerTable, offset: int, frame: Any) -> None:
+        partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+        producers.stored(
+            frame.producer, partition.id, frame.first, frame.count, frame.previous, frame.base, frame.store_time
+        )
+
+    patch.setattr(recover, "replay_frame", naive)
+
+
+def forget_producers_with_the_process(patch: Patch) -> None:
+    """R9: producer state is not in the checkpoints."""
+    patch.setattr(snapshot.state, "encode_producers", lambda table, shard: b"\x90")
+
+
+def take_unknown_producers_for_new(patch: Patch) -> None:
+    """R9: whoever is not known is believed."""
+    judge = ProducerTable.judge
+
+    def naive(self: ProducerTable, *frame: int) -> Verdict:
+        verdict = judge(self, *frame)
+        return Verdict.NEW if verdict is Verdict.UNKNOWN else verdict
+
+    patch.setattr(ProducerTable, "judge", naive)
+
+
+# --- consuming ----------------------------------------------------------------------------------
+
+
+def believe_any_epoch(patch: Patch) -> None:
+    """R10: a sequence is a sequence, whatever the epoch."""
+    patch.setattr(Partition, "clip_to_epoch", lambda self, start, end, epoch: (start, end))
+
+
+def hand_out_at_once(patch: Patch) -> None:
+    """R12: at-most-once rows leave before their event is durable."""
+    patch.setattr(Broker, "_deliver", lambda self, group, delivery, reply: reply(delivery))
+
+
+def ignore_holds(patch: Patch) -> None:
+    """R13: what a client says it holds is sent to it again."""
+    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal: self.offline(consumer, journal))
+
+
+def answer_acks_at_once(patch: Patch) -> None:
+    """An ack is answered before its event is in the log."""
+    patch.setattr(Broker, "answer_after_commit", lambda self, reply: (reply() if reply else None, self._mark()))
+
+
+def forget_events(patch: Patch) -> None:
+    """What the action log holds after the checkpoint is not replayed."""
+    patch.setattr(recover.Recovery, "_event", lambda self, event: None)
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def cut_at_the_first_bad_frame(patch: Patch) -> None:
+    """R18: everything behind a bad frame goes."""
+    patch.setattr(LogScan, "_never_durable", lambda self, *region: True)
+
+
+def keep_nothing_aside(patch: Patch) -> None:
+    """R18: what is cut is gone."""
+    patch.setattr(recovery, "keep_aside", lambda disk, log, damage: None)
+
+
+def leave_the_torn_tail(patch: Patch) -> None:
+    """R18: a torn tail stays where it is."""
+    patch.setattr(Log, "zero_from", lambda self, offset: None)
+
+
+def believe_frames_behind_missing_ones(patch: Patch) -> None:
+    """R18: what a power loss left of a turn is taken for damage."""
+    patch.setattr(LogScan, "_never_durable", lambda self, *region: False)
+
+
+def believe_segments_behind_missing_ends(patch: Patch) -> None:
+    """R18: a segment is read whether or not the one before is whole."""
+    patch.setattr(LogScan, "_follows_missing", lambda self, segment, frame: False)
+
+
+# --- order of writing ----------------------------------------------------------------------------
+
+
+def sync_nothing(patch: Patch) -> None:
+    """A sync is believed without being made."""
+    patch.setattr(SyncWork, "run", lambda self: None)
+
+
+def leave_checkpoints_unsynced(patch: Patch) -> None:
+    """A checkpoint's files are renamed into place before they are durable."""
+
+    def naive(self: Checkpoints, name: str, data: bytes) -> None:
+        file = self.disk.open(f"checkpoints/{name}", create=True)
+        file.truncate(0)
+        file.write([data], 0)
+        file.close()
+
+    patch.setattr(Checkpoints, "_write_file", naive)
+
+
+def leave_segment_names_unsynced(patch: Patch) -> None:
+    """A segment is written before its name is durable."""
+
+    def naive(self: Log, base: int, size: int) -> Any:
+        file = self._disk.open(f"{self.directory}/{segment_name(base)}", create=True)
+        file.allocate(size)
+        file.sync()
+        return file
+
+    patch.setattr(Log, "_create", naive)
+
+
+# --- retention ----------------------------------------------------------------------------------
+
+
+def expire_silently(patch: Patch) -> None:
+    """R21: nobody is told what retention took."""
+    patch.setattr(PullLog, "skipped", lambda self, start, end: 0)
+
+
+def delete_what_checkpoints_need(patch: Patch) -> None:
+    """R21: logs are kept from the newest state on."""
+    remove_before = Log.remove_before
+    patch.setattr(Log, "remove_before", lambda self, offset: remove_before(self, self.end))
+
+
+def ask_only_the_shortest_subject(patch: Patch) -> None:
+    """R21: a segment goes when one of its partitions allows."""
+    run = Retention.run
+
+    def naive(self: Retention) -> list[int]:
+        run(self)
+        oldest = self._broker.checkpoints.oldest
+        return self._broker.message_log.remove_before(oldest.message_offset) if oldest else []
+
+    patch.setattr(Retention, "run", naive)
