@@ -125,7 +125,7 @@ def plan(
     chunks_min: int = 1,
     fail_on_damage: bool = True,
 ) -> Plan:
-    """Chunks of about ``chunk_size`` and equal sizes, at least ``chunks_min`` where there is enough to share.
+    """Chunks of equal size, at most about ``chunk_size``: ``chunks_min`` or a multiple, where there is enough to share.
 
     ``SubjectNotFound`` where the log does not know a subject that is asked for.
     """
@@ -140,7 +140,9 @@ def plan(
     live = {number for number, row in rows.items() if wanted.covers(row)}
     runs = [run for run in runs if not run.partitions.isdisjoint(live)]
     total = sum(run.size for run in runs)
-    size = max(min(chunk_size, -(-total // chunks_min)), 1)
+    # Whoever asks for four at least has four to share them: five equal chunks would take as long as eight.
+    rounds = max(-(-total // (chunk_size * chunks_min)), 1)
+    size = max(-(-total // (rounds * chunks_min)), 1)
     known = {number: ChunkPartition(rows[number].subject, rows[number].name, starts.get(number, 0)) for number in live}
     return Plan(_chunks(runs, known, size), planner.walk.damages)
 

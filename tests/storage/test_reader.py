@@ -216,6 +216,8 @@ def test_chunks_are_of_about_equal_size_and_hold_every_row_once(tmp_path: Path):
     sizes = [chunk.size for chunk in plan(reader, wanted("orders"), chunk_size=2 << 20).chunks]
     assert max(sizes) <= 2 << 20
     assert max(sizes) < 2 * min(sizes)
+    one_segment = wanted("orders", sequence_max=3000)
+    assert len(plan(reader, one_segment, chunk_size=1 << 20, chunks_min=2).chunks) == 4
     node.broker.stop()
 
 
