@@ -48,6 +48,7 @@ class SubjectQueue:
     __slots__ = (
         "_broken",
         "_confirmed",
+        "_epoch",
         "_frame_bytes",
         "_frame_count",
         "_frames",
@@ -58,6 +59,7 @@ class SubjectQueue:
         "_partition",
         "_routing",
         "_rows",
+        "_stale",
         "_timer",
         "_under_way",
         "error",
@@ -83,6 +85,9 @@ class SubjectQueue:
         self.error: PlaitError | None = None
         self.name: PartitionName | None = None
         self._partition: int | None = None
+        #: The broker's epoch that gave the partition its number; another one may have given it to another subject.
+        self._epoch = 0
+        self._stale: int | None = None
         self._routing: asyncio.Task[None] | None = None
         self._frame_bytes = producer.limits.frame_bytes
         self._frame_count = producer.limits.frame_count
@@ -148,7 +153,9 @@ class SubjectQueue:
     ) -> Receipt:
         """Add a row that leaves at the end of this turn, once, without an answer."""
         while self.name is None or self._partition is None:
+            link = self._link
             self._partition, self.name = await self.producer.route(self.subject)
+            self._routed(link)
         rows = self._oneway
         rows.add(body, key, tags, headers)
         number = self.producer.take_oneway(1)
@@ -248,8 +255,10 @@ class SubjectQueue:
             self._routing = self.producer.loop.create_task(self._route(), name=f"plait-route-{self.subject}")
 
     async def _route(self) -> None:
+        link = self._link
         try:
             self._partition, self.name = await self.producer.route(self.subject)
+            self._routed(link)
         except (Unavailable, Timeout):
             # The next link asks again.
             pass
@@ -259,9 +268,20 @@ class SubjectQueue:
             self._routing = None
         self._pump()
 
+    def _routed(self, link: Link | None) -> None:
+        """The route is known; where it leads elsewhere than before, nothing of this producer is there."""
+        self._epoch = link.welcome.epoch if link is not None and link.welcome is not None else 0
+        if self._stale is not None and self._stale != self._partition:
+            self._confirmed = 0
+            self._broken = True
+        self._stale = None
+
     def new_link(self, link: Link) -> None:
         """The connection was made again: what was under way is sent again, in order."""
         self._link = link
+        if self._partition is not None and (link.welcome is None or link.welcome.epoch != self._epoch):
+            # A broker that lost its last moments may have given the number to another subject since.
+            self._stale, self._partition = self._partition, None
         self._under_way = 0
         for frame in self._frames:
             frame.under_way = False
