@@ -57,16 +57,26 @@ class Piece(NamedTuple):
 
 
 class MappedSegment:
-    """One segment file, mapped; ``size`` leaves out allocated space behind the last byte that was written."""
+    """One segment file, mapped; ``size`` leaves out allocated space that was never written, and is not read either."""
 
-    __slots__ = ("base", "end", "path", "size", "view")
+    __slots__ = ("_whole", "base", "end", "path", "size", "view")
 
     def __init__(self, path: str, base: int, view: memoryview, size: int) -> None:
         self.path = path
         self.base = base
+        self._whole = view
+        self._resize(size)
+
+    def _resize(self, size: int) -> None:
         self.size = size
-        self.end = base + size
-        self.view = view[:size]
+        self.end = self.base + size
+        self.view = self._whole[:size]
+
+    def reaches(self, end: int) -> bool:
+        """A frame that ends there is whole. A file system may call written zeros a hole: they belong to it."""
+        if self.size < end <= len(self._whole):
+            self._resize(end)
+        return end <= self.size
 
     @property
     def blank(self) -> bool:
@@ -111,13 +121,14 @@ class LogReader:
             return None
         try:
             data_size = file.data_size() if isinstance(file, RealFile) else file.size
-            view = file.view()
-            # A file system may call written zeros a hole: they belong to their frame nevertheless.
-            if data_size < len(view):
-                data_size = min(len(view), data_size + FRAME_SIZE_MAX)
-            return MappedSegment(path, base, view, data_size)
+            return MappedSegment(path, base, file.view(), data_size)
         finally:
             file.close()
+
+    def is_clean_end(self, offset: int) -> bool:
+        """A server that stopped in good order wrote down that its log ends here, and none has started since."""
+        checkpoint = self.checkpoint
+        return checkpoint is not None and checkpoint.manifest.clean and checkpoint.manifest.message_offset == offset
 
     def walk(self, *, fail_on_damage: bool = True) -> LogWalk:
         """All frames, once."""
@@ -173,6 +184,8 @@ class LogWalk:
         #: (log offset, rows) of catalog frames that a torn tail may still take back.
         self._recent_rows: list[tuple[int, list[PartitionRow]]] = []
         self._distrusted: int | None = None
+        #: Segment base → how far in it headers led.
+        self._reach: dict[int, int] = {}
         #: Frames before this log offset were verified wherever there was reason to.
         self.verified = 0
         self.damages: list[Damage] = []
@@ -202,9 +215,12 @@ class LogWalk:
                 continue
             position = yield from self._follow(segment, position)
             end = segment.base + position
+            self._reach[segment.base] = position
             if self._distrusted is not None:
                 resume = yield from self._settle(index, min(self._distrusted, end), end)
                 continue
+            if self._reader.is_clean_end(end):
+                return
             following = self._next_in_use(index)
             if following is None:
                 yield from self._settle(index, end, None)
@@ -222,20 +238,23 @@ class LogWalk:
 
     def _follow(self, segment: MappedSegment, position: int) -> Generator[Piece, None, int]:
         """Tell of the frames from ``position`` on, as far as headers lead; where that is."""
-        view, base = segment.view, segment.base
-        unpack, last = _HEADER.unpack_from, segment.size - HEADER_SIZE
+        view, base, limit = segment.view, segment.base, segment.size
+        unpack = _HEADER.unpack_from
         frames: list[FrameHead] = []
         start = position
-        while position <= last:
+        while position + HEADER_SIZE <= limit:
             prefix, size, count, _, _, partition, sequence, time, durable = unpack(view, position)
             if (
                 prefix != PREFIX
                 or not HEADER_SIZE < size <= FRAME_SIZE_MAX
                 or size & 7
                 or not 0 < count <= FRAME_COUNT_MAX
-                or position + size > segment.size
             ):
                 break
+            if position + size > limit:
+                if not segment.reaches(position + size):
+                    break
+                view, limit = segment.view, segment.size
             if partition == CATALOG and not self._define(base + position, view, position):
                 break
             if self._durable < durable <= base + position:
@@ -343,7 +362,10 @@ class LogWalk:
     def _segments_from(self, start: int, last: int) -> list[MappedSegment]:
         first = max(bisect_right(self._bases, start) - 1, 0)
         mapped = [self._reader.map(number) for number in range(first, last + 1)]
-        return [segment for segment in mapped if segment is not None]
+        segments = [segment for segment in mapped if segment is not None]
+        for segment in segments:
+            segment.reaches(self._reach.get(segment.base, 0))
+        return segments
 
     def _scan(self, scan: LogScan, until: int | None) -> tuple[list[tuple[int, FrameHead]], int | None]:
         """The valid frames, and the first one that need not be verified."""
