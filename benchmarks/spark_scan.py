@@ -39,7 +39,7 @@ SUBJECT = "order.book"
 BODY_SIZE = 100
 KEYS = 100_000
 BAR = 0.7
-WARM_UPS = 3
+WARM_UPS = 5
 
 BODY_QUERY = ["count(*)", "sum(length(body))"]
 ALL_QUERY = [

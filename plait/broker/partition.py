@@ -130,7 +130,7 @@ class Partition:
             index = index + 1 if offset == record.offset else self.consume_log.find(frame_end)
             if first == base and last == frame_end:
                 # Neighbouring frames go out as one piece of the mapping.
-                if offset == run_end:
+                if offset == run_end and log.segment_at(run_start).end > offset:
                     run_end += frame_size
                     parts[-1] = log.view(run_start, run_end - run_start)
                 else:

@@ -92,8 +92,10 @@ class Recovery:
             group.forget_strangers()
         untouched = messages.end == message_start and actions.end == action_start
         damages = [*messages.damages, *actions.damages]
-        clean = manifest is not None and manifest.clean and untouched and not damages
-        broker.epoch = max(self._epoch_max + (0 if clean else 1), 1)
+        rejected = broker.checkpoints.rejected
+        clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
+        # Every start writes a checkpoint, so each one that does not read back hides at most one epoch.
+        broker.epoch = max(self._epoch_max + (0 if clean else 1 + len(rejected)), 1)
         for partition in broker.partitions.values():
             partition.visible = partition.next
         return RecoveryReport(
@@ -103,7 +105,7 @@ class Recovery:
             frames=self._frames,
             events=self._events,
             damages=damages,
-            rejected_checkpoints=broker.checkpoints.rejected,
+            rejected_checkpoints=rejected,
             rebuilt_consume_logs=len(rebuild),
         )
 

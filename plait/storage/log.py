@@ -15,10 +15,13 @@ from collections.abc import Callable, Sequence
 
 from plait.errors import DamageError
 from plait.frame.builder import FrameParts
+from plait.frame.header import HEADER_SIZE
 from plait.limits import FRAME_SIZE_MAX
 from plait.storage.disk import Buffer, Disk, File
 
 SUFFIX = ".log"
+#: What a disk writes whole or not at all.
+SECTOR_SIZE = 512
 #: The smallest segment that can hold any frame.
 SEGMENT_SIZE_MIN = FRAME_SIZE_MAX
 
@@ -139,7 +142,8 @@ class Log:
         What was read back may have been in the page cache alone, left there by a process that was killed: it is
         synced here, before anybody can be told that it is stored.
         """
-        while len(self.segments) > 1 and self.segments[-1].base > end:
+        # One that starts where the log ends is empty, too: when it is made again, it gets its head.
+        while self.segments and self.segments[-1].base >= end:
             self._bases.pop()
             segment = self.segments.pop()
             segment.close()
@@ -270,13 +274,19 @@ class Log:
     def zero_from(self, offset: int) -> None:
         """Clear what stands after ``offset``, in its segment and in those after it, durably.
 
-        The last comes first: until the end of it the reason for the cut is there to be found again.
+        The last comes first: until the end of it the reason for the cut is there to be found again. In the sector
+        where the cut begins pieces smaller than any frame make sure of that.
         """
         for segment in reversed(self.segments):
             start = max(offset, segment.base) - segment.base
             dirty = used_size(segment.view, start) if start < segment.size else 0
-            for done in range(0, dirty, len(_ZEROS)):
+            front = min(dirty, SECTOR_SIZE - start % SECTOR_SIZE)
+            for done in range(front, dirty, len(_ZEROS)):
                 segment.file.write([_ZEROS[: dirty - done]], start + done)
+            if dirty > front:
+                segment.file.sync()
+            for done in reversed(range(0, front, _PIECE_SIZE)):
+                segment.file.write([_ZEROS[: min(_PIECE_SIZE, front - done)]], start + done)
             if dirty:
                 segment.file.sync()
 
@@ -291,6 +301,8 @@ class Log:
 
 
 _ZEROS = bytes(1 << 18)
+_PIECE_SIZE = 64
+assert _PIECE_SIZE < HEADER_SIZE
 
 
 def used_size(view: memoryview, start: int) -> int:

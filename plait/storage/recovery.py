@@ -22,13 +22,11 @@ from plait.errors import FrameError
 from plait.frame.header import HEADER_SIZE, PREFIX
 from plait.frame.view import FrameView
 from plait.storage.disk import Disk
-from plait.storage.log import Log, used_size
+from plait.storage.log import SECTOR_SIZE, Log, used_size
 
 QUARANTINE = "quarantine"
 #: At most this much of one damaged region is copied aside; the region itself stays in the log.
 QUARANTINE_SIZE_MAX = 64 << 20
-#: What a disk writes whole or not at all.
-SECTOR_SIZE = 512
 
 
 class Damage(msgspec.Struct, frozen=True):
@@ -98,9 +96,13 @@ class LogScan:
         self._finish()
 
     def stop_before(self, offset: int, reason: str) -> None:
-        """What stands from ``offset`` on, in all segments, is a tail to be cut."""
+        """What stands from ``offset`` on, in all segments, is a tail to be cut.
+
+        A segment that goes as a whole leaves the log to go on where the one before ended.
+        """
         self._stopped = True
-        self.end = offset
+        if all(segment.base != offset for segment in self._log.segments):
+            self.end = offset
         for segment in self._log.segments:
             start = max(offset, segment.base)
             size = used_size(segment.view, start - segment.base) if start < segment.end else 0

@@ -294,6 +294,22 @@ def test_a_segment_made_ahead_and_never_used_is_no_obstacle_to_the_next_start():
     assert len(scan(disk)[2]) == 4
 
 
+def test_a_segment_that_starts_where_the_log_ended_gets_its_head_all_the_same():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    fill = frame(b"x" * (SEGMENT_SIZE - frame(b"").size))
+    assert fill.size == SEGMENT_SIZE
+    log.append(fill.parts, fill.size)
+    log.prepare_next()
+    log.sync()
+    again, _, _ = scan(disk)
+    assert again.end == SEGMENT_SIZE
+    again.on_segment = lambda previous_end: [frame(b"head", previous_end=previous_end)]
+    append(again, b"first")
+    again.sync()
+    assert scan(disk)[2][1:] == [b"head", b"first"]
+
+
 # --- starting again -----------------------------------------------------------------------------
 
 

@@ -36,6 +36,8 @@ def check(disk: SimulatedDisk, trace: Trace, *, drained: int = 0, all_written: b
     check_rows(told, stored)
     check_certain(told, certain, stored)
     check_beginnings(told, stored)
+    for subject, there in told.subjects.items():
+        assert there is None or (subject in stored) == there, f"subject {subject} came back or is gone"
     groups = check_groups(told, node, all_written=all_written)
     ends = {subject: partition.next for subject, partition in node.broker.subjects.items()}
     if all_written:

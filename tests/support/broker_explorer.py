@@ -10,6 +10,7 @@ import functools
 import random
 from collections.abc import Callable
 
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.testing.cached_file import SECTOR_SIZE, CachedFile
 from plait.testing.disk import Operation, SimulatedCrash, SimulatedDisk
 from tests.support.broker_checker import check
@@ -115,10 +116,19 @@ class Explorer:
             found = self._survive(moment(), self._rng)
             if number % 7 == 0:
                 found = self._crash_recovery(found)
+            if number % 9 == 0:
+                self._spoil_checkpoint(found)
             check(found, self.trace, drained=number, all_written=self._all_written)
         except Exception as error:
             error.add_note(f"crash point {number}: {where}")
             raise
+
+    @staticmethod
+    def _spoil_checkpoint(disk: SimulatedDisk) -> None:
+        """The newest checkpoint does not read back: the one before has to do."""
+        manifests = [name for name in disk.list(CHECKPOINTS) if name.startswith("manifest") and "." not in name]
+        if len(manifests) > 1 and len(disk.read(f"{CHECKPOINTS}/{manifests[-1]}")) > 20:
+            disk.flip_bit(f"{CHECKPOINTS}/{manifests[-1]}", 20, 2)
 
     def _crash_recovery(self, disk: SimulatedDisk) -> SimulatedDisk:
         """Recovery itself is interrupted, up to three times."""

@@ -66,6 +66,8 @@ class Told:
     groups: dict[tuple[str, str], GroupTold] = field(default_factory=dict)
     #: Rows below these may be gone by retention.
     expired: dict[str, int] = field(default_factory=dict)
+    #: Subjects that were made, and that were deleted: whether they must be there, or None while that is open.
+    subjects: dict[str, bool | None] = field(default_factory=dict)
     #: The epoch in which the broker serves, 0 while it stops or starts.
     epoch: int = 0
 
@@ -119,6 +121,9 @@ class Trace:
             self._slow_checkpoint: 2,
             self._expire: 6,
             self._prepare: 4,
+            self._reattach: 4,
+            self._make_subject: 2,
+            self._delete_subject: 2,
         }
         chosen = self._rng.choices(list(weights), list(weights.values()), k=self._operations - 1)
         chosen.insert(self._operations * 2 // 3, self._restart)
@@ -150,6 +155,9 @@ class Trace:
         if log.durable == log.end:
             for group in self.told.groups.values():
                 group.durable = True
+        if self.node.broker.message_log.durable == self.node.broker.message_log.end:
+            for subject in self.told.subjects:
+                self.told.subjects[subject] = subject in self.node.broker.subjects
 
     def look(self) -> Told:
         """What is told at this moment, in the middle of whatever happens."""
@@ -299,6 +307,36 @@ class Trace:
         for lost, _ in self.node.membership.lose_silent():
             if lost in self._consumers:
                 self._consumers.remove(lost)
+
+    def _reattach(self) -> None:
+        """A connection breaks; the client comes back and says what is in its hands."""
+        if not self._hands:
+            return
+        consumer = self._rng.choice(self._hands)[0]
+        if consumer not in self._consumers:
+            return
+        group = consumer.group
+        holds = [row for other, rows in self._hands if other is consumer for row in rows]
+        self.node.membership.disconnected(consumer, consumer.session)
+        name = None if group.definition.broadcast else group.name
+        again = self.node.membership.attach(
+            group.partition.row.subject, name, consumer.client, delivery=group.definition.delivery, holds=holds
+        )
+        assert again is consumer
+
+    # --- the rest -------------------------------------------------------------------------------
+
+    def _make_subject(self) -> None:
+        subject = f"temporary-{len(self.told.subjects)}"
+        self.told.subjects[subject] = None
+        self.node.membership.attach(subject, "g", "c")
+
+    def _delete_subject(self) -> None:
+        there = [subject for subject in self.told.subjects if subject in self.node.broker.subjects]
+        if there:
+            subject = self._rng.choice(there)
+            self.told.subjects[subject] = None
+            self.node.broker.delete_subject(subject)
 
     def _expire(self) -> None:
         self.clock.advance(self._rng.choice((5, 40)))
