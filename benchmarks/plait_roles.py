@@ -37,7 +37,7 @@ def _bodies(job: Job) -> list[bytes]:
 def send_many(job: Job, stopwatch: Stopwatch) -> None:
     async def main(client: plait.Client) -> None:
         bodies = _bodies(job)
-        await client.send("warm-up", b"")
+        await client.send_many("warm-up", bodies)
         with stopwatch:
             for start in range(0, job.count, MANY_COUNT):
                 await client.send_many(job.channel, bodies[: job.count - start])
@@ -48,7 +48,7 @@ def send_many(job: Job, stopwatch: Stopwatch) -> None:
 def send_many_blocking(job: Job, stopwatch: Stopwatch) -> None:
     bodies = _bodies(job)
     with plait.sync.connect(job.address) as client:
-        client.send("warm-up", b"")
+        client.send_many("warm-up", bodies)
         with stopwatch:
             for start in range(0, job.count, MANY_COUNT):
                 client.send_many(job.channel, bodies[: job.count - start])

@@ -97,6 +97,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     frame_bytes: int = 256 * KIB
     #: ...or its rows reach this...
     frame_count: int = 10_000
+    #: Frames of ``send_many`` are larger: there is less to do for each byte.
+    many_frame_bytes: int = 1 * MIB
+    many_frame_count: int = 50_000
     #: ...or the oldest posted row has waited this long (an awaited send never waits for it).
     linger_seconds: float = 0.005
     #: Rows buffered and unacknowledged, over all subjects: above it ``post`` raises and ``send`` waits.

@@ -388,12 +388,14 @@ class Broker:
         """The commit counts: rows become visible, callers are answered, waiting pulls are served."""
         for partition, end in commit.appended.partitions.items():
             partition.visible = max(partition.visible, end)
+        # Who waits for messages waits longest: it goes first.
+        for partition in commit.appended.partitions:
+            if partition.waiting or partition.readers:
+                self._wake(partition)
         for reply, sequence, error in commit.appended.replies:
             reply(sequence, error)
         for answer in commit.replies:
             answer()
-        for partition in commit.appended.partitions:
-            self._wake(partition)
 
     # --- durability -----------------------------------------------------------------------------
 

@@ -123,7 +123,9 @@ class Group:
                 continue
             if start >= self.partition.visible or start >= end:
                 break
-            batch = self.partition.read(log, start, end, count - delivery.count, size - delivery.size)
+            # At most once there is no second delivery in which to look closer.
+            again = attempt > 0 or self.definition.delivery == "at_most_once"
+            batch = self.partition.read(log, start, end, count - delivery.count, size - delivery.size, again=again)
             if not batch.ranges:
                 # A hole where damage was, or rows that do not read back.
                 self._skip(start, batch.end if batch.end > start else self._after_hole(start, end), journal)

@@ -12,7 +12,7 @@ import pyarrow as pa
 from plait.client.settling import Piece, Settling
 from plait.client.types import Message
 from plait.errors import InvalidArgument
-from plait.frame.arrow import SCHEMA, record_batch
+from plait.frame.arrow import SCHEMA, arrays, attempts
 
 TABLE_SCHEMA = SCHEMA.append(pa.field("attempt", pa.int32(), nullable=False))
 
@@ -79,9 +79,8 @@ class ArrowBatch:
         """Columns sequence, key, body, tags, headers, send_time, store_time, producer, producer_sequence, attempt."""
         batches = []
         for delivered, start, stop in self._pieces:
-            rows = record_batch(delivered.frame)
-            attempts = np.full(delivered.count, delivered.attempt(0), np.int32)
-            rows = pa.RecordBatch.from_arrays([*rows.columns, pa.array(attempts)], schema=TABLE_SCHEMA)
+            columns = [*arrays(delivered.frame), attempts(delivered.attempt(0), delivered.count)]
+            rows = pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
             batches.append(rows if stop - start == delivered.count else rows.slice(start, stop - start))
         return pa.Table.from_batches(batches, schema=TABLE_SCHEMA)
 

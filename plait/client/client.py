@@ -144,14 +144,18 @@ class Client:
         oneway: bool = False,
     ) -> Receipt:
         """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing."""
-        self._check_open()
         producer = self._producer
-        queue = producer.queue(subject)
+        if producer.closed is not None or not self._opened:
+            self._check_open()
+        queue = producer.queues.get(subject) or producer.queue(subject)
         if oneway:
             return await queue.send_oneway(body, key, tags, headers)
-        if producer.buffered >= producer.limits.buffer_bytes:
+        if producer.buffered >= producer.buffer_bytes:
             await producer.room()
-        return await queue.send(body, key, tags, headers)
+        batch, row = queue.send(body, key, tags, headers)
+        if not batch.settled:
+            await batch.future(producer.loop)
+        return batch.receipt(row)
 
     def post(
         self,

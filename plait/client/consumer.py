@@ -8,6 +8,7 @@ has not started, because somebody else has it by now.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import deque
 from types import TracebackType
@@ -29,6 +30,10 @@ log = logging.getLogger("plait.client")
 
 #: Rows that iteration makes into messages at a time, and asks for where nothing is pulled ahead.
 ITERATION_COUNT = 100
+#: Damaged answers in a row before the consumer gives up: the broker checks what it hands out a second time.
+BROKEN_MAX = 3
+#: Pulls under way at a time.
+PULLS_MAX = 3
 #: More than any fetch can mean.
 FETCH_COUNT_MAX = 1 << 20
 
@@ -79,10 +84,15 @@ class Consumer:
         self._pulled_count = 0
         self._demand = 0
         self._ahead = limits.prefetch_count
-        self._pulling = False
+        #: Pulls under way, and the rows they ask for.
+        self._pulls = 0
+        self._asked = 0
         #: The last pull left rows at the broker.
         self._more = False
-        self._arrived: asyncio.Future[None] | None = None
+        #: Who waits for rows: told True when there is news, False when its time is up.
+        self._waiting: list[asyncio.Future[bool]] = []
+        #: Damaged answers in a row.
+        self._broken = 0
         self._error: PlaitError | None = None
         self._stopping = False
         self._closed = False
@@ -155,7 +165,7 @@ class Consumer:
         self._partition = PartitionName(attached.name, link.welcome.group if link.welcome else "")
         self._link = link
         self._attached = True
-        self._pulling = False
+        self._pulls = self._asked = 0
         self._settling.attached(link, attached.session)
         self._pull()
 
@@ -220,12 +230,12 @@ class Consumer:
 
     def _wanted(self) -> int:
         """How many rows the next pull asks for; 0: none now."""
-        missing = self._demand - self._buffered_count
+        missing = self._demand - self._buffered_count - self._asked
         if not self._tracks:
             return missing
         if missing > 0:
             return max(missing, min(self._ahead, self._limits.prefetch_count))
-        held = self._held_count()
+        held = self._held_count() + self._asked
         if held >= self._ahead or self._open_bytes >= self._limits.prefetch_bytes:
             return 0
         if self._span() >= max(self._limits.prefetch_span, 2 * self._ahead):
@@ -244,21 +254,24 @@ class Consumer:
 
     def _pull(self) -> None:
         link = self._link
-        if self._pulling or not self._attached or self._stopping or link is None or link.closed:
+        if not self._attached or self._stopping or link is None or link.closed:
             return
-        count = self._wanted()
-        if count <= 0:
-            return
-        self._pulling = True
-        session = self._session
-        size = self._limits.pull_bytes if self._demand <= self._limits.prefetch_count else 4 * self._limits.pull_bytes
-        request = m.Pull(session, count, size, self._limits.pull_wait_seconds)
-        link.call(request, lambda answer, payload, error: self._pulled(session, answer, payload, error))
+        # While there is more at the broker, it reads the next rows during the transfer of these.
+        while self._pulls < (PULLS_MAX if self._more else 1) and (count := self._wanted()) > 0:
+            self._pulls += 1
+            self._asked += count
+            large = self._demand > self._limits.prefetch_count or count > self._limits.prefetch_count
+            size = self._limits.pull_bytes * (4 if large else 1)
+            link.call(
+                m.Pull(self._session, count, size, self._limits.pull_wait_seconds),
+                functools.partial(self._pulled, self._session, count),
+            )
 
-    def _pulled(self, session: int, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
+    def _pulled(self, session: int, count: int, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
         if session != self._session or not self._attached:
             return
-        self._pulling = False
+        self._pulls -= 1
+        self._asked -= count
         if error is not None:
             if isinstance(error, StaleSession | Unavailable):
                 self._lose(stale=isinstance(error, StaleSession))
@@ -272,10 +285,13 @@ class Consumer:
         if len(payload):
             try:
                 self._take_in(answer, payload)
+                self._broken = 0
             except FrameError as broken:
-                self._error = broken
-        self._pull()
+                self._take_back(broken)
         self._wake()
+        assert self._loop is not None
+        # After whoever was woken: the rows that are here come first.
+        self._loop.call_soon(self._pull)
 
     def _take_in(self, answer: m.Pulled, payload: memoryview) -> None:
         assert self._partition is not None
@@ -292,6 +308,17 @@ class Consumer:
             if owner is not None:
                 self._open[delivered] = None
                 self._open_bytes += delivered.size
+
+    def _take_back(self, broken: FrameError) -> None:
+        """Rows came damaged: the broker gets back what is not in our hands, looks closer, and leaves out the bad."""
+        self._broken += 1
+        if self._broken > BROKEN_MAX or not self._tracks:
+            self._fail(broken)
+            return
+        log.warning("rows of %s came damaged and are asked for again: %s", self.subject, broken)
+        assert self._link is not None
+        self._link.call(m.Detach(self._session), _ignore)
+        self._lose(stale=False)
 
     def _forget(self, delivered: Delivered) -> None:
         if delivered in self._open:
@@ -317,7 +344,10 @@ class Consumer:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
         seconds = seconds_of(wait)
         loop = self._opened()
-        self._ahead = max(self._limits.prefetch_count, min(count, FETCH_COUNT_MAX))
+        self._ahead = self._limits.prefetch_count
+        if count > self._ahead:
+            # One batch in the user's hands, the next one on its way.
+            self._ahead = 2 * min(count, FETCH_COUNT_MAX)
         deadline = loop.time() + seconds
         try:
             while self._buffered_count < count and not self._stopping:
@@ -386,18 +416,24 @@ class Consumer:
         return message
 
     async def _arrival(self, seconds: float | None) -> bool:
-        if self._arrived is None:
-            self._arrived = self._opened().create_future()
+        """Until there is news, at most so long; whether there is."""
+        loop = self._opened()
+        future: asyncio.Future[bool] = loop.create_future()
+        self._waiting.append(future)
+        timer = None if seconds is None else loop.call_later(seconds, _time_out, future)
         try:
-            await asyncio.wait_for(asyncio.shield(self._arrived), seconds)
-        except TimeoutError:
-            return False
-        return True
+            return await future
+        finally:
+            if timer is not None:
+                timer.cancel()
+            if future in self._waiting:
+                self._waiting.remove(future)
 
     def _wake(self) -> None:
-        arrived, self._arrived = self._arrived, None
-        if arrived is not None and not arrived.done():
-            arrived.set_result(None)
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(True)
 
     def _opened(self) -> asyncio.AbstractEventLoop:
         if self._error is not None:
@@ -409,6 +445,15 @@ class Consumer:
         if self._loop is None:
             raise Closed("the consumer is not open; use 'async with client.consumer(...)'")
         return self._loop
+
+
+def _time_out(future: asyncio.Future[bool]) -> None:
+    if not future.done():
+        future.set_result(False)
+
+
+def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
+    """The next attach comes after it, whatever the answer."""
 
 
 class _Bridge:

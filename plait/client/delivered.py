@@ -95,12 +95,12 @@ class Delivered:
     def messages(self, start: int, stop: int) -> list[Message]:
         """Rows [start, stop) as messages."""
         frame = self.frame
-        if start == 0 and stop == self.count:
-            bodies = frame.binary(Column.BODY).to_pylist()
-        else:
-            bodies = frame.binary(Column.BODY).slice(start, stop - start).to_pylist()
+        bodies = frame.rows(Column.BODY, start, stop)
         keys = self._keys(start, stop)
-        sequences = frame.sequences()[start:stop].tolist()
+        if frame.has(Column.SELECTION):
+            sequences = frame.sequences()[start:stop].tolist()
+        else:
+            sequences = range(frame.base + start, frame.base + stop)
         return list(map(Message, bodies, keys, sequences, repeat(self), range(start, stop)))
 
     def _keys(self, start: int, stop: int) -> list[str | None] | repeat[None]:

@@ -14,7 +14,7 @@ from plait.client.rows import hash_keys
 from plait.client.types import PendingBatch, Receipts
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame.builder import build_frame
-from plait.limits import BODY_SIZE_MAX
+from plait.limits import BODY_SIZE_MAX, ClientLimits
 
 if TYPE_CHECKING:
     from plait.client.producer import Producer
@@ -42,13 +42,13 @@ async def send_many(
     queue.seal()
     batches: list[PendingBatch] = []
     position = 0
-    step = min(SAMPLE_COUNT, limits.frame_count)
+    step = _rows_for(limits, _column(bodies, 0, min(total, SAMPLE_COUNT))) if total else 0
     while position < total:
         array = _column(bodies, position, min(position + step, total))
         count = len(array)
         size = _size(array)
-        if size > 2 * limits.frame_bytes and count > 1:
-            step = max(1, count // (1 + size // limits.frame_bytes))
+        if size > 2 * limits.many_frame_bytes and count > 1:
+            step = max(1, count // (1 + size // limits.many_frame_bytes))
             continue
         _refuse_large(array, size)
         if producer.buffered >= limits.buffer_bytes:
@@ -74,7 +74,7 @@ async def send_many(
         producer.buffered += parts.size
         queue.push(parts, batch, parts.size)
         position += count
-        step = max(1, min(limits.frame_count, count * limits.frame_bytes // max(size, 1)))
+        step = _rows_for(limits, array)
         # The socket is served between frames.
         await asyncio.sleep(0)
     for batch in batches:
@@ -84,6 +84,11 @@ async def send_many(
         assert failed.error is not None
         raise failed.error
     return Receipts(batches)
+
+
+def _rows_for(limits: ClientLimits, sample: pa.Array) -> int:
+    """Rows like these that make a frame."""
+    return max(1, min(limits.many_frame_count, len(sample) * limits.many_frame_bytes // max(_size(sample), 1)))
 
 
 def _column(bodies: Sequence[Any] | pa.Array, start: int, stop: int) -> pa.Array:

@@ -132,17 +132,18 @@ class SubjectQueue:
         key: str | int | None,
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
-    ) -> Ticket:
-        """Add a row that leaves at the end of this loop turn, with all others of the turn."""
+    ) -> tuple[PendingBatch, int]:
+        """Add a row that leaves at the end of this loop turn, with all others of the turn; where its fate shows."""
         rows = self._rows
+        row = len(rows.bodies)
+        batch = rows.batch
         self.producer.buffered += rows.add(body, key, tags, headers)
-        ticket = Ticket(rows.batch, len(rows.bodies) - 1)
-        if rows.size >= self.producer.limits.frame_bytes or len(rows.bodies) >= self.producer.limits.frame_count:
+        if rows.size >= self._frame_bytes or row >= self._frame_count - 1:
             self.seal()
         elif not self.urgent:
             self.urgent = True
             self.producer.soon(self)
-        return ticket
+        return batch, row
 
     async def send_oneway(
         self,

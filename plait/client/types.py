@@ -84,14 +84,17 @@ class PendingBatch:
 
     async def wait(self) -> None:
         """Until the fate of the rows is known; cancelling one waiter leaves the others."""
-        if self.settled:
-            return
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self.settled:
+            await self.future(asyncio.get_running_loop())
+
+    def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
+        """Done when the fate of the rows, which is open, is known."""
+        future: asyncio.Future[None] = loop.create_future()
         if self.waiters is None:
             self.waiters = [future]
         else:
             self.waiters.append(future)
-        await future
+        return future
 
 
 class Ticket(msgspec.Struct, gc=False):

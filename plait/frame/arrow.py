@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +19,7 @@ _TEXTS: Final = pa.list_(_TEXT)
 _TIME: Final = pa.timestamp("us", tz="UTC")
 _SIGNED: Final = pa.int64()
 _UNSIGNED: Final = pa.uint64()
+_ATTEMPT: Final = pa.int32()
 
 SCHEMA: Final = pa.schema(
     [
@@ -34,18 +35,30 @@ SCHEMA: Final = pa.schema(
     ]
 )
 
-#: Columns of nothing up to this size are parts of one that is shared.
-_SHARED_NULLS: Final = 16_384
+#: Columns of one value up to this size are parts of one that is shared.
+_SHARED_COUNT: Final = 65_536
 
 
-@cache
+@lru_cache(64)
 def _shared_nulls(kind: pa.DataType) -> pa.Array:
-    return pa.nulls(_SHARED_NULLS, kind)
+    return pa.nulls(_SHARED_COUNT, kind)
 
 
 def nulls(kind: pa.DataType, count: int) -> pa.Array:
     """A column of nothing."""
-    return _shared_nulls(kind).slice(0, count) if count <= _SHARED_NULLS else pa.nulls(count, kind)
+    return _shared_nulls(kind).slice(0, count) if count <= _SHARED_COUNT else pa.nulls(count, kind)
+
+
+@lru_cache(16)
+def _shared_attempts(number: int) -> pa.Array:
+    return _wrap(_ATTEMPT, np.full(_SHARED_COUNT, number, np.int32))
+
+
+def attempts(number: int, count: int) -> pa.Array:
+    """The number of the delivery, for each row."""
+    if count <= _SHARED_COUNT:
+        return _shared_attempts(number).slice(0, count)
+    return _wrap(_ATTEMPT, np.full(count, number, np.int32))
 
 
 def keys(frame: FrameView) -> pa.Array:
@@ -81,15 +94,20 @@ def send_times(frame: FrameView) -> pa.Array:
     """When each row was sent, null where its producer did not say."""
     if not frame.has(Column.SEND_TIME):
         return nulls(_TIME, frame.count)
-    values = np.ascontiguousarray(frame.fixed(Column.SEND_TIME))
+    values = frame.values(Column.SEND_TIME)
     check.times(values, Column.SEND_TIME)
-    return _wrap(_TIME, values)
+    return _wrap(_TIME, values if len(values) == frame.count else np.full(frame.count, values[0]))
 
 
 def record_batch(frame: FrameView) -> pa.RecordBatch:
     """All columns of a frame, in the order of ``SCHEMA``."""
+    return pa.RecordBatch.from_arrays(arrays(frame), schema=SCHEMA)
+
+
+def arrays(frame: FrameView) -> list[pa.Array]:
+    """All columns of a frame, in the order of ``SCHEMA``."""
     producers, numbers = frame.message_ids()
-    columns = [
+    return [
         _wrap(_SIGNED, frame.sequences()),
         keys(frame),
         frame.binary(Column.BODY),
@@ -100,7 +118,6 @@ def record_batch(frame: FrameView) -> pa.RecordBatch:
         _wrap(_UNSIGNED, producers),
         _wrap(_UNSIGNED, numbers),
     ]
-    return pa.RecordBatch.from_arrays(columns, schema=SCHEMA)
 
 
 def _wrap(kind: pa.DataType, values: npt.NDArray[Any]) -> pa.Array:

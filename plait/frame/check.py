@@ -24,20 +24,27 @@ _OFFSETS: Final = [Struct(f"<{count + 1}i") for count in range(SMALL_COUNT + 1)]
 _STRING: Final = pa.string()
 
 
-def small_rows(stored: memoryview, count: int, column: int) -> None:
-    """The whole check of a raw variable column with at most ``SMALL_COUNT`` rows."""
+def small_offsets(stored: memoryview, count: int, column: int) -> tuple[int, ...]:
+    """The offsets of a raw variable column with at most ``SMALL_COUNT`` rows."""
     layout = _OFFSETS[count]
-    if len(stored) < layout.size:
-        raise FrameError(f"{label(column)} column has no room for {count} offsets")
-    offsets = layout.unpack_from(stored)
-    first = offsets[0]
     size = len(stored) - layout.size
+    if size < 0:
+        raise FrameError(f"{label(column)} column has no room for {count} offsets")
+    offsets: tuple[int, ...] = layout.unpack_from(stored)
+    first = offsets[0]
     if first < 0 or offsets[-1] - first != size or (count > 1 and list(offsets) != sorted(offsets)):
         raise FrameError(f"{label(column)} column has offsets that do not fit its {size} bytes")
+    return offsets
+
+
+def small_rows(stored: memoryview, count: int, column: int) -> None:
+    """The whole check of a raw variable column with at most ``SMALL_COUNT`` rows."""
+    offsets = small_offsets(stored, count, column)
+    first, size = offsets[0], offsets[-1] - offsets[0]
     if size > ROW_SIZES_MAX[column] and max(b - a for a, b in pairwise(offsets)) > ROW_SIZES_MAX[column]:
         raise _too_long(column)
     if column in TEXTS:
-        data = bytes(stored[layout.size :])
+        data = bytes(stored[len(stored) - size :])
         if not data.isascii():
             try:
                 for start, end in pairwise(offsets):

@@ -230,9 +230,9 @@ class FrameView:
                         check.text(offsets, data, number)
                     self._inflated = None
             elif number in TIMES:
-                check.times(self._values(number), number)
+                check.times(self.values(number), number)
             elif number in FIXED_TYPES:
-                self._values(number)
+                self.values(number)
         return self
 
     # --- columns --------------------------------------------------------------------------------
@@ -323,7 +323,7 @@ class FrameView:
                 return select_rows(offsets, data, selection.rows)
         return offsets, data
 
-    def _values(self, column: int) -> npt.NDArray[Any]:
+    def values(self, column: int) -> npt.NDArray[Any]:
         """Values of a fixed column as stored: one a row, or one for all."""
         codec, start, end = self._place(column)
         dtype = FIXED_TYPES[column]
@@ -336,13 +336,24 @@ class FrameView:
 
     def fixed(self, column: int) -> npt.NDArray[Any]:
         """Values of a fixed column, one a row."""
-        values = self._values(column)
+        values = self.values(column)
         return values if len(values) == self.count else np.broadcast_to(values, (self.count,))
 
     def binary(self, column: int) -> pa.BinaryArray:
         """A variable column as an Arrow array over the frame's own memory."""
         offsets, data = self.variable(column)
         return wrap_binary(offsets, data)
+
+    def rows(self, column: int, start: int, stop: int) -> list[bytes]:
+        """Rows [start, stop) of a variable column."""
+        codec, begin, end = self._place(column)
+        if codec == _RAW and self.count <= check.SMALL_COUNT:
+            stored = self.buffer[begin:end]
+            offsets = check.small_offsets(stored, self.count, column)
+            shift = 4 * (self.count + 1) - offsets[0]
+            return [bytes(stored[offsets[i] + shift : offsets[i + 1] + shift]) for i in range(start, stop)]
+        rows: list[bytes] = self.binary(column).slice(start, stop - start).to_pylist()
+        return rows
 
     def sequences(self) -> npt.NDArray[np.int64]:
         """The sequence of each row."""

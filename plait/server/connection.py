@@ -16,7 +16,7 @@ from plait.broker.group import Consumer
 from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, StaleSession, TooLarge
 from plait.limits import KIB
 from plait.wire import messages as m
-from plait.wire.packets import Buffer, Packet, Receiver, pack
+from plait.wire.packets import Buffer, Packet, Receiver, pack, send
 
 if TYPE_CHECKING:
     from plait.server.host import Server
@@ -226,10 +226,7 @@ class Connection(asyncio.BufferedProtocol):
         except ProtocolError as error:
             self.fail(correlation, TooLarge(f"the answer is too large ({error.message}); ask for less"))
             return
-        if payload:
-            transport.writelines([head, *payload])
-        else:
-            transport.write(head)
+        send(transport, head, payload, size)
 
     def fail(self, correlation: int, error: PlaitError) -> None:
         self.answer(correlation, m.failure_of(error))

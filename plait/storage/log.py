@@ -88,6 +88,8 @@ class Log:
         self._syncing = threading.Lock()
         self._sync_error: OSError | None = None
         self._never_allocated: list[str] = []
+        #: What stands from here on was appended since the log was opened.
+        self.resumed_at = 0
         self.end = 0
         self.written = 0
         self.durable = 0
@@ -156,7 +158,7 @@ class Log:
                 segment.file.sync()
             segment.written = segment.synced = max(segment.base, min(end, segment.end))
         self._disk.sync_directory(self.directory)
-        self.end = self.written = self.durable = self._pending_at = end
+        self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
 
     def place_for(self, size: int) -> int:
         """The offset the next frame of ``size`` will get; makes the next segment when it has to."""

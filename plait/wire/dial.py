@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
 from plait.wire import messages as m
-from plait.wire.packets import SHARED_SIZE, Buffer, Receiver, pack
+from plait.wire.packets import PACKET_SIZE_MAX, SHARED_SIZE, Buffer, Receiver, pack, send
 
 DEFAULT_PORT = 7450
 SCHEME = "plait://"
@@ -46,7 +46,8 @@ class Link(asyncio.BufferedProtocol):
     """A connection that is up, or was."""
 
     def __init__(self) -> None:
-        self._receiver = Receiver(memoryview(bytearray(SHARED_SIZE)))
+        # A client believes the sizes that the server it chose declares.
+        self._receiver = Receiver(memoryview(bytearray(SHARED_SIZE)), PACKET_SIZE_MAX)
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, OnAnswer] = {}
         self._next = 1
@@ -133,10 +134,7 @@ class Link(asyncio.BufferedProtocol):
     def _write(self, message: m.Message, number: int, payload: Sequence[Buffer], size: int) -> None:
         head = pack(message.KIND, number, m.encode(message), size)
         assert self._transport is not None
-        if payload:
-            self._transport.writelines([head, *payload])
-        else:
-            self._transport.write(head)
+        send(self._transport, head, payload, size)
 
     async def request(self, message: m.Message) -> Any:
         """Send a request and wait for its answer; raises what the server answered."""

@@ -10,14 +10,15 @@ memory than twice what was received.
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from plait.errors import ProtocolError
-from plait.limits import FRAME_SIZE_MAX, MIB
+from plait.limits import FRAME_SIZE_MAX, KIB, MIB
 
 #: Size of the packet, kind, reserved, correlation, size of the head.
 HEADER = struct.Struct("<IHHII")
@@ -26,8 +27,11 @@ HEADER_SIZE = HEADER.size
 PACKET_SIZE_MAX = FRAME_SIZE_MAX + 1 * MIB
 #: Shared receive buffer of a loop.
 SHARED_SIZE = 256 * 1024
-#: A large packet's own buffer starts with this and doubles as its bytes really arrive.
-GROWTH_FIRST = 1 * MIB
+#: A large packet's own buffer starts with this and doubles as its bytes really arrive. A frame of ``send_many`` fits.
+GROWTH_FIRST = 2 * MIB
+
+#: Up to this a copy costs less than a longer list of buffers.
+JOIN_SIZE_MAX = 4 * KIB
 
 Buffer = bytes | bytearray | memoryview
 
@@ -50,13 +54,24 @@ def pack(kind: int, correlation: int, head: bytes, payload_size: int = 0) -> byt
     return HEADER.pack(size, kind, 0, correlation, len(head)) + head + b"\0" * padding
 
 
+def send(transport: asyncio.WriteTransport, head: bytes, payload: Sequence[Buffer], size: int) -> None:
+    """Write a packet whose payload has ``size`` bytes."""
+    if not payload:
+        transport.write(head)
+    elif size <= JOIN_SIZE_MAX:
+        transport.write(b"".join((head, *payload)))
+    else:
+        transport.writelines([head, *payload])
+
+
 class Receiver:
     """The reading side of one connection. After a ``ProtocolError`` it is of no use any more."""
 
-    __slots__ = ("_filled", "_own", "_rest", "_shared", "_size")
+    __slots__ = ("_filled", "_growth_first", "_own", "_rest", "_shared", "_size")
 
-    def __init__(self, shared: memoryview) -> None:
+    def __init__(self, shared: memoryview, growth_first: int | None = None) -> None:
         self._shared = shared
+        self._growth_first = growth_first or GROWTH_FIRST
         self._rest = b""
         self._own: memoryview | None = None
         self._filled = 0
@@ -108,7 +123,7 @@ class Receiver:
         self._size = size
         self._filled = len(data)
         # Not the declared size at once: a peer that only declares must not cost memory.
-        room = min(size, max(GROWTH_FIRST, 2 * len(data)))
+        room = min(size, max(self._growth_first, 2 * len(data)))
         self._own = _memory(room)
         self._own[: len(data)] = data
 

@@ -10,7 +10,7 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.errors import DataDirError, StorageFailed
+from plait.errors import DataDirError, FrameError, StorageFailed
 from plait.storage.action_log import Action
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
@@ -188,13 +188,29 @@ def test_a_damaged_row_is_skipped_by_every_group_and_seen_as_lost():
     node.checkpoint()
     record = node.partition("orders").consume_log.record(4)
     node.disk.flip_bit("message/00000000000000000000.log", record.offset + 100, 0)
-    for again in (node.power_lost(), node):
-        groups = [again.attach("orders", f"new{n}", f"x{n}") for n in range(2)]
-        for consumer in groups:
-            assert [row.sequence for row in again.pull(consumer).rows] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
-            assert consumer.group.lost_count == 1
-            again.ack(consumer, (0, 10, 1))
-            assert consumer.group.pull_log.floor == 10
+    again = node.power_lost()
+    groups = [again.attach("orders", f"new{n}", f"x{n}") for n in range(2)]
+    for consumer in groups:
+        assert [row.sequence for row in again.pull(consumer).rows] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+        assert consumer.group.lost_count == 1
+        again.ack(consumer, (0, 10, 1))
+        assert consumer.group.pull_log.floor == 10
+
+
+def test_a_row_that_rots_while_the_broker_runs_is_found_by_the_consumer_and_skipped_the_second_time():
+    node = Node(flush="sync")
+    producer = Producer(7)
+    for number in range(10):
+        node.send("orders", b"%d" % number * 50, producer=producer)
+    record = node.partition("orders").consume_log.record(4)
+    node.disk.flip_bit("message/00000000000000000000.log", record.offset + 100, 0)
+    consumer = node.attach("orders", "g", "x")
+    with pytest.raises(FrameError, match="checksum"):
+        assert node.pull(consumer).rows
+    node.membership.detach(consumer)
+    consumer = node.attach("orders", "g", "x")
+    assert [row.sequence for row in node.pull(consumer).rows] == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert consumer.group.lost_count == 1
 
 
 def test_rows_whose_sequences_were_lost_to_damage_are_other_rows():

@@ -27,7 +27,7 @@ async def test_fetch_gives_all_that_is_there_and_then_only_new_rows(client: plai
 async def test_a_waiting_fetch_is_woken_by_the_first_message(client: plait.Client) -> None:
     async with client.consumer("s", group="g") as consumer:
         waiting = asyncio.ensure_future(consumer.fetch(100, wait=60))
-        await until(lambda: consumer._pulling)
+        await until(lambda: consumer._pulls)
         await client.send("s", b"0")
         assert numbers(await asyncio.wait_for(waiting, 5)) == [0]
 
@@ -289,9 +289,25 @@ async def test_closing_the_client_leaves_the_groups_in_order(broker: EmbeddedBro
 async def test_a_waiting_iteration_ends_when_the_consumer_is_closed(client: plait.Client) -> None:
     async with client.consumer("s", group="g") as consumer:
         waiting = asyncio.ensure_future(anext(consumer))
-        await until(lambda: consumer._arrived is not None)
+        await until(lambda: consumer._waiting)
     with pytest.raises((plait.Closed, StopAsyncIteration)):
         await waiting
+
+
+@pytest.mark.parametrize("delivery", ["at_least_once", "at_most_once"])
+async def test_a_message_that_rots_under_a_running_broker_is_left_out(
+    broker: EmbeddedBroker, client: plait.Client, delivery: Any
+) -> None:
+    for number in range(10):
+        await client.send("s", b"%d" % number)
+    record = broker.server.broker.subjects["s"].consume_log.record(4)
+    (segment,) = (broker.data / "message").glob("*.log")
+    with segment.open("r+b") as file:
+        file.seek(record.offset + record.size - 1)
+        file.write(b"!")
+    async with client.consumer("s", group="g", delivery=delivery) as consumer:
+        assert numbers(await fetch_all(consumer, 9)) == [0, 1, 2, 3, 5, 6, 7, 8, 9]
+    assert (await client.admin.group("s", "g")).lost == 1
 
 
 # --- ways of delivery -------------------------------------------------------------------------------------------------
@@ -313,7 +329,7 @@ async def test_at_most_once_pulls_nothing_that_nobody_waits_for(client: plait.Cl
     await send(client, 10)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
         assert numbers(await consumer.fetch(4)) == [0, 1, 2, 3]
-        assert not consumer._pulling
+        assert not consumer._pulls
         assert (await client.admin.group("s", "g")).next == 4
 
 

@@ -128,7 +128,7 @@ async def test_a_silent_consumer_drops_what_it_has_not_started(timed_broker: Emb
         await send(other, 10)
         async with silent.consumer("s", group="g") as sleeper, other.consumer("s", group="g") as consumer:
             started = await fetch_all(sleeper, 3)
-            await until(lambda: sleeper._buffered_count == 7 and consumer._pulling)
+            await until(lambda: sleeper._buffered_count == 7 and consumer._pulls)
             await timed_broker.advance(6, silent={"silent"})
             assert numbers(await fetch_all(consumer, 10)) == list(range(10))
             await until(lambda: sleeper._session and sleeper._buffered_count == 0)
@@ -216,7 +216,7 @@ async def test_a_deleted_subject_ends_its_consumers(client: plait.Client, delive
     async with client.consumer("s", group="g", delivery=delivery) as consumer:
         await fetch_all(consumer, 1)
         waiting = asyncio.ensure_future(consumer.fetch(1, wait=20))
-        await until(lambda: consumer._pulling)
+        await until(lambda: consumer._pulls)
         await client.admin.delete_subject("s")
         await send(client, 1, first=7)
         # The subject was made anew by the send: the consumer attaches to that one.

@@ -105,7 +105,7 @@ async def test_a_client_without_a_server_keeps_posts_until_it_is_back(
 
 
 async def test_many_are_stored_in_order_over_several_frames(broker: EmbeddedBroker, client: plait.Client) -> None:
-    bodies = [b"%d" % n for n in range(50_000)]
+    bodies = [b"%100d" % n for n in range(50_000)]
     receipts = await client.send_many("order.book", bodies, keys=[n % 100 for n in range(50_000)])
     assert len(receipts) == 50_000
     assert [receipt.sequence for receipt in receipts] == list(range(50_000))

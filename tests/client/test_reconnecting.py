@@ -130,7 +130,7 @@ async def test_a_consumer_with_nothing_under_way_notices_a_lost_connection(
     await send(client, 10)
     async with client.consumer("s", group="g", prefetch=2) as consumer:
         started = await fetch_all(consumer, 2)
-        await until(lambda: not consumer._pulling)
+        await until(lambda: not consumer._pulls)
         await broker.restart()
         for message in started:
             message.ack()

@@ -209,7 +209,7 @@ def test_leaving_gives_back_what_is_not_acked(client: plait.sync.Client) -> None
 def test_an_iteration_ends_when_another_thread_closes_the_consumer(client: plait.sync.Client) -> None:
     with ThreadPoolExecutor(1) as pool, client.consumer("s", group="g") as consumer:
         waiting = pool.submit(list, consumer)
-        while consumer._inner._arrived is None:
+        while not consumer._inner._waiting:
             pass
         consumer.close()
         assert waiting.result(10) == []
