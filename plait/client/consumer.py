@@ -32,6 +32,8 @@ log = logging.getLogger("plait.client")
 ITERATION_COUNT = 100
 #: Damaged answers in a row before the consumer gives up: the broker checks what it hands out a second time.
 BROKEN_MAX = 3
+#: A pull for a large fetch may bring so many times the bytes of others.
+LARGE_PULL = 4
 #: Pulls under way at a time.
 PULLS_MAX = 3
 #: More than any fetch can mean.
@@ -258,10 +260,13 @@ class Consumer:
             return
         # While there is more at the broker, it reads the next rows during the transfer of these.
         while self._pulls < (PULLS_MAX if self._more else 1) and (count := self._wanted()) > 0:
+            size = self._limits.pull_bytes
+            if self._ahead > self._limits.prefetch_count:
+                # Whole frames: their bytes limit a large pull, not a count that ends inside of one.
+                size *= LARGE_PULL
+                count = max(count, self._ahead // 2)
             self._pulls += 1
             self._asked += count
-            large = self._demand > self._limits.prefetch_count or count > self._limits.prefetch_count
-            size = self._limits.pull_bytes * (4 if large else 1)
             link.call(
                 m.Pull(self._session, count, size, self._limits.pull_wait_seconds),
                 functools.partial(self._pulled, self._session, count),
