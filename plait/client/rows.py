@@ -41,17 +41,6 @@ class OpenRows:
         self.plain = True
         self.batch = PendingBatch()
 
-    def add_keyed(self, body: bytes, key: str) -> int:
-        """``add`` for what most rows are: bytes and a text key, in rows that are ``plain``."""
-        keys = self.keys
-        if keys is None or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii() or len(body) > SHORT_BODY_MAX:
-            return self.add(body, key, None, None)
-        self.bodies.append(body)
-        keys.append(key)
-        size = len(body) + len(key) + ROW_SIZE
-        self.size += size
-        return size
-
     def add(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> int:

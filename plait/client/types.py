@@ -69,7 +69,9 @@ class PendingBatch:
             raise self.error
         assert self.partition is not None
         sequence = None if self.sequence is None else self.sequence + row
-        return Receipt(MessageId(self.producer, self.first + row), self.partition, sequence)
+        # Past the constructor that a NamedTuple has in Python: every awaited send makes one.
+        message_id = tuple.__new__(MessageId, (self.producer, self.first + row))
+        return Receipt(message_id, self.partition, sequence)
 
     def settle(self, sequence: int | None, error: PlaitError | None) -> None:
         """The fate of all rows is known."""

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from plait.broker import Broker, BrokerConfig, Membership, Retention
+from plait.broker.commit import SyncWork
 from plait.broker.group import Consumer
 from plait.broker.recover import RecoveryReport
 from plait.clock import Clock, SystemClock
@@ -69,7 +70,7 @@ class Server:
         self.report: RecoveryReport | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._threads = ThreadPoolExecutor(2, "plait-disk")
-        self._sync_wanted = asyncio.Event()
+        self._syncing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._listener: asyncio.Server | None = None
@@ -219,7 +220,7 @@ class Server:
         if self.broker.failed is not None:
             self.fail(self.broker.failed)
         elif self.broker.sync_wanted:
-            self._sync_wanted.set()
+            self._begin_sync()
 
     def _defect(self, error: Exception) -> None:
         """A part that everything rests on broke: what is in memory is not to be trusted any more."""
@@ -271,23 +272,41 @@ class Server:
             self._defect(error)
 
     async def _sync_loop(self) -> None:
-        """Sync at once when somebody waits for it, and every flush interval otherwise."""
+        """Sync every flush interval; who waits for a sync does not wait for this."""
         while True:
-            try:
-                # Not wait_for: Python 3.11's forgets a cancellation that comes together with the event.
-                async with asyncio.timeout(self.config.flush_seconds):
-                    await self._sync_wanted.wait()
-            except TimeoutError:
-                log_of = self.broker
-                written = log_of.message_log.written, log_of.action_log.written
-                if written == (log_of.message_log.durable, log_of.action_log.durable):
-                    continue
-            self._sync_wanted.clear()
+            await asyncio.sleep(self.config.flush_seconds)
+            logs = self.broker.message_log, self.broker.action_log
+            if any(each.written != each.durable for each in logs):
+                self._begin_sync()
+
+    def _begin_sync(self) -> None:
+        """Sync what is written, unless that is under way: then the next one follows at its end."""
+        if not self._syncing and not self.ending:
+            self._syncing = True
             work = self.broker.begin_sync()
-            if await self._in_thread(work.run):
+            done = self._threads.submit(work.run)
+            done.add_done_callback(lambda d: self._loop.call_soon_threadsafe(self._end_sync, work, d.exception()))
+
+    def _end_sync(self, work: SyncWork, error: BaseException | None) -> None:
+        self._syncing = False
+        if self.ending:
+            # An orderly stop syncs everything itself; after a crash nobody is answered.
+            return
+        try:
+            if isinstance(error, OSError):
+                self.broker.sync_failed(error)
+            elif error is not None:
+                raise error
+            else:
                 self.broker.end_sync(work)
-                if self.broker.sync_wanted:
-                    self._sync_wanted.set()
+        except Exception as defect:
+            log.exception("a sync failed")
+            self._defect(defect)
+            return
+        if self.broker.failed is not None:
+            self.fail(self.broker.failed)
+        elif self.broker.sync_wanted:
+            self._begin_sync()
 
     async def _in_thread(self, call: Callable[[], None]) -> bool:
         """Run blocking disk work; False when it failed, which ends the server."""
