@@ -115,6 +115,9 @@ class Connection(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self.writing_paused = False
         delayed, self._delayed, self._delayed_size = self._delayed, [], 0
+        if self._transport is None or self._transport.is_closing():
+            # They cannot be answered any more, and a server that hangs up has no broker left to carry them out.
+            return
         self._serve(delayed)
         self._pause_or_resume_reading()
 

@@ -75,7 +75,8 @@ class Server:
         self._timer_at = 0.0
         self._listener: asyncio.Server | None = None
         self._stopping = False
-        self._abandoned = False
+        #: The broker writes nothing more: it has stopped, or ended as in a crash.
+        self._stopped = False
         self._emptied: asyncio.Future[None] | None = None
 
     @property
@@ -141,6 +142,7 @@ class Server:
             if self.broker.failed is None:
                 self.broker.stop()
         finally:
+            self._stopped = True
             await self._hang_up()
             self._release()
 
@@ -165,7 +167,7 @@ class Server:
         """End as a crash would: nothing more is answered, written or checkpointed. The next start recovers."""
         if self._stopping:
             return
-        self._stopping = self._abandoned = True
+        self._stopping = self._stopped = True
         if self._listener is not None:
             self._listener.close()
         for task in self._tasks:
@@ -209,7 +211,7 @@ class Server:
         self._loop.call_soon(self._commit)
 
     def _commit(self) -> None:
-        if self._abandoned:
+        if self._stopped:
             return
         try:
             self.broker.commit()

@@ -87,6 +87,7 @@ class Log:
         self._making = threading.Lock()
         self._syncing = threading.Lock()
         self._sync_error: OSError | None = None
+        self._closed = False
         self._never_allocated: list[str] = []
         #: What stands from here on was appended since the log was opened.
         self.resumed_at = 0
@@ -170,6 +171,9 @@ class Log:
         return self.end
 
     def _roll(self, size: int) -> None:
+        if self._closed:
+            # It knows its segments no more: the new one would lie inside one that is there.
+            raise ValueError(f"{self.directory}: the log is closed")
         self.write()
         # Recovery may have set the end beyond the last segment, over bytes that were durable and are gone.
         base = max(self.segments[-1].end, self.end) if self.segments else self.end
@@ -293,6 +297,8 @@ class Log:
                 segment.file.sync()
 
     def close(self) -> None:
+        """Let the files go; nothing can be appended any more."""
+        self._closed = True
         for segment in self.segments:
             segment.close()
         if self._spare is not None:

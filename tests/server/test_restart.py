@@ -11,8 +11,10 @@ import pytest
 import plait
 from plait.clock import ManualClock
 from plait.frame.builder import build_frame
-from plait.limits import MIB, ServerLimits
+from plait.frame.view import FrameView
+from plait.limits import KIB, MIB, ServerLimits
 from plait.testing import EmbeddedBroker
+from plait.testing.disk import SimulatedDisk
 from plait.testing.embedded import TEST_CONFIG
 from plait.wire import messages as m
 from tests.server.conftest import Serve
@@ -161,6 +163,60 @@ async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve
         await server.stop()
         assert asyncio.get_running_loop().time() - began < 10.0
     assert not server.connections
+
+
+async def test_requests_that_wait_for_a_slow_reader_are_not_served_after_a_stop(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+):
+    disk = SimulatedDisk()
+    config = {"limits": {"outgoing_bytes_per_connection": 32 * KIB}, "message_segment_size": 64 * MIB}
+    server = await serve(disk, **config)
+    async with Raw(server) as raw:
+        await raw.hello()
+        for first in range(1, 17):
+            await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
+        partition = await raw.route("orders")
+        (connection,) = server.connections
+        raw.request(m.Read("large", "earliest", 1000, 16 * MIB, 0.0))
+        await until(lambda: connection.writing_paused)
+        delayed = [
+            raw.request(m.Send(partition), build_frame([b"late"], producer=8, first=1, previous=0).tobytes()),
+            raw.request(m.Route("late")),
+        ]
+        await until(lambda: len(connection._delayed) == len(delayed))
+        stopping = asyncio.create_task(server.stop())
+        answers: list[int] = []
+        try:
+            while True:
+                answers.append((await raw.next()).correlation)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            await stopping
+    assert not set(answers) & set(delayed)
+    assert disk.list("message") == ["00000000000000000000.log"]
+    assert [record.message for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")] == []
+    server = await serve(disk, **config)
+    assert server.report is not None
+    assert server.report.clean
+    assert set(server.broker.subjects) == {"large", "orders"}
+    assert server.broker.subjects["orders"].visible == 0
+
+
+async def test_after_a_stop_nothing_is_committed(serve: Serve):
+    disk = SimulatedDisk()
+    server = await serve(disk)
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", b"x")
+    await server.stop()
+    operations, answers = disk.operations, []
+    server.broker.answer_after_commit(lambda: answers.append(True))
+    frame = build_frame([b"late"], producer=8, first=1, previous=0)
+    server.broker.submit(server.broker.subjects["orders"], FrameView(frame.tobytes()), lambda *a: answers.append(a))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert (disk.operations, answers) == (operations, [])
+    assert server.failed is not None
+    assert not server.failed.done()
 
 
 # --- time ----------------------------------------------------------------------------------------

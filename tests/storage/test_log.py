@@ -363,6 +363,19 @@ def test_closing_lets_every_file_go():
     assert log.segments == []
 
 
+def test_a_closed_log_takes_nothing_and_makes_no_segment():
+    """It knows its segments no more: a new one would lie inside one that is there."""
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    append(log, b"kept")
+    log.sync()
+    log.close()
+    with pytest.raises(ValueError, match=f"{DIRECTORY}: the log is closed"):
+        append(log, b"late")
+    assert disk.list(DIRECTORY) == [segment_name(0)]
+    assert scan(disk)[2] == [b"kept"]
+
+
 def test_frames_come_back_as_they_were_appended():
     disk = SimulatedDisk()
     log = Log(disk, DIRECTORY, SEGMENT_SIZE)
