@@ -6,7 +6,9 @@ end of a loop turn in which something changed, ``begin_sync``/``end_sync`` aroun
 simulated ones, step by step.
 
 Promises kept here: what is acknowledged was written (``flush="async"``) or is durable (``flush="sync"``), and nothing
-else is visible; every decision about consumption is an event of the action log before its caller hears of it.
+else is visible. Acks, nacks, resets and removals are acknowledged after their events were written to the action log.
+Rows that are delivered at most once leave after their event is durable. Rows that are delivered at least once leave
+before theirs is written: a crash in between hands them out again, as it may.
 """
 
 from __future__ import annotations
@@ -309,9 +311,10 @@ class Broker:
             raise DiskFull(self._low_space)
 
     def _refuse_when_busy(self) -> None:
-        if not self._syncs:
+        # A checkpoint goes on after its sync, and meanwhile the logs are free.
+        begun = min((begun for work, begun in self._syncs.items() if not work.done), default=None)
+        if begun is None:
             return
-        begun = min(self._syncs.values())
         busy = self.clock.monotonic() - begun
         if busy > self.limits.log_busy_seconds:
             raise FlowControl(f"the log has been busy for {busy:.1f} s; nothing was stored, send again later")

@@ -26,15 +26,18 @@ class Commit:
 class SyncWork:
     """The blocking part of a sync: the message log first, then the action log that rests on it (R3)."""
 
-    __slots__ = ("_action", "_message")
+    __slots__ = ("_action", "_message", "done")
 
     def __init__(self, message: SyncJob, action: SyncJob) -> None:
         self._message = message
         self._action = action
+        #: The logs are synced; set by the thread that runs it, which may have more to do before its end is heard of.
+        self.done = False
 
     def run(self) -> None:
         self._message.run()
         self._action.run()
+        self.done = True
 
     @property
     def jobs(self) -> tuple[SyncJob, SyncJob]:

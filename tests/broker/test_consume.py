@@ -190,6 +190,22 @@ def test_an_ack_is_answered_after_its_event_was_written():
     assert node.broker.action_log.written > written
 
 
+def test_rows_leave_before_their_event_is_written_only_where_a_crash_may_hand_them_out_again():
+    node = filled(3)
+    least = node.attach("orders", "least")
+    most = node.attach("orders", "most", delivery="at_most_once")
+    first, once = Pulled(), Pulled()
+    written = node.broker.action_log.written
+    node.broker.pull(least, 10, 1 << 20, 0, first.answer)
+    node.broker.pull(most, 10, 1 << 20, 0, once.answer)
+    assert node.broker.action_log.written == written
+    assert first.ranges == [(0, 3, 1)]
+    assert not once.answered
+    node = node.killed()
+    again = node.pull(node.attach("orders", "least"))
+    assert again.bodies == first.bodies
+
+
 @pytest.mark.parametrize("ranges", [(7, 3), (3, 3), (-5, -1), (100, 200), (1 << 62, 1 << 63)])
 def test_senseless_ranges_change_nothing(ranges: tuple[int, int]):
     node = filled(5)

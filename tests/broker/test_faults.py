@@ -381,3 +381,28 @@ def test_two_syncs_at_once_are_busy_until_both_are_done():
     first.run()
     node.broker.end_sync(first)
     assert node.send("orders", b"c", producer=Producer(7)).acknowledged
+
+
+@pytest.mark.parametrize("flush", ["async", "sync"])
+def test_a_long_checkpoint_is_a_busy_log_only_while_it_syncs_the_logs(flush: str):
+    node = Node(flush=flush, limits=ServerLimits(log_busy_seconds=1.0))
+    before = node.submit(Producer(6).frame("orders", b"a"))
+    producers = (Producer(number) for number in range(7, 100))
+    during: dict[str, Sent] = {}
+
+    def slow(operation: str, path: str, size: int) -> None:
+        directory = path.split("/")[0]
+        if directory not in during:
+            node.clock.advance(2.0)
+            during[directory] = node.submit(next(producers).frame("orders", b"b"))
+
+    work = node.broker.begin_checkpoint()
+    node.disk.on_operation = slow
+    work.run()
+    node.disk.on_operation = None
+    assert {"message", "consume", "checkpoints"} <= set(during)
+    assert isinstance(during.pop("message").error, FlowControl)
+    during.pop("action", None)
+    node.broker.end_checkpoint(work)
+    node.turn()
+    assert all(sent.acknowledged for sent in [before, *during.values()])
