@@ -21,10 +21,9 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     auto_create: bool = True
     message_segment_size: int = 1 * GIB
     action_segment_size: int = 128 * MIB
-    #: A checkpoint is due after any of these.
+    #: A checkpoint is due after either of these.
     checkpoint_seconds: float = 60.0
     checkpoint_bytes: int = 256 * MIB
-    checkpoint_frames: int = 100_000
     #: What a subject that says nothing else keeps: three days, any size.
     retention_seconds: float | None = 72 * 3600.0
     retention_bytes: int | None = None
