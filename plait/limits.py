@@ -33,6 +33,18 @@ TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).
 LOGICAL_PARTITIONS: Final = 1024
 
+# --- derived state ------------------------------------------------------------------------------
+#: Pairs of a producer and a partition remembered for idempotence; the longest silent producer goes first. One takes
+#: 1.9 kB when full: 1 GB at most. More than the subjects, so that one producer alone does not use them up.
+PRODUCER_WINDOWS_MAX: Final = 500_000
+
+# --- open files ---------------------------------------------------------------------------------
+#: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments
+#: that are to come, and connections that are about to be refused.
+FILES_RESERVE: Final = 256
+#: Files a segment of a log has open: itself, and its map.
+FILES_PER_SEGMENT: Final = 2
+
 # --- names --------------------------------------------------------------------------------------
 #: Subject, group, client and partition names: short enough for file and metric names.
 NAME_LENGTH_MAX: Final = 200

@@ -447,9 +447,9 @@ class Broker:
     def _disk_error(self, error: OSError) -> PlaitError:
         if error.errno == errno.ENOSPC:
             return DiskFull("the disk is full; nothing was stored")
-        self._fail(error)
-        assert self.failed is not None
-        return self.failed
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            self._fail(error)
+        return self.failed or FlowControl("too many files are open for a new segment (ulimit -n); nothing was stored")
 
     def check_space(self) -> None:
         """Look at the watermarks; between looks their last state holds."""

@@ -24,11 +24,13 @@ from cyclopts import Parameter
 
 from plait.broker.config import BrokerConfig
 from plait.broker.recover import RecoveryReport
+from plait.cli.files import fit, raise_limit, segment_count
 from plait.cli.loop import run_loop
 from plait.cli.memory import keep_buffers
 from plait.cli.options import duration_of, size_of
 from plait.cli.output import words_of_size
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
+from plait.limits import ServerLimits
 from plait.server.health import Health
 from plait.server.host import Server
 from plait.storage.disk import RealDisk
@@ -82,6 +84,7 @@ def serve(
         message_segment_size=_segment_size(segment_size),
         retention_seconds=None if retention == "forever" else duration_of(retention),
         auto_create=auto_create,
+        limits=fit(ServerLimits(), raise_limit(), segment_count(data)),
     )
     keep_buffers()
     return run_loop(_serve(data, host, port, http, config))
@@ -103,6 +106,7 @@ async def _serve(data: Path, host: str, port: int, http: int | None, config: Bro
     _check_free(host, port)
     _check_free(host, http or 0)
     report = await _start(server, data)
+    _tell_limits(config.limits)
     if health is not None:
         await health.start()
     assert server.failed is not None
@@ -197,6 +201,20 @@ async def _start(server: Server, data: Path) -> RecoveryReport:
 def _subjects(server: Server) -> int:
     # The broker comes into being during the start.
     return len(server.broker.subjects) if hasattr(server, "broker") else 0
+
+
+def _tell_limits(limits: ServerLimits) -> None:
+    """That less is served than wanted, and what to do about it."""
+    wanted = ServerLimits()
+    if limits != wanted:
+        log.warning(
+            "too few files may be open: %d connections are served instead of %d, %d consume logs kept open instead of "
+            "%d; raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd) and start again",
+            limits.connections,
+            wanted.connections,
+            limits.open_maps,
+            wanted.open_maps,
+        )
 
 
 def _tell(report: RecoveryReport, data: Path, seconds: float) -> None:

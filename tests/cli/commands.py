@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 #: No command of these tests takes this long.
@@ -47,14 +49,15 @@ class Serving:
 
 
 @contextmanager
-def serve(data: Path, *options: str) -> Iterator[Serving]:
-    """A node on a free port, ended whatever happens."""
+def serve(data: Path, *options: str, files: tuple[int, int] | None = None) -> Iterator[Serving]:
+    """A node on a free port, ended whatever happens; ``files`` are its soft and hard limit of open files."""
     command = [sys.executable, "-m", "plait.cli", "serve", "--data", str(data), "--port", "0"]
     process = subprocess.Popen(
         [*command, "--segment-size", "32MiB", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
+        preexec_fn=None if files is None else partial(resource.setrlimit, resource.RLIMIT_NOFILE, files),
     )
     try:
         assert process.stdout is not None

@@ -1,0 +1,99 @@
+"""The limit of open files: connections leave room for the logs, and who does not fit is told so."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+import resource
+from pathlib import Path
+
+import psutil
+import pytest
+
+import plait
+from plait.cli.files import fit, segment_count
+from plait.errors import LimitExceeded, PlaitError
+from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, MIB, ServerLimits
+from plait.wire import messages as m
+from plait.wire.packets import HEADER, HEADER_SIZE
+from tests.cli.commands import plait as command
+from tests.cli.commands import serve
+
+WARNING = re.compile(r"too few files may be open: (\d+) connections are served instead of 10000, (\d+) consume logs")
+
+
+async def refusal(reader: asyncio.StreamReader) -> PlaitError | None:
+    """What a connection is told without having asked; None: it is served, and hears nothing."""
+    try:
+        async with asyncio.timeout(0.5):
+            size, kind, _, _, head_size = HEADER.unpack(await reader.readexactly(HEADER_SIZE))
+            body = await reader.readexactly(size - HEADER_SIZE)
+    except TimeoutError:
+        return None
+    message = m.decode(kind, memoryview(body)[:head_size])
+    assert isinstance(message, m.Failure)
+    return m.error_of(message)
+
+
+async def test_connections_leave_the_log_its_files(tmp_path: Path):
+    """More connections than fit, and log segments made while all the others stay open."""
+    allowed = FILES_RESERVE + 100
+    with serve(tmp_path / "data", files=(allowed, allowed)) as node:
+        host, port = node.address.removeprefix("plait://").split(":")
+        async with plait.connect(node.address) as client, contextlib.AsyncExitStack() as stack:
+            await client.send("orders", b"first")
+            streams = []
+            for _ in range(300):
+                streams.append(await asyncio.open_connection(host, int(port)))
+                stack.callback(streams[-1][1].close)
+            answers = await asyncio.gather(*(refusal(reader) for reader, _ in streams))
+            served = answers.count(None) + 1
+            assert all(isinstance(answer, LimitExceeded) for answer in answers if answer is not None)
+            refused = command("send", "orders", "x", "--server", node.address)
+            assert refused.returncode == 6, refused.stderr
+            assert b"(limit_exceeded)" in refused.stderr
+            for number in range(40):
+                assert (await client.send("orders", os.urandom(1 * MIB))).sequence == number + 1
+        assert len(list((tmp_path / "data" / "message").iterdir())) > 1, "a segment was made meanwhile"
+        code, _, err = node.stop()
+    assert code == 0
+    [(connections, maps)] = WARNING.findall(err)
+    assert served == int(connections)
+    assert int(connections) + int(maps) == 100
+    assert "raise the hard limit (ulimit -Hn" in err
+
+
+def test_the_soft_limit_is_raised_to_the_hard_one(tmp_path: Path):
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with serve(tmp_path / "data", files=(128, hard)) as node:
+        assert psutil.Process(node.process.pid).rlimit(psutil.RLIMIT_NOFILE) == (hard, hard)
+        assert node.stop()[0] == 0
+
+
+def test_limits_that_fit_stay_as_they_are():
+    wanted = ServerLimits(connections=700, open_maps=44)
+    assert fit(wanted, FILES_RESERVE + 744, 0) == wanted
+    assert fit(wanted, FILES_RESERVE + 744 + 5 * FILES_PER_SEGMENT, 5) == wanted
+    assert fit(wanted, resource.RLIM_INFINITY, 5) == wanted
+
+
+@pytest.mark.parametrize("files", [1, 64, 256, 258, 300, 1024, 4096, 11_000])
+@pytest.mark.parametrize("segments", [0, 10, 1000])
+def test_whatever_the_limit_is_what_is_served_fits(files: int, segments: int):
+    limits = fit(ServerLimits(), files, segments)
+    room = files - FILES_RESERVE - segments * FILES_PER_SEGMENT
+    assert limits.connections + limits.open_maps <= max(room, 2)
+    assert limits.connections >= 1
+    assert limits.open_maps >= 1
+    if room > 8:
+        assert limits.connections > 2 * limits.open_maps, "connections cannot wait, maps can"
+
+
+def test_segments_that_are_there_are_counted(tmp_path: Path):
+    assert segment_count(tmp_path / "data") == 0
+    for name in ("message/00.log", "message/01.log", "action/00.log", "consume/00000001.0", "LOCK"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert segment_count(tmp_path) == 3
