@@ -8,6 +8,7 @@ from plait.broker import state
 from plait.storage.checkpoint import KEEP, Checkpoints, Manifest
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog
+from plait.storage.producers import shard_of
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -128,8 +129,8 @@ class Snapshots:
                 members[shard].append(state.dump_partition(partition, log.generation, count))
         for shard, states in members.items():
             shards[shard] = state.encode_partitions(states)
-        for shard in sorted({state.producer_shard(p) for p in producers}):
-            shards[shard] = state.encode_producers(broker.producers, shard)
+        for index in sorted({shard_of(p) for p in producers}):
+            shards[state.producer_shard(index)] = state.encode_producers(broker.producers, index)
         message_end, action_end = broker.message_log.written, broker.action_log.written
         self._last_message_end = message_end
         self._last_time = broker.clock.monotonic()

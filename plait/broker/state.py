@@ -65,8 +65,9 @@ def partition_shard(partition: int) -> str:
     return f"partitions-{partition % SHARDS:02d}"
 
 
-def producer_shard(producer: int) -> str:
-    return f"producers-{producer % SHARDS:02d}"
+def producer_shard(index: int) -> str:
+    """The name of a shard of the producer table."""
+    return f"producers-{index:02d}"
 
 
 def dump_partition(partition: Partition, generation: int, flushed: int) -> PartitionState:
@@ -120,8 +121,9 @@ def decode_partitions(data: bytes) -> list[PartitionState]:
     return _partitions.decode(data)
 
 
-def encode_producers(table: ProducerTable, shard: str) -> bytes:
-    return _encoder.encode(table.dump(p for p in table.ids() if producer_shard(p) == shard))
+def encode_producers(table: ProducerTable, index: int) -> bytes:
+    """One shard of the table; it costs what is in it."""
+    return _encoder.encode(table.dump(table.in_shard(index)))
 
 
 def load_producers(table: ProducerTable, data: bytes) -> None:

@@ -2,15 +2,27 @@
 
 Sequences count per producer over all partitions; a frame names its predecessor *in its partition*, and only the exact
 successor of what is stored is new. The state is derived from the frames and bounded: silent producers are forgotten
-after a week, the longest silent first when there are too many.
+after a week, the longest silent first when there are too many of them, or when they sent to too many partitions.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final
+
+from plait.limits import PRODUCER_WINDOWS_MAX
+
+#: Producers are in shards by their number: a checkpoint encodes the shards in which something changed. A shard that
+#: is not written stays as it was, so the number is one of the format.
+SHARDS: Final = 64
+
+
+def shard_of(producer: int) -> int:
+    """The shard that a producer is in."""
+    return producer % SHARDS
 
 
 class Verdict(Enum):
@@ -22,52 +34,83 @@ class Verdict(Enum):
     UNKNOWN = auto()
 
 
-class StoredFrame(NamedTuple):
-    """A stored run: producer sequences [first, last] became partition sequences from ``base``."""
-
-    first: int
-    last: int
-    base: int
-
-
 class Window:
     """One producer in one partition."""
 
-    __slots__ = ("frames", "holes", "last")
+    __slots__ = ("_numbers", "holes", "last")
 
     def __init__(self) -> None:
         self.last = 0
-        #: The latest stored runs, oldest first: what receipts can be given again for.
-        self.frames: list[StoredFrame] = []
+        #: Stored runs, three numbers each: producer sequences [first, last] became partition sequences from base.
+        #: An object for each would take six times the memory.
+        self._numbers = array("Q")
         #: (after, through): sequences that were lost to damage between stored ones; a resend of them is new.
         self.holes: list[tuple[int, int]] = []
+
+    @property
+    def runs(self) -> list[tuple[int, int, int]]:
+        """(first, last, base) of the latest stored runs, oldest first: what receipts can be given again for."""
+        numbers = iter(self._numbers)
+        return list(zip(numbers, numbers, numbers, strict=True))
+
+    def remember(self, first: int, last: int, base: int, frames_max: int) -> None:
+        """A run was stored; of those before it the oldest goes when there are too many."""
+        self._numbers.extend((first, last, base))
+        if len(self._numbers) > 3 * frames_max:
+            del self._numbers[:3]
+
+    @classmethod
+    def load(cls, last: int, runs: Iterable[Iterable[int]], holes: Iterable[Iterable[int]]) -> Window:
+        """As a checkpoint has it."""
+        window = cls()
+        window.last = last
+        for first, through, base in runs:
+            window._numbers.extend((first, through, base))
+        window.holes = [(after, through) for after, through in holes]
+        return window
 
     def holds(self, first: int, last: int) -> bool:
         """All of [first, last] is stored: it is in the runs that are remembered, or older than all of them."""
         if last > self.last:
             return False
-        frames = sorted(self.frames)
-        missing = max(first, frames[0].first) if frames else last + 1
-        for frame in frames:
-            if frame.first <= missing <= frame.last:
-                missing = frame.last + 1
+        runs = sorted(self.runs)
+        missing = max(first, runs[0][0]) if runs else last + 1
+        for run_first, run_last, _ in runs:
+            if run_first <= missing <= run_last:
+                missing = run_last + 1
         return missing > last
 
 
 class ProducerTable:
     """All producers of a broker; the order of the dictionary is the order of last use."""
 
-    def __init__(self, *, producers_max: int, window_frames: int, keep_seconds: float) -> None:
+    def __init__(
+        self,
+        *,
+        producers_max: int,
+        window_frames: int,
+        keep_seconds: float,
+        windows_max: int = PRODUCER_WINDOWS_MAX,
+    ) -> None:
         self._producers_max = producers_max
+        self._windows_max = windows_max
         self._window_frames = window_frames
         self._keep_micros = int(keep_seconds * 1_000_000)
         self._windows: OrderedDict[int, dict[int, Window]] = OrderedDict()
+        self._window_count = 0
         self._seen: dict[int, int] = {}
+        #: Who is in each shard: encoding one does not walk through all.
+        self._shards: list[set[int]] = [set() for _ in range(SHARDS)]
         #: Producers changed since the last checkpoint.
         self.dirty: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._windows)
+
+    @property
+    def window_count(self) -> int:
+        """Windows of all producers."""
+        return self._window_count
 
     def window(self, producer: int, partition: int) -> Window | None:
         partitions = self._windows.get(producer)
@@ -89,9 +132,9 @@ class ProducerTable:
     def receipt(self, producer: int, partition: int, first: int, count: int = 1) -> int | None:
         """The sequence that the first of stored rows got; None when it is too long ago to know, or they lie apart."""
         window = self.window(producer, partition)
-        for frame in reversed(window.frames if window else []):
-            if frame.first <= first and first + count - 1 <= frame.last:
-                return frame.base + first - frame.first
+        for run_first, run_last, base in reversed(window.runs if window else []):
+            if run_first <= first and first + count - 1 <= run_last:
+                return base + first - run_first
         return None
 
     def stored(
@@ -100,7 +143,7 @@ class ProducerTable:
         """The run is in the log at sequences [base, base + count)."""
         partitions = self._windows.get(producer)
         if partitions is None:
-            partitions = self._windows[producer] = {}
+            partitions = self._add(producer)
         else:
             self._windows.move_to_end(producer)
         self._seen[producer] = time
@@ -108,6 +151,7 @@ class ProducerTable:
         window = partitions.get(partition)
         if window is None:
             window = partitions[partition] = Window()
+            self._window_count += 1
         last = first + count - 1
         if first <= window.last:
             self._fill(window, previous, last)
@@ -115,9 +159,12 @@ class ProducerTable:
             if previous > window.last:
                 window.holes.append((window.last, previous))
             window.last = last
-        window.frames.append(StoredFrame(first, last, base))
-        if len(window.frames) > self._window_frames:
-            del window.frames[0]
+        window.remember(first, last, base, self._window_frames)
+
+    def _add(self, producer: int) -> dict[int, Window]:
+        partitions = self._windows[producer] = {}
+        self._shards[shard_of(producer)].add(producer)
+        return partitions
 
     @staticmethod
     def _fill(window: Window, previous: int, last: int) -> None:
@@ -131,13 +178,15 @@ class ProducerTable:
                 return
 
     def forget(self, now: int) -> list[int]:
-        """Drop who was silent too long, and the longest silent over the limit; their ids."""
+        """Drop who was silent too long, and the longest silent over the limits; their ids."""
         gone = []
         while self._windows:
             producer = next(iter(self._windows))
-            if len(self._windows) <= self._producers_max and now - self._seen[producer] < self._keep_micros:
+            too_many = len(self._windows) > self._producers_max or self._window_count > self._windows_max
+            if not too_many and now - self._seen[producer] < self._keep_micros:
                 break
-            del self._windows[producer]
+            self._window_count -= len(self._windows.pop(producer))
+            self._shards[shard_of(producer)].discard(producer)
             del self._seen[producer]
             self.dirty.add(producer)
             gone.append(producer)
@@ -147,33 +196,34 @@ class ProducerTable:
         """The partition was deleted."""
         for producer, partitions in self._windows.items():
             if partitions.pop(partition, None) is not None:
+                self._window_count -= 1
                 self.dirty.add(producer)
 
     # --- checkpoint -----------------------------------------------------------------------------
 
     def dump(self, producers: Iterable[int]) -> list[object]:
-        """Plain values of the given producers, in order of last use."""
-        wanted = set(producers)
+        """Plain values of those of the given producers that are known, at the cost of these alone."""
         return [
-            [
+            (
                 producer,
                 self._seen[producer],
-                [[p, w.last, w.frames, w.holes] for p, w in partitions.items()],
-            ]
-            for producer, partitions in self._windows.items()
-            if producer in wanted
+                [(p, w.last, w.runs, w.holes) for p, w in self._windows[producer].items()],
+            )
+            for producer in producers
+            if producer in self._windows
         ]
 
     def load(self, entries: Iterable[tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]]) -> None:
         """Add what ``dump`` gave; call ``order`` after the last of several."""
         for producer, seen, partitions in entries:
-            windows = self._windows.setdefault(producer, {})
+            windows = self._windows.get(producer)
+            if windows is None:
+                windows = self._add(producer)
             self._seen[producer] = seen
-            for partition, last, frames, holes in partitions:
-                window = windows[partition] = Window()
-                window.last = last
-                window.frames = [StoredFrame(*frame) for frame in frames]
-                window.holes = [(after, through) for after, through in holes]
+            before = len(windows)
+            for partition, last, runs, holes in partitions:
+                windows[partition] = Window.load(last, runs, holes)
+            self._window_count += len(windows) - before
 
     def order(self) -> None:
         """Restore the order of last use after loading."""
@@ -181,3 +231,7 @@ class ProducerTable:
 
     def ids(self) -> Iterable[int]:
         return self._windows.keys()
+
+    def in_shard(self, index: int) -> Iterator[int]:
+        """The ids in a shard, in no order that counts."""
+        return iter(self._shards[index])

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.storage.producers import ProducerTable, Verdict
+from plait.storage.producers import SHARDS, ProducerTable, Verdict
 
 P, PARTITION = 0xABC, 4
 DAY = 86_400_000_000
 
 
-def table(producers_max: int = 100, window_frames: int = 4, keep_seconds: float = 7 * 86400.0) -> ProducerTable:
-    return ProducerTable(producers_max=producers_max, window_frames=window_frames, keep_seconds=keep_seconds)
+def table(
+    producers_max: int = 100, window_frames: int = 4, keep_seconds: float = 7 * 86400.0, windows_max: int = 100
+) -> ProducerTable:
+    return ProducerTable(
+        producers_max=producers_max, window_frames=window_frames, keep_seconds=keep_seconds, windows_max=windows_max
+    )
 
 
 def store(
@@ -159,6 +164,37 @@ def test_r9_the_longest_silent_goes_first_when_there_are_too_many():
     assert set(known.ids()) == {1, 3}
 
 
+def test_r9_the_longest_silent_goes_first_when_they_sent_to_too_many_partitions():
+    known = table(windows_max=10)
+    for producer, partitions in ((1, 4), (2, 3), (3, 3)):
+        for partition in range(partitions):
+            known.stored(producer, partition, 1, 1, 0, 0, producer)
+    assert known.forget(10) == []
+    store(known, 1, 1, 0, producer=1, time=4)
+    assert known.window_count == 11
+    assert known.forget(10) == [2], "1 was heard from since"
+    assert known.window_count == 8
+    assert known.judge(2, 0, 2, 1, 1) is Verdict.UNKNOWN
+    assert known.judge(1, 3, 2, 1, 1) is Verdict.NEW
+
+
+def test_windows_are_counted_through_deletions_and_checkpoints():
+    known = table(windows_max=3)
+    for producer in (1, 2):
+        for partition in (4, 5):
+            known.stored(producer, partition, 1, 1, 0, 0, producer)
+    again = table(windows_max=3)
+    for _ in range(2):
+        again.load(saved(known, 1, 2))
+    again.order()
+    assert again.window_count == 4
+    known.forget_partition(5)
+    assert known.window_count == 2
+    assert known.forget(10) == []
+    assert again.forget(10) == [1]
+    assert again.window_count == 2
+
+
 def test_r9_the_order_of_last_use_survives_a_checkpoint():
     known = table(producers_max=2)
     for producer, time in ((5, 30), (6, 10), (7, 20)):
@@ -197,6 +233,47 @@ def test_changes_are_marked_for_the_next_checkpoint():
     assert known.dirty == set()
     known.forget(DAY)
     assert known.dirty == {P}
+
+
+def test_every_producer_is_in_one_shard_as_long_as_it_is_known():
+    known = table(producers_max=1000)
+    ids = {5, 69, 133, 6, 2**63 + 5, 2**64 - 1}
+    for producer in ids:
+        store(known, 1, 1, 0, producer=producer, time=producer & 1)
+    again = table(producers_max=1000)
+    again.load(saved(known, *ids))
+    again.order()
+    for one in (known, again):
+        members = [set(one.in_shard(index)) for index in range(SHARDS)]
+        assert members[5] == {5, 69, 133, 2**63 + 5}
+        assert sorted(producer for shard in members for producer in shard) == sorted(ids)
+        one.forget(8 * DAY)
+        assert not any(list(one.in_shard(index)) for index in range(SHARDS))
+
+
+def test_a_dump_has_only_who_was_asked_for_and_is_known():
+    known = table()
+    for producer in (1, 2, 3):
+        store(known, 1, 2, 0, base=7, producer=producer, time=producer)
+    assert saved(known, 3, 9, 1) == [
+        (3, 3, [(PARTITION, 2, [[1, 2, 7]], [])]),
+        (1, 1, [(PARTITION, 2, [[1, 2, 7]], [])]),
+    ]
+
+
+def test_a_full_window_takes_little_more_than_its_numbers():
+    """What bounds the table is their number, so each one has to be small."""
+    windows, frames = 100, 64
+    tracemalloc.start()
+    try:
+        known = table(window_frames=frames)
+        for partition in range(windows):
+            for number in range(1, 3 * frames):
+                known.stored(P, partition, 10**12 + number, 1, 0, 10**13 + number, 0)
+        size = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert size / windows < 2 * 3 * 8 * frames
 
 
 FRAMES = st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), min_size=1, max_size=20)
