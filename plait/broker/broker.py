@@ -373,7 +373,7 @@ class Broker:
             try:
                 self.action_log.place_for(self._actions.size_bound)
             except OSError as error:
-                if error.errno != errno.ENOSPC:
+                if error.errno not in (errno.ENOSPC, errno.EMFILE, errno.ENFILE):
                     raise
                 # Kept in memory and written when there is room; until then pulls and acks are refused or unanswered.
                 self._actions_stalled = True

@@ -125,7 +125,12 @@ class Group:
                 break
             # At most once there is no second delivery in which to look closer.
             again = attempt > 0 or self.definition.delivery == "at_most_once"
-            batch = self.partition.read(log, start, end, count - delivery.count, size - delivery.size, again=again)
+            # What came first goes out whatever its size; what is added must leave the reply in its limit.
+            some = not delivery.count
+            room = size - delivery.size
+            batch = self.partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
+            if batch.full and not batch.count:
+                break
             if not batch.ranges:
                 # A hole where damage was, or rows that do not read back.
                 self._skip(start, batch.end if batch.end > start else self._after_hole(start, end), journal)
@@ -177,7 +182,10 @@ class Group:
 
     def ack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal) -> int:
         """[start, end) of ``epoch`` is done; how many sequences that settled."""
-        start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
+        # An ack may be all that is left of a pull that a power loss took. But many that lie apart, of rows that
+        # nobody was handed, would take memory without end.
+        handed = self.pull_log.next if len(self.pull_log.returned) >= self.ranges_max else self.partition.visible
+        start, end = self.partition.clip_to_epoch(start, min(end, handed), epoch)
         if start >= end:
             return 0
         journal.event(Action.ACK, self, consumer.id, start, end, 0)

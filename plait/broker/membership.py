@@ -59,8 +59,12 @@ class Membership:
         start: Any = None,
         delivery: Delivery = "at_least_once",
         holds: list[tuple[int, int, int]] | None = None,
+        holds_of: int = 0,
     ) -> Consumer:
-        """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session."""
+        """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session.
+
+        ``holds`` is of partition ``holds_of`` (0: of the present one).
+        """
         broker = self._broker
         broker.refuse_when_stalled()
         if len(broker.sessions) >= broker.limits.consumers:
@@ -90,7 +94,7 @@ class Membership:
                 "give every process a client id of its own"
             )
         self._drop_waiters(group, consumer)
-        group.reclaim(consumer, holds or [], broker)
+        group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker)
         consumer.online = consumer.connected = True
         self._online.add(consumer)
         consumer.heard = now

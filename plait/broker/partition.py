@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 class Batch:
     """Frames and parts of frames read from a partition, ready to be written to a socket."""
 
-    __slots__ = ("count", "damaged", "end", "parts", "ranges", "size")
+    __slots__ = ("count", "damaged", "end", "full", "parts", "ranges", "size")
 
     def __init__(self, start: int) -> None:
+        #: There was a frame for which there was no room.
+        self.full = False
         self.parts: list[Buffer] = []
         #: The sequence ranges the parts hold; more than one where the log has holes.
         self.ranges: list[tuple[int, int]] = []
@@ -91,8 +93,10 @@ class Partition:
                 return max(start, first), min(end, last)
         return start, start
 
-    def read(self, log: Log, start: int, end: int, count: int, size: int, *, again: bool = True) -> Batch:
-        """Visible rows from ``start``: at most ``count``, about ``size`` bytes, at least one frame's worth.
+    def read(
+        self, log: Log, start: int, end: int, count: int, size: int, *, some: bool = True, again: bool = True
+    ) -> Batch:
+        """Visible rows from ``start``: at most ``count`` and ``size`` bytes; with ``some`` at least one frame's worth.
 
         Not ``again``: nobody could have found fault with them yet. Then the checksums of frames that this process
         received, which it looked at on the way in, are left to the consumer. If it does find fault, the rows come back
@@ -131,23 +135,24 @@ class Partition:
                 break
             first = max(base, expected)
             last = min(frame_end, end, first + count - batch.count)
-            if batch.count and batch.size + frame_size > size and first == base:
+            whole = first == base and last == frame_end
+            sliced = None if whole else slice_rows(frame, first - base, last - base)
+            piece_size = frame_size if sliced is None else sliced.size
+            if batch.size + piece_size > size and (batch.count or not some):
+                batch.full = True
                 break
             index = index + 1 if offset == record.offset else self.consume_log.find(frame_end)
-            if first == base and last == frame_end:
-                # Neighbouring frames go out as one piece of the mapping.
-                if offset == run_end and log.segment_at(run_start).end > offset:
-                    run_end += frame_size
-                    parts[-1] = log.view(run_start, run_end - run_start)
-                else:
-                    run_start, run_end = offset, offset + frame_size
-                    parts.append(frame.buffer)
-                batch.size += frame_size
-            else:
-                sliced = slice_rows(frame, first - base, last - base)
+            batch.size += piece_size
+            if sliced is not None:
                 parts.extend(sliced.parts)
-                batch.size += sliced.size
                 run_end = -1
+            elif offset == run_end and log.segment_at(run_start).end > offset:
+                # Neighbouring frames go out as one piece of the mapping.
+                run_end += frame_size
+                parts[-1] = log.view(run_start, run_end - run_start)
+            else:
+                run_start, run_end = offset, offset + frame_size
+                parts.append(frame.buffer)
             if batch.ranges and batch.ranges[-1][1] == first:
                 batch.ranges[-1] = (batch.ranges[-1][0], last)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
@@ -22,8 +23,10 @@ from plait.client.node import Node
 from plait.client.producer import Producer
 from plait.client.reader import Reader
 from plait.client.types import Receipt, Receipts, Ticket
-from plait.errors import Closed, ForkedClient, InvalidArgument
+from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
+
+log = logging.getLogger("plait.client")
 
 DEFAULT_ADDRESS = "plait://127.0.0.1:7450"
 
@@ -103,14 +106,20 @@ class Client:
         return self
 
     async def close(self) -> None:
-        """Send what is buffered and hang up."""
+        """Send what is buffered and hang up; raises the first error of posted messages since the last flush."""
+        error = await self._close()
+        if error is not None:
+            raise error
+
+    async def _close(self) -> PlaitError | None:
         if isinstance(self._producer.closed, ForkedClient):
-            return
+            return None
         for consumer in list(self._consumers):
             await consumer.close()
         self._consumers.clear()
-        await self._producer.close()
+        error = await self._producer.close()
         await self._node.close()
+        return error
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -118,7 +127,11 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.close()
+        failure = await self._close()
+        if failure is not None:
+            if error is None:
+                raise failure
+            log.error("posted messages failed: %s", failure)
 
     def _abandon_after_fork(self) -> None:
         """Called in a forked child: refuse everything, touch nothing that the parent still uses."""

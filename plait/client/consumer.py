@@ -75,6 +75,7 @@ class Consumer:
         self._stale = False
         self._lost_at = 0.0
         self._partition: PartitionName | None = None
+        self._partition_id = 0
         #: Frames with rows that the user has not got yet.
         self._buffer: deque[Delivered] = deque()
         self._buffered_count = 0
@@ -93,6 +94,7 @@ class Consumer:
         self._more = False
         #: Who waits for rows: told True when there is news, False when its time is up.
         self._waiting: list[asyncio.Future[bool]] = []
+        self._warned = False
         #: Damaged answers in a row.
         self._broken = 0
         self._error: PlaitError | None = None
@@ -136,7 +138,8 @@ class Consumer:
         link = self._link
         if self._attached and link is not None and not link.closed:
             try:
-                await asyncio.wait_for(link.request(m.Detach(self._session)), self._limits.request_seconds)
+                async with asyncio.timeout(self._limits.request_seconds):
+                    await link.request(m.Detach(self._session))
             except (PlaitError, TimeoutError):
                 # The broker notices by itself.
                 pass
@@ -161,8 +164,11 @@ class Consumer:
         holds = [piece for delivered in self._open for piece in delivered.open_ranges()]
         holds += self._settling.unsent_acks
         attached: m.Attached = await link.request(
-            m.Attach(self.subject, self.group, self.client_id, self._start, self._delivery, holds)
+            m.Attach(self.subject, self.group, self.client_id, self._start, self._delivery, holds, self._partition_id)
         )
+        if self._partition_id not in (0, attached.partition):
+            self._forget_all()
+        self._partition_id = attached.partition
         self._session = attached.session
         self._partition = PartitionName(attached.name, link.welcome.group if link.welcome else "")
         self._link = link
@@ -208,6 +214,10 @@ class Consumer:
 
     def _drop_unstarted(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         """Given up, or out of contact long enough to be: others have what we had not started."""
+        if not self._tracks:
+            # What was handed out at most once is nobody else's.
+            self._stale = False
+            return
         lost_seconds = link.welcome.consumer_lost_seconds if link.welcome else 5.0
         if not self._stale and loop.time() - self._lost_at < lost_seconds:
             return
@@ -232,12 +242,11 @@ class Consumer:
 
     def _wanted(self) -> int:
         """How many rows the next pull asks for; 0: none now."""
-        missing = self._demand - self._buffered_count - self._asked
         if not self._tracks:
-            return missing
-        if missing > 0:
-            return max(missing, min(self._ahead, self._limits.prefetch_count))
+            return self._demand - self._buffered_count - self._asked
         held = self._held_count() + self._asked
+        if not held:
+            return self._ahead
         if held >= self._ahead or self._open_bytes >= self._limits.prefetch_bytes:
             return 0
         if self._span() >= max(self._limits.prefetch_span, 2 * self._ahead):
@@ -245,8 +254,9 @@ class Consumer:
         return self._ahead - held
 
     def _held_count(self) -> int:
+        """Rows in the user's hands, and those that wait for it."""
         return self._buffered_count + sum(
-            min(delivered.open_count, delivered.taken) for delivered in self._open if delivered.taken
+            delivered.open_count - (delivered.count - delivered.taken) for delivered in self._open
         )
 
     def _span(self) -> int:
@@ -258,6 +268,8 @@ class Consumer:
         link = self._link
         if not self._attached or self._stopping or link is None or link.closed:
             return
+        if self._demand > self._buffered_count and not self._pulls and not self._wanted():
+            self._warn_of_unacked()
         # While there is more at the broker, it reads the next rows during the transfer of these.
         while self._pulls < (PULLS_MAX if self._more else 1) and (count := self._wanted()) > 0:
             size = self._limits.pull_bytes
@@ -270,6 +282,15 @@ class Consumer:
             link.call(
                 m.Pull(self._session, count, size, self._limits.pull_wait_seconds),
                 functools.partial(self._pulled, self._session, count),
+            )
+
+    def _warn_of_unacked(self) -> None:
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "%s has %d messages that are not acked, which is its limit: ack or nack some to get more",
+                self.subject,
+                self._held_count(),
             )
 
     def _pulled(self, session: int, count: int, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
@@ -325,6 +346,17 @@ class Consumer:
         self._link.call(m.Detach(self._session), _ignore)
         self._lose(stale=False)
 
+    def _forget_all(self) -> None:
+        """The subject was deleted and made anew: its old messages are nobody's, and their acks mean nothing."""
+        self._settling.forget()
+        for delivered in self._open:
+            delivered.owner = None
+        self._open.clear()
+        self._open_bytes = 0
+        self._buffer.clear()
+        self._buffered_count = 0
+        self._ready = []
+
     def _forget(self, delivered: Delivered) -> None:
         if delivered in self._open:
             del self._open[delivered]
@@ -349,10 +381,9 @@ class Consumer:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
         seconds = seconds_of(wait)
         loop = self._opened()
-        self._ahead = self._limits.prefetch_count
-        if count > self._ahead:
-            # One batch in the user's hands, the next one on its way.
-            self._ahead = 2 * min(count, FETCH_COUNT_MAX)
+        if count > self._limits.prefetch_count:
+            # Who asks for so many gets them: one batch in the user's hands, the next one on its way.
+            self._ahead = max(self._ahead, 2 * min(count, FETCH_COUNT_MAX))
         deadline = loop.time() + seconds
         try:
             while self._buffered_count < count and not self._stopping:
@@ -362,6 +393,9 @@ class Consumer:
                 remaining = deadline - loop.time()
                 self._demand = count
                 self._pull()
+                if self._buffered_count and not self._pulls:
+                    # The limits allow no more for now: what is here has to do.
+                    break
                 if remaining <= 0 or not await self._arrival(remaining):
                     break
         finally:

@@ -64,7 +64,8 @@ class Node:
         if self._up is None:
             self._up = self._loop.create_future()
         try:
-            return await asyncio.wait_for(asyncio.shield(self._up), seconds)
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(self._up)
         except TimeoutError:
             raise self._unreachable() from None
 
@@ -78,7 +79,8 @@ class Node:
         limit = self._limits.request_seconds if seconds is None else seconds
         link = await self.ready(limit)
         try:
-            return await asyncio.wait_for(link.request(message), limit)
+            async with asyncio.timeout(limit):
+                return await link.request(message)
         except TimeoutError:
             raise Timeout(f"no answer from the server within {limit:g} s") from None
 

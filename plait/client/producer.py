@@ -114,7 +114,8 @@ class Producer:
             future: asyncio.Future[None] = self.loop.create_future()
             self._room.append(future)
             try:
-                await asyncio.wait_for(future, self.limits.send_seconds)
+                async with asyncio.timeout(self.limits.send_seconds):
+                    await future
             except TimeoutError:
                 raise Timeout(
                     f"the send buffer stayed full for {self.limits.send_seconds:g} s; the server takes nothing"
@@ -155,13 +156,21 @@ class Producer:
             if error is not None:
                 raise error
 
-    async def close(self) -> None:
-        """Send what is buffered, then refuse more."""
+    async def close(self) -> PlaitError | None:
+        """Send what is buffered, then refuse more; what went wrong with posted messages since the last flush."""
+        error: PlaitError | None = None
         try:
-            await asyncio.wait_for(self.flush(), self.limits.send_seconds)
-        except (TimeoutError, PlaitError):
-            pass
+            async with asyncio.timeout(self.limits.send_seconds):
+                await self.flush()
+        except TimeoutError:
+            error = Timeout(
+                f"{self.buffered} bytes of messages had no answer within {self.limits.send_seconds:g} s; "
+                "they may or may not be stored"
+            )
+        except PlaitError as failure:
+            error = failure
         self.abandon(Closed("the client is closed"))
+        return error
 
     def abandon(self, error: PlaitError) -> None:
         """Settle everything that is open with an error."""

@@ -179,6 +179,11 @@ class SubjectQueue:
             rows.batch.first = number
         if rows.size >= self.producer.limits.frame_bytes:
             self._seal_oneway()
+            # Nothing counts what is under way: the socket says when it takes more, and others get their turn.
+            link = self.producer.node.link
+            if link is not None:
+                await link.drained()
+            await asyncio.sleep(0)
         elif not self.urgent:
             self.urgent = True
             self.producer.soon(self)

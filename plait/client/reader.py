@@ -93,7 +93,8 @@ class Reader:
             link = await self._node.ready(self._limits.send_seconds)
             request = m.Read(self.subject, self.position, count, self._limits.pull_bytes, wait)
             try:
-                return await asyncio.wait_for(link.request_payload(request), wait + self._limits.request_seconds)
+                async with asyncio.timeout(wait + self._limits.request_seconds):
+                    return await link.request_payload(request)
             except Unavailable:
                 continue
             except TimeoutError:

@@ -59,6 +59,13 @@ class Settling:
         self._error: PlaitError | None = None
         self._closed = False
 
+    def forget(self) -> None:
+        """What was said is of no use any more: the messages are gone."""
+        for delivered in self._unsent:
+            delivered.collect()
+        self._unsent.clear()
+        self._acks, self._nacks = [], []
+
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._attached = asyncio.Event()
@@ -211,7 +218,8 @@ class Settling:
             # Not attached at the moment: they leave after the next attach.
             limit = self._limits.send_seconds
             try:
-                await asyncio.wait_for(self._attached.wait(), limit)
+                async with asyncio.timeout(limit):
+                    await self._attached.wait()
             except TimeoutError:
                 raise Timeout(
                     f"acks could not be sent within {limit:g} s; what they are about may be delivered again"
@@ -225,7 +233,8 @@ class Settling:
     async def close(self) -> None:
         """Send what is left, within a request's time; afterwards every word raises ``Closed``."""
         try:
-            await asyncio.wait_for(self.flush(), self._limits.request_seconds)
+            async with asyncio.timeout(self._limits.request_seconds):
+                await self.flush()
         except (PlaitError, TimeoutError):
             # What was not acked is delivered again: that is the promise.
             pass

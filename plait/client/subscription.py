@@ -134,7 +134,8 @@ class Subscription:
         first, longest = self._limits.failure_pause_first_seconds, self._limits.failure_pause_max_seconds
         seconds = min(first * 2 ** min(max(self._failures - 1, 0), 32), longest)
         try:
-            await asyncio.wait_for(stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await stopping.wait()
         except TimeoutError:
             pass
 

@@ -8,6 +8,7 @@ client that its parent opened raises ``ForkedClient`` there.
 from __future__ import annotations
 
 import atexit
+import logging
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -28,6 +29,8 @@ from plait.errors import PlaitError
 from plait.limits import ClientLimits
 
 T = TypeVar("T")
+
+log = logging.getLogger("plait.client")
 
 #: How long the end of a program waits for each client that it did not close.
 EXIT_SECONDS = 2.0
@@ -82,7 +85,7 @@ class Client:
         return self
 
     def close(self) -> None:
-        """Send what is posted and hang up."""
+        """Send what is posted and hang up; raises the first error of posted messages since the last flush."""
         if self._thread is not None and self._client._producer.closed is None:
             self._thread.run(self._close())
 
@@ -105,7 +108,12 @@ class Client:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except PlaitError as failure:
+            if error is None:
+                raise
+            log.error("posted messages failed: %s", failure)
 
     # --- running --------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ class Handlers:
             start=attach.start,
             delivery=attach.delivery,  # type: ignore[arg-type]
             holds=_checked(attach.holds),
+            holds_of=attach.partition,
         )
         connection.attached(consumer)
         partition = consumer.group.partition

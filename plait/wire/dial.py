@@ -110,8 +110,10 @@ class Link(asyncio.BufferedProtocol):
         self.error = error
         self.resume_writing()
         calls, self._calls = self._calls, {}
+        # Whatever it was about, it is this connection that is over: what was asked may be asked again on the next one.
+        lost = error if isinstance(error, Unavailable) else Unavailable(f"the server ended the connection: {error}")
         for call in calls.values():
-            call(None, _EMPTY, error)
+            call(None, _EMPTY, lost)
         self.on_lost()
 
     # --- requests -------------------------------------------------------------------------------
@@ -196,6 +198,11 @@ async def dial(address: str, client: str, seconds: float) -> Link:
     except OSError as error:
         raise Unavailable(
             f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?"
+        ) from None
+    except Unavailable:
+        # What the server said of the hello says more.
+        raise (
+            link.error if link is not None and link.error is not None else Unavailable(f"{SCHEME}{host}:{port} hung up")
         ) from None
     except BaseException:
         if link is not None:

@@ -105,7 +105,10 @@ class Sent(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Become a member of a group; no group: broadcast. ``holds`` names what is still in the client's hands."""
+    """Become a member of a group; no group: broadcast. ``holds`` names what is still in the client's hands.
+
+    It is of ``partition``: when the subject was made anew since, there is nothing of it to hold.
+    """
 
     KIND: ClassVar[int] = 20
     subject: str
@@ -114,6 +117,7 @@ class Attach(Message, frozen=True):
     start: Start = None
     delivery: str = "at_least_once"
     holds: list[EpochRange] = []
+    partition: int = 0
 
 
 class Attached(Message, frozen=True):

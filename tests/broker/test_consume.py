@@ -492,3 +492,24 @@ def test_a_pull_that_was_refused_was_not_recorded():
     node.broker.pull(consumer, 10, 1 << 20, 0, pulled.answer)
     assert pulled.ranges == [(0, 3, 1)]
     assert node.pull(consumer).ranges == []
+
+
+def test_a_reply_stays_in_its_limit_whatever_came_back():
+    node = Node()
+    producer = Producer(7)
+    node.send("orders", b"a" * (3 << 20), producer=producer)
+    consumer = node.attach("orders", "g")
+    assert node.pull(consumer, size=4 << 20).ranges == [(0, 1, 1)]
+    node.send("orders", b"b" * (16 << 20), producer=producer)
+    node.nack(consumer, (0, 1))
+    assert node.pull(consumer, size=4 << 20).ranges == [(0, 1, 2)]
+    assert node.pull(consumer, size=4 << 20).ranges == [(1, 2, 1)]
+
+
+def test_rows_that_came_back_from_a_large_frame_go_out_together():
+    node = Node()
+    node.send("orders", *(b"%04d" % n * 250 for n in range(1000)), producer=Producer(7))
+    consumer = node.attach("orders", "g")
+    node.pull(consumer, size=4 << 20)
+    node.nack(consumer, *((n, n + 1) for n in range(0, 100, 10)))
+    assert [r[:2] for r in node.pull(consumer, size=1 << 20).ranges] == [(n, n + 1) for n in range(0, 100, 10)]

@@ -72,7 +72,11 @@ async def test_fetch_crosses_frames_and_compressed_columns(broker: EmbeddedBroke
         async with client.consumer("s", group="g") as consumer:
             received: list[bytes] = []
             for size in (1, 7, 1_000, 2_000, 5_000):
-                received += [m.body for m in await fetch_all(consumer, min(size, 5_000 - len(received)))]
+                messages = await fetch_all(consumer, min(size, 5_000 - len(received)))
+                received += [m.body for m in messages]
+                for message in messages:
+                    message.ack()
+                await consumer.flush()
             assert received == bodies
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import pytest
+
 import plait
 from plait.testing import EmbeddedBroker
 from tests.client.support import fetch_all, numbers, send, until
@@ -55,7 +59,51 @@ async def test_large_messages_stop_the_prefetch_by_their_bytes(broker: EmbeddedB
             await until(lambda: not consumer._pulls and consumer._open_bytes >= 900_000)
             assert 900_000 <= consumer._open_bytes <= 1_400_000
             assert await held(client) <= 14
-            assert len(await fetch_all(consumer, 40)) == 40
+            count = 0
+            while count < 40:
+                batch = await consumer.fetch(40)
+                count += len(batch)
+                assert await held(client) <= 14
+                await batch.ack()
+
+
+async def test_who_never_acks_gets_no_more_than_the_prefetch_and_is_told(
+    client: plait.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    await send(client, 300)
+    async with client.consumer("s", group="g", prefetch=10) as consumer:
+        kept = [await anext(consumer) for _ in range(10)]
+        waiting = asyncio.ensure_future(anext(consumer))
+        await until(lambda: "10 messages that are not acked" in caplog.text)
+        assert await held(client) == 10
+        kept[0].ack()
+        assert (await waiting).sequence == 10
+        assert list(await consumer.fetch(10, wait=0)) == []
+        for message in kept:
+            message.ack()
+        await consumer.flush()
+        assert len(await fetch_all(consumer, 9)) == 9
+
+
+async def test_oneway_sends_wait_for_the_socket_and_let_others_work(broker: EmbeddedBroker) -> None:
+    turns = 0
+
+    async def work() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with broker.connect() as client:
+        other = asyncio.ensure_future(work())
+        for _ in range(20_000):
+            await client.send("s", bytes(1_000), oneway=True)
+            link = client._node.link
+            assert link is not None
+            assert link._transport is not None
+            assert link._transport.get_write_buffer_size() < 8 << 20
+        other.cancel()
+    assert turns > 20
 
 
 async def test_one_message_that_is_not_acked_stops_the_prefetch_by_its_span(client: plait.Client) -> None:

@@ -221,3 +221,37 @@ async def test_a_deleted_subject_ends_its_consumers(client: plait.Client, delive
         await send(client, 1, first=7)
         # The subject was made anew by the send: the consumer attaches to that one.
         assert numbers(await asyncio.wait_for(waiting, 10)) == [7]
+
+
+async def test_an_ack_of_a_deleted_subjects_message_does_not_reach_the_new_ones(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    await send(client, 5)
+    async with client.consumer("s", group="g") as consumer, broker.connect() as other_client:
+        old = await fetch_all(consumer, 5)
+        await client.admin.delete_subject("s")
+        await send(client, 5, first=10)
+        for message in old:
+            message.ack()
+        await consumer.flush()
+        new = await fetch_all(consumer, 5)
+        assert numbers(new) == [10, 11, 12, 13, 14]
+        old[0].nack()
+        await consumer.flush()
+        assert (await other_client.admin.group("s", "g")).unacked == 5
+
+
+async def test_what_was_handed_out_at_most_once_survives_a_long_absence_of_the_broker(
+    timed_broker: EmbeddedBroker,
+) -> None:
+    async with timed_broker.connect() as client:
+        await send(client, 20)
+        async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
+            first = await anext(consumer)
+            await timed_broker.kill()
+            await until(lambda: not consumer._attached)
+            consumer._stale = True
+            await timed_broker.start()
+            await until(lambda: consumer._attached)
+            rest = [await anext(consumer) for _ in range(19)]
+    assert numbers([first, *rest]) == list(range(20))

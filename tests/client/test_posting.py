@@ -177,3 +177,38 @@ async def test_many_wait_for_room_in_the_buffer(broker: EmbeddedBroker) -> None:
         await client.send_many("order.book", [bytes(1_000)] * 1_000)
         assert len(await read(client, "order.book")) == 1_000
         assert client._producer.buffered == 0
+
+
+async def test_closing_raises_what_became_of_posted_messages(broker: EmbeddedBroker) -> None:
+    client = await broker.connect().open()
+    await client.send("s", b"")
+    broker.server.broker._low_space = "the disk is full"
+    client.post("s", b"lost")
+    with pytest.raises(plait.DiskFull):
+        await client.close()
+
+    async def leave(error: Exception | None) -> None:
+        async with broker.connect() as another:
+            another.post("s", b"lost")
+            if error is not None:
+                raise error
+
+    with pytest.raises(plait.DiskFull):
+        await leave(None)
+    with pytest.raises(KeyError):
+        await leave(KeyError())
+
+
+async def test_a_connection_that_the_server_gives_up_costs_a_reconnect_and_nothing_else(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    async with client.consumer("t", group="g") as consumer:
+        await client.send("s", b"")
+        waiting = asyncio.ensure_future(consumer.fetch(1, wait=20))
+        await until(lambda: consumer._pulls)
+        sent = client.post("s", b"under way")
+        for connection in list(broker.server.connections):
+            connection.give_up_partial()
+        assert (await sent).sequence == 1
+        await client.send("t", b"5")
+        assert [message.body for message in await waiting] == [b"5"]

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from traceback import walk_stack
 from typing import Any
 
@@ -402,11 +404,18 @@ def test_an_interrupted_call_leaves_the_client_usable(client: plait.sync.Client)
 
 
 def _interrupt_when_waiting() -> None:
-    """Send the signal once the main thread waits for the loop."""
-    main = threading.main_thread().ident
-    assert main is not None
-    while not any(frame.f_code is LoopThread.run.__code__ for frame, _ in walk_stack(sys._current_frames()[main])):
-        pass
+    """Send the signal once the main thread waits for the loop.
+
+    It must sleep already: a signal between Python's last look and the system call is noticed when that returns.
+    """
+    main = threading.main_thread()
+    state = Path(f"/proc/self/task/{main.native_id}/stat")
+    assert main.ident is not None
+    while (
+        not any(frame.f_code is LoopThread.run.__code__ for frame, _ in walk_stack(sys._current_frames()[main.ident]))
+        or state.read_text().rpartition(")")[2].split()[0] != "S"
+    ):
+        time.sleep(0)
     os.kill(os.getpid(), signal.SIGUSR1)
 
 

@@ -185,6 +185,7 @@ async def test_requests_that_wait_for_a_slow_reader_are_not_served_after_a_stop(
         ]
         await until(lambda: len(connection._delayed) == len(delayed))
         stopping = asyncio.create_task(server.stop())
+        await until(lambda: server._stopped)
         answers: list[int] = []
         try:
             while True:

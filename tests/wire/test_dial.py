@@ -141,14 +141,15 @@ async def test_a_lost_connection_fails_what_is_open_and_what_comes_later():
             await link.request(m.Heartbeat())
 
 
-async def test_a_failure_of_the_whole_connection_is_what_every_request_gets():
+async def test_a_failure_of_the_whole_connection_makes_every_request_one_to_repeat():
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await next_request(reader)
         writer.write(packet(0, m.failure_of(DiskFull("no room"))))
 
     async with linked(refuse) as link:
-        with pytest.raises(DiskFull, match="no room"):
+        with pytest.raises(Unavailable, match="no room"):
             await link.request(m.Heartbeat())
+        assert isinstance(link.error, DiskFull)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +168,9 @@ async def test_a_server_that_breaks_the_protocol_is_hung_up_on(garbage: bytes):
         await reader.read()
 
     async with linked(babble) as link:
-        with pytest.raises(ProtocolError):
+        with pytest.raises(Unavailable, match="ended the connection"):
             await link.request(m.Heartbeat())
+        assert isinstance(link.error, ProtocolError)
 
 
 async def test_answers_nobody_waits_for_are_ignored():
