@@ -11,7 +11,7 @@ EXTRAS := spark,dev
 SUITE  ?= all
 ARGS   ?=
 
-.PHONY: setup demo test test-deep bench lint clean
+.PHONY: setup demo test test-deep bench lint servers clean
 
 setup: $(STAMP)
 
@@ -37,7 +37,11 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m mypy --strict plait
 
-test: lint
+# A server that the benchmarks' smoke run compares with; where it cannot be installed its tests are skipped.
+servers:
+	@command -v redis-server >/dev/null 2>&1 || tools/debian-install redis-server >/dev/null || true
+
+test: lint servers
 	$(PY) -m pytest -m "not deep and not bench" $(ARGS)
 
 # SUITE names what a test says in @pytest.mark.deep("..."); an interrupted run goes on where it stopped

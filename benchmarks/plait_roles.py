@@ -87,7 +87,7 @@ def post_keyed(job: Job, stopwatch: Stopwatch) -> None:
     async def main(client: plait.Client) -> None:
         keys = [f"order-{number}" for number in range(1000)]
         body = job.body
-        await client.send("warm-up", b"")
+        await client.send_many("warm-up", [body] * len(keys), keys=keys)
         with stopwatch:
             post = client.post
             for start in range(0, job.count, 1000):
