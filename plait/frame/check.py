@@ -73,11 +73,13 @@ def text(offsets: npt.NDArray[np.int32], data: memoryview, column: int) -> None:
 
 def times(values: npt.NDArray[Any], column: int) -> None:
     """Every time is a date."""
-    if len(values) == 1:
-        lowest = highest = int(values[0])
-    else:
-        lowest, highest = int(values.min()), int(values.max())
-    if lowest < 0 or highest > TIME_MAX:
+    time(int(values.min()), column)
+    time(int(values.max()), column)
+
+
+def time(value: int, column: int) -> None:
+    """It is a date."""
+    if not 0 <= value <= TIME_MAX:
         raise FrameError(f"{label(column)} column has a time that is no date")
 
 

@@ -230,7 +230,10 @@ class FrameView:
                         check.text(offsets, data, number)
                     self._inflated = None
             elif number in TIMES:
-                check.times(self.values(number), number)
+                if codec == _CONST and end - start == 8:
+                    check.time(int.from_bytes(self.buffer[start:end], "little", signed=True), number)
+                else:
+                    check.times(self.values(number), number)
             elif number in FIXED_TYPES:
                 self.values(number)
         return self

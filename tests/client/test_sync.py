@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -415,7 +414,7 @@ def _interrupt_when_waiting() -> None:
         not any(frame.f_code is LoopThread.run.__code__ for frame, _ in walk_stack(sys._current_frames()[main.ident]))
         or state.read_text().rpartition(")")[2].split()[0] != "S"
     ):
-        time.sleep(0)
+        os.sched_yield()
     os.kill(os.getpid(), signal.SIGUSR1)
 
 
