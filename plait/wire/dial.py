@@ -199,11 +199,12 @@ async def dial(address: str, client: str, seconds: float) -> Link:
         raise Unavailable(
             f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?"
         ) from None
-    except Unavailable:
+    except Unavailable as lost:
+        if link is None:
+            raise
+        link.abort()
         # What the server said of the hello says more.
-        raise (
-            link.error if link is not None and link.error is not None else Unavailable(f"{SCHEME}{host}:{port} hung up")
-        ) from None
+        raise (link.error or lost) from None
     except BaseException:
         if link is not None:
             with contextlib.suppress(RuntimeError):
