@@ -268,7 +268,8 @@ class Consumer:
         link = self._link
         if not self._attached or self._stopping or link is None or link.closed:
             return
-        if self._demand > self._buffered_count and not self._pulls and not self._wanted():
+        wanting = self._demand > self._buffered_count and not self._pulls
+        if wanting and not self._settling.under_way and not self._wanted():
             self._warn_of_unacked()
         # While there is more at the broker, it reads the next rows during the transfer of these.
         while self._pulls < (PULLS_MAX if self._more else 1) and (count := self._wanted()) > 0:

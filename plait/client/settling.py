@@ -227,6 +227,11 @@ class Settling:
             self._start()
 
     @property
+    def under_way(self) -> bool:
+        """Something was said that the broker does not know yet."""
+        return bool(self._unsent or self._acks or self._nacks or self._inbox or self._running)
+
+    @property
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
