@@ -35,28 +35,23 @@ def _bodies(job: Job) -> list[bytes]:
     return [source.randbytes(job.body_size) for _ in range(MANY_COUNT)]
 
 
-def send_many(job: Job, stopwatch: Stopwatch) -> None:
+def _send_all(job: Job, stopwatch: Stopwatch, bodies: list[bytes] | pa.Array) -> None:
     async def main(client: plait.Client) -> None:
-        bodies = _bodies(job)
         await client.send_many("warm-up", bodies)
         with stopwatch:
             for start in range(0, job.count, MANY_COUNT):
                 await client.send_many(job.channel, bodies[: job.count - start])
 
     _run(main, job)
+
+
+def send_many(job: Job, stopwatch: Stopwatch) -> None:
+    _send_all(job, stopwatch, _bodies(job))
 
 
 def send_column(job: Job, stopwatch: Stopwatch) -> None:
     """Bodies that are an Arrow array already, as whoever reads them from a file or a table has them."""
-
-    async def main(client: plait.Client) -> None:
-        bodies = pa.array(_bodies(job), pa.binary())
-        await client.send_many("warm-up", bodies)
-        with stopwatch:
-            for start in range(0, job.count, MANY_COUNT):
-                await client.send_many(job.channel, bodies[: job.count - start])
-
-    _run(main, job)
+    _send_all(job, stopwatch, pa.array(_bodies(job), pa.binary()))
 
 
 def send_many_blocking(job: Job, stopwatch: Stopwatch) -> None:

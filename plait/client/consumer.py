@@ -395,7 +395,7 @@ class Consumer:
                 self._demand = count
                 self._pull()
                 if self._buffered_count and not self._pulls:
-                    # The limits allow no more for now: what is here has to do.
+                    # The limits allow no more until some are acked: what is here has to do.
                     break
                 if remaining <= 0 or not await self._arrival(remaining):
                     break
