@@ -8,9 +8,13 @@ import os
 import socket
 import statistics
 import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
 import uvloop
+
+T = TypeVar("T")
 
 PIECE_SIZE = 256 * 1024
 _context = multiprocessing.get_context("spawn")
@@ -49,14 +53,18 @@ class _Echo(asyncio.Protocol):
         self.transport.write(data)  # type: ignore[attr-defined]
 
 
-def _echo_server(gate: multiprocessing.connection.Connection) -> None:
+def _run(main: Coroutine[Any, Any, T], *, quick: bool) -> T:
+    return uvloop.run(main) if quick else asyncio.run(main)
+
+
+def _echo_server(gate: multiprocessing.connection.Connection, quick: bool) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         server = await loop.create_server(_Echo, "127.0.0.1", 0)
         gate.send(server.sockets[0].getsockname()[1])
         await asyncio.Event().wait()
 
-    uvloop.run(main())
+    _run(main(), quick=quick)
 
 
 class _Caller(asyncio.Protocol):
@@ -67,10 +75,10 @@ class _Caller(asyncio.Protocol):
         self.answered.set_result(None)
 
 
-def asyncio_round_trip_seconds(count: int, size: int, pause_seconds: float) -> float:
-    """Median of one message there and back between two processes, each on its own event loop."""
+def asyncio_round_trip_seconds(count: int, size: int, pause_seconds: float, *, quick: bool = False) -> float:
+    """Median of one message there and back between two processes, each on asyncio's own loop or (quick) on uvloop."""
     gate, far = _context.Pipe()
-    process = _context.Process(target=_echo_server, args=(far,), daemon=True)
+    process = _context.Process(target=_echo_server, args=(far, quick), daemon=True)
     process.start()
     port = gate.recv()
 
@@ -90,7 +98,7 @@ def asyncio_round_trip_seconds(count: int, size: int, pause_seconds: float) -> f
         return times
 
     try:
-        return statistics.median(uvloop.run(main())[count // 10 :])
+        return statistics.median(_run(main(), quick=quick)[count // 10 :])
     finally:
         process.terminate()
         process.join()

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.group import Consumer, Delivery, Group
+from plait.broker.heads import Heads
 from plait.broker.partition import Partition
 from plait.broker.recover import Recovery, RecoveryReport
 from plait.broker.sends import Appended, Appender, SendReply, Submission
@@ -37,12 +38,12 @@ from plait.errors import (
     SubjectExists,
     SubjectNotFound,
 )
-from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
+from plait.limits import MIB
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.action_log import Action, ActionBuffer, ConsumerDefinition, Definition, head_frames
-from plait.storage.catalog import PartitionRow, SubjectSettings, catalog_frame
+from plait.storage.action_log import Action, ActionBuffer, Definition
+from plait.storage.catalog import PartitionRow, SubjectSettings
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog, OpenMaps
@@ -51,8 +52,8 @@ from plait.storage.log import Log
 from plait.storage.producers import ProducerTable
 
 MESSAGE_DIRECTORY = "message"
-#: Rows of one catalog frame at the head of a segment.
-HEAD_ROWS = 5_000
+#: Bytes zeroed ahead of what is written, where sends wait for syncs.
+ZERO_AHEAD = 1 * MIB
 
 
 class Broker:
@@ -91,8 +92,9 @@ class Broker:
         self.sessions: dict[int, Consumer] = {}
         self._next_session = 1
         disk.make_directory(CONSUME_DIRECTORY)
-        self.message_log = Log(disk, MESSAGE_DIRECTORY, self.config.message_segment_size)
-        self.action_log = Log(disk, ACTION_DIRECTORY, self.config.action_segment_size)
+        ahead = ZERO_AHEAD if self.config.flush == "sync" else 0
+        self.message_log = Log(disk, MESSAGE_DIRECTORY, self.config.message_segment_size, zero_ahead=ahead)
+        self.action_log = Log(disk, ACTION_DIRECTORY, self.config.action_segment_size, zero_ahead=ahead)
         self.checkpoints = Checkpoints(disk)
         limits = self.limits
         self.maps = OpenMaps(limits.open_maps)
@@ -103,6 +105,7 @@ class Broker:
         )
         self._appender = Appender(self.message_log, self.producers)
         self.snapshots = Snapshots(self)
+        self.heads = Heads(self)
 
     # --- start and stop -------------------------------------------------------------------------
 
@@ -110,8 +113,8 @@ class Broker:
         """Recover. Blocks; afterwards the broker serves."""
         try:
             report = Recovery(self).run()
-            self.message_log.on_segment = self._message_segment_head
-            self.action_log.on_segment = self._action_segment_head
+            self.message_log.on_segment = self.heads.of_message_segment
+            self.action_log.on_segment = self.heads.of_action_segment
             # The epoch must be certain before anything carries it; and from here on the last stop is not a clean one
             # any more, even if a power loss takes everything that follows.
             self.checkpoint(clean=False)
@@ -243,48 +246,13 @@ class Broker:
         self.snapshots.drop_consume_log(partition)
 
     def _append_rows(self, rows: list[PartitionRow]) -> None:
-        frame = self._catalog_frame(rows)
+        frame = self.heads.catalog(rows)
         try:
             self.message_log.place_for(frame.size)
         except OSError as error:
             raise self._disk_error(error) from error
         self.message_log.append(frame.parts, frame.size)
         self._mark()
-
-    def _catalog_frame(self, rows: list[PartitionRow], previous_end: int = 0) -> FrameParts:
-        return catalog_frame(
-            rows,
-            time=self.clock.now(),
-            durable=self.message_log.durable,
-            epoch=self.epoch,
-            previous_end=previous_end,
-        )
-
-    def _message_segment_head(self, previous_end: int) -> list[FrameParts]:
-        """Each segment names all partitions, so that it can be read alone."""
-        rows = [partition.row for partition in self.partitions.values()]
-        starts = range(0, len(rows), HEAD_ROWS)
-        return [self._catalog_frame(rows[start : start + HEAD_ROWS], previous_end) for start in starts]
-
-    def _action_segment_head(self, previous_end: int) -> list[FrameParts]:
-        """Each segment names all groups and consumers, for the same reason."""
-        definitions: list[Definition] = []
-        for partition in self.partitions.values():
-            for group in partition.groups.values():
-                definitions.append(group.definition)
-                definitions.extend(
-                    ConsumerDefinition(consumer.id, group.id, consumer.client) for consumer in group.consumers.values()
-                )
-        frames = head_frames(
-            definitions,
-            index=self.action_index,
-            presumed=self.message_log.end,
-            epoch=self.epoch,
-            time=self.clock.now(),
-            previous_end=previous_end,
-        )
-        self.action_index += len(frames)
-        return frames
 
     # --- sends ----------------------------------------------------------------------------------
 
@@ -311,6 +279,8 @@ class Broker:
             raise DiskFull(self._low_space)
 
     def _refuse_when_busy(self) -> None:
+        if not self._syncs:
+            return
         # A checkpoint goes on after its sync, and meanwhile the logs are free.
         begun = min((begun for work, begun in self._syncs.items() if not work.done), default=None)
         if begun is None:

@@ -40,5 +40,10 @@ class SyncWork:
         self.done = True
 
     @property
+    def size(self) -> int:
+        """Bytes that wait for it."""
+        return self._message.size + self._action.size
+
+    @property
     def jobs(self) -> tuple[SyncJob, SyncJob]:
         return self._message, self._action

@@ -167,7 +167,9 @@ class Client:
             await producer.room()
         batch, row = queue.send(body, key, tags, headers)
         if not batch.settled:
-            await batch.future(producer.loop)
+            future = producer.loop.create_future()
+            batch.waiters.append(future)
+            await future
         return batch.receipt(row)
 
     def post(

@@ -184,7 +184,9 @@ class Delivered:
             return []
         if self.rows_done is None:
             whole = items[0]
-            if isinstance(whole, slice) and whole.start == 0 and whole.stop == self.count and len(items) == 1:
+            if self.count == 1 or (
+                isinstance(whole, slice) and whole.start == 0 and whole.stop == self.count and len(items) == 1
+            ):
                 self.rows_done = np.ones(self.count, bool)
                 self.open_count = 0
                 return self._ranges(None)

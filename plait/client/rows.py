@@ -12,7 +12,7 @@ from xxhash import xxh3_64_intdigest
 
 from plait.client.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.types import PendingBatch
-from plait.frame.builder import FrameParts, build_frame
+from plait.frame.builder import ONE_ROW_SIZE_MAX, FrameParts, build_frame, build_one
 
 #: What a row costs beside its bytes, about.
 ROW_SIZE = 16
@@ -87,6 +87,10 @@ class OpenRows:
         keys = self.keys
         batch = self.batch
         batch.producer, batch.first, batch.count = producer, first, count
+        if count == 1 and keys is None and self.plain and not compression and self.size < ONE_ROW_SIZE_MAX:
+            return build_one(
+                self.bodies[0], producer=producer, first=first, previous=previous, send_time=send_time, flags=flags
+            )
         return build_frame(
             self.bodies,
             producer=producer,

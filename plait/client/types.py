@@ -61,7 +61,7 @@ class PendingBatch:
         #: Some rows were posted: nobody may look at their fate, so ``flush`` tells it.
         self.posted = False
         self.error: PlaitError | None = None
-        self.waiters: list[asyncio.Future[None]] | None = None
+        self.waiters: list[asyncio.Future[None]] = []
 
     def receipt(self, row: int) -> Receipt:
         """The receipt of a row; raises what went wrong instead."""
@@ -79,24 +79,17 @@ class PendingBatch:
         self.error = error
         # Last: another thread may look.
         self.settled = True
-        waiters, self.waiters = self.waiters, None
-        for waiter in waiters or ():
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     async def wait(self) -> None:
         """Until the fate of the rows is known; cancelling one waiter leaves the others."""
         if not self.settled:
-            await self.future(asyncio.get_running_loop())
-
-    def future(self, loop: asyncio.AbstractEventLoop) -> asyncio.Future[None]:
-        """Done when the fate of the rows, which is open, is known."""
-        future: asyncio.Future[None] = loop.create_future()
-        if self.waiters is None:
-            self.waiters = [future]
-        else:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiters.append(future)
-        return future
+            await future
 
 
 class Ticket(msgspec.Struct, gc=False):

@@ -37,7 +37,7 @@ from plait.frame.header import (
     VERSION,
     pad,
 )
-from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, FRAME_SIZE_MAX
+from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, FRAME_SIZE_MAX, KIB
 
 Buffer = bytes | bytearray | memoryview
 #: Rows of a variable column: bytes, or text that is stored as UTF-8. Ready-made Arrow arrays are used as they are.
@@ -51,6 +51,12 @@ COMPRESS_FROM: Final = 512
 SMALL_COUNT: Final = 64
 
 _PADDING: Final = [b"\0" * n for n in range(8)]
+#: Two directory entries, a send time, and the offsets of one row.
+_ONE_ROW: Final = Struct("<IIqii")
+_ONE_ROW_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.BODY
+_ONE_ROW_TIME: Final = 8 | Codec.CONST << ENTRY_SIZE_BITS
+#: A row above this is not worth a way of its own.
+ONE_ROW_SIZE_MAX: Final = 64 * KIB
 _OFFSETS: Final = [Struct(f"<{count + 1}i") for count in range(SMALL_COUNT + 1)]
 _DIRECTORIES: Final = [Struct(f"<{count}I{pad(ENTRY_SIZE * count)}x") for count in range(33)]
 _ARRAYS: Final = (pa.Array, pa.ChunkedArray)
@@ -235,6 +241,14 @@ def build_frame(
     if frame.size > ORIGINAL_SIZE_MAX:
         raise TooLarge(f"frame of {frame.size} bytes is over the limit of {ORIGINAL_SIZE_MAX}; send fewer rows")
     return frame
+
+
+def build_one(body: bytes, *, producer: int, first: int, previous: int, send_time: int, flags: int = 0) -> FrameParts:
+    """What ``build_frame`` makes of one short body and a time: a message sent alone waits for every step of this."""
+    size = len(body)
+    padding = -size & 7
+    rest = _ONE_ROW.pack(_ONE_ROW_TIME, size + 8, send_time, 0, size) + body + _PADDING[padding]
+    return FrameParts(_ONE_ROW_BITS, [b"", rest], HEADER_SIZE + len(rest), 1, producer, first, previous, flags)
 
 
 def assemble(

@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from plait.broker import Broker, BrokerConfig, Membership, Retention
-from plait.broker.commit import SyncWork
 from plait.broker.group import Consumer
 from plait.broker.recover import RecoveryReport
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, StorageFailed
 from plait.server.connection import Connection
 from plait.server.handlers import Handlers
+from plait.server.syncs import Syncs
 from plait.storage.disk import Disk, RealDisk
 from plait.version import VERSION
 from plait.wire.packets import SHARED_SIZE
@@ -69,8 +69,8 @@ class Server:
         self.failed: asyncio.Future[StorageFailed] | None = None
         self.report: RecoveryReport | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._threads = ThreadPoolExecutor(2, "plait-disk")
-        self._syncing = False
+        self.threads = ThreadPoolExecutor(2, "plait-disk")
+        self._syncs = Syncs(self)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._listener: asyncio.Server | None = None
@@ -92,32 +92,30 @@ class Server:
 
     async def start(self) -> RecoveryReport:
         """Recover the data directory and serve. The port is known afterwards."""
-        self._loop = asyncio.get_running_loop()
-        self.failed = self._loop.create_future()
+        self.loop = asyncio.get_running_loop()
+        self.failed = self.loop.create_future()
         if isinstance(self.disk, RealDisk):
             self.disk.lock()
         try:
             self.broker = Broker(self.disk, self.clock, self.config)
-            self.report = await self._loop.run_in_executor(self._threads, self.broker.start)
+            self.report = await self.loop.run_in_executor(self.threads, self.broker.start)
             self.membership = Membership(self.broker)
             self.retention = Retention(self.broker)
             self.handlers = Handlers(self)
             self.broker.on_dirty = self._schedule_commit
             self.broker.check_space()
-            self._listener = await self._loop.create_server(
-                lambda: Connection(self), self.host, self.port, backlog=1024
-            )
+            self._listener = await self.loop.create_server(lambda: Connection(self), self.host, self.port, backlog=1024)
         except BaseException:
             self._release()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
         for job in (self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop):
-            self._tasks.append(self._loop.create_task(self._guard(job)))
+            self._tasks.append(self.loop.create_task(self._guard(job)))
         return self.report
 
     def _release(self) -> None:
         """Let go of the files and of the directory."""
-        self._threads.shutdown(wait=False)
+        self.threads.shutdown(wait=False)
         if hasattr(self, "broker"):
             self.broker.message_log.close()
             self.broker.action_log.close()
@@ -137,7 +135,7 @@ class Server:
         if self._timer is not None:
             self._timer.cancel()
         # Disk work that is under way must end before the last checkpoint.
-        await self._loop.run_in_executor(None, self._threads.shutdown)
+        await self.loop.run_in_executor(None, self.threads.shutdown)
         try:
             if self.broker.failed is None:
                 self.broker.stop()
@@ -148,7 +146,7 @@ class Server:
 
     async def _hang_up(self) -> None:
         """Close all connections; answers that are still on their way have a moment to leave."""
-        self._emptied = self._loop.create_future()
+        self._emptied = self.loop.create_future()
         for connection in list(self.connections):
             connection.close()
         if self.connections:
@@ -178,7 +176,7 @@ class Server:
             connection.abort()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # A thread cannot be crashed: what it began, it ends before the files close under it.
-        await self._loop.run_in_executor(None, self._threads.shutdown)
+        await self.loop.run_in_executor(None, self.threads.shutdown)
         self._release()
 
     def describe(self) -> dict[str, Any]:
@@ -208,23 +206,22 @@ class Server:
     # --- the loop -------------------------------------------------------------------------------
 
     def _schedule_commit(self) -> None:
-        self._loop.call_soon(self._commit)
+        self.loop.call_soon(self._commit)
 
     def _commit(self) -> None:
         if self._stopped:
             return
         try:
             self.broker.commit()
+            if self.broker.failed is not None:
+                self.fail(self.broker.failed)
+            elif self.broker.sync_wanted:
+                self._syncs.begin()
         except Exception as error:
             log.exception("a commit failed")
-            self._defect(error)
-            return
-        if self.broker.failed is not None:
-            self.fail(self.broker.failed)
-        elif self.broker.sync_wanted:
-            self._begin_sync()
+            self.defect(error)
 
-    def _defect(self, error: Exception) -> None:
+    def defect(self, error: Exception) -> None:
         """A part that everything rests on broke: what is in memory is not to be trusted any more."""
         if self.broker.failed is None:
             self.broker.failed = StorageFailed(f"the server met a defect of its own ({error!r}); it stops and recovers")
@@ -251,7 +248,7 @@ class Server:
                 return
             self._timer.cancel()
         self._timer_at = due
-        self._timer = self._loop.call_later(max(due - self.clock.monotonic(), 0), self._run_timer)
+        self._timer = self.loop.call_later(max(due - self.clock.monotonic(), 0), self._run_timer)
 
     def _run_timer(self) -> None:
         self._timer = None
@@ -259,7 +256,7 @@ class Server:
             self.broker.run_timers()
         except Exception as error:
             log.exception("a timer failed")
-            self._defect(error)
+            self.defect(error)
         else:
             self.arm_timer()
 
@@ -271,7 +268,7 @@ class Server:
             self.fail(error)
         except Exception as error:
             log.exception("a background job failed")
-            self._defect(error)
+            self.defect(error)
 
     async def _sync_loop(self) -> None:
         """Sync every flush interval; who waits for a sync does not wait for this."""
@@ -279,41 +276,12 @@ class Server:
             await asyncio.sleep(self.config.flush_seconds)
             logs = self.broker.message_log, self.broker.action_log
             if any(each.written != each.durable for each in logs):
-                self._begin_sync()
-
-    def _begin_sync(self) -> None:
-        """Sync what is written, unless that is under way: then the next one follows at its end."""
-        if not self._syncing and not self.ending:
-            self._syncing = True
-            work = self.broker.begin_sync()
-            done = self._threads.submit(work.run)
-            done.add_done_callback(lambda d: self._loop.call_soon_threadsafe(self._end_sync, work, d.exception()))
-
-    def _end_sync(self, work: SyncWork, error: BaseException | None) -> None:
-        self._syncing = False
-        if self.ending:
-            # An orderly stop syncs everything itself; after a crash nobody is answered.
-            return
-        try:
-            if isinstance(error, OSError):
-                self.broker.sync_failed(error)
-            elif error is not None:
-                raise error
-            else:
-                self.broker.end_sync(work)
-        except Exception as defect:
-            log.exception("a sync failed")
-            self._defect(defect)
-            return
-        if self.broker.failed is not None:
-            self.fail(self.broker.failed)
-        elif self.broker.sync_wanted:
-            self._begin_sync()
+                self._syncs.begin()
 
     async def _in_thread(self, call: Callable[[], None]) -> bool:
         """Run blocking disk work; False when it failed, which ends the server."""
         try:
-            await self._loop.run_in_executor(self._threads, call)
+            await self.loop.run_in_executor(self.threads, call)
         except OSError as error:
             self.broker.sync_failed(error)
             assert self.broker.failed is not None
@@ -373,7 +341,7 @@ class Server:
 
     async def _prepare(self, call: Callable[[], None]) -> None:
         try:
-            await self._loop.run_in_executor(self._threads, call)
+            await self.loop.run_in_executor(self.threads, call)
         except OSError as error:
             log.warning("the next log segment cannot be made yet: %s", error)
 

@@ -8,6 +8,7 @@ recovered. ``partition`` tells the two kinds of frame apart: events are fixed 40
 from __future__ import annotations
 
 from enum import IntEnum
+from struct import Struct
 from typing import Any
 
 import msgspec
@@ -53,7 +54,8 @@ EVENT = np.dtype(
     ]
 )
 EVENT_SIZE = EVENT.itemsize
-assert EVENT_SIZE == 40
+_EVENT = Struct("<BBHIIIQQq")
+assert EVENT_SIZE == _EVENT.size == 40
 #: Rows of one frame: keeps it far below the limit of a frame's size, however much one loop turn brings.
 EVENTS_MAX = 100_000
 DEFINITIONS_MAX = 5_000
@@ -86,10 +88,10 @@ _decoder = msgspec.msgpack.Decoder(Definition)
 
 
 class ActionBuffer:
-    """Events and definitions of the present loop turn."""
+    """Events and definitions that are not in the log yet."""
 
     def __init__(self) -> None:
-        self._events: list[tuple[int, int, int, int, int, int, int, int, int]] = []
+        self._events: list[bytes] = []
         self._definitions: list[bytes] = []
 
     def __bool__(self) -> bool:
@@ -113,7 +115,7 @@ class ActionBuffer:
         epoch: int,
         time: int,
     ) -> None:
-        self._events.append((action, 0, min(attempt, 0xFFFF), group, consumer, epoch, start, end, time))
+        self._events.append(_EVENT.pack(action, 0, min(attempt, 0xFFFF), group, consumer, epoch, start, end, time))
 
     def define(self, definition: Definition) -> None:
         self._definitions.append(_encoder.encode(definition))
@@ -124,9 +126,7 @@ class ActionBuffer:
         definitions, self._definitions = self._definitions, []
         events, self._events = self._events, []
         frames = _frames(definitions, DEFINITIONS, DEFINITIONS_MAX, index, stamp)
-        data = np.array(events, EVENT).tobytes()
-        rows = [data[i : i + EVENT_SIZE] for i in range(0, len(data), EVENT_SIZE)]
-        frames += _frames(rows, EVENTS, EVENTS_MAX, index + len(frames), stamp)
+        frames += _frames(events, EVENTS, EVENTS_MAX, index + len(frames), stamp)
         return frames
 
 

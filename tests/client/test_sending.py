@@ -59,6 +59,25 @@ async def test_sends_of_one_moment_leave_together_in_order(broker: EmbeddedBroke
     assert len(broker.server.broker.subjects["order.book"].consume_log) == 2
 
 
+async def test_half_of_many_sends_go_ahead_when_nothing_is_under_way(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    await client.send("order.book", b"first")
+    counts: list[int] = []
+    submit = broker.server.broker.submit
+
+    def counting(partition: Partition, frame: FrameView, reply: SendReply | None) -> None:
+        counts.append(frame.count)
+        submit(partition, frame, reply)
+
+    broker.server.broker.submit = counting  # type: ignore[method-assign]
+    receipts = await asyncio.gather(*(client.send("order.book", b"%d" % n) for n in range(64)))
+    assert [receipt.sequence for receipt in receipts] == list(range(1, 65))
+    await asyncio.gather(*(client.send("order.book", b"%d" % n) for n in range(31)))
+    assert counts == [32, 32, 31]
+    assert (await bodies_of(client, "order.book"))[1:] == [b"%d" % n for n in [*range(64), *range(31)]]
+
+
 @dataclass
 class Paid:
     amount: int

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame import FrameView, build_frame
-from plait.frame.builder import SMALL_COUNT, Rows
+from plait.frame.builder import SMALL_COUNT, Rows, build_one
 from plait.frame.columns import ORIGINAL_SIZE_MAX, Column
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, MIB
@@ -193,3 +193,25 @@ def test_the_parts_are_the_frame():
     frame = build_frame([b"hello", b"you"], producer=1, first=1, send_time=5)
     assert sum(map(len, frame.parts)) == frame.size == len(frame.tobytes())
     assert b"".join(frame.parts) == frame.tobytes()
+
+
+@given(
+    body=st.binary(max_size=200),
+    producer=st.integers(0, 2**64 - 1),
+    first=st.integers(1, 2**40),
+    previous=st.integers(0, 2**40),
+    send_time=st.integers(0, TIME_MAX),
+    flags=st.sampled_from([0, 1]),
+)
+def test_one_short_row_makes_the_same_frame_either_way(
+    body: bytes, producer: int, first: int, previous: int, send_time: int, flags: int
+):
+    said = {"producer": producer, "first": first, "previous": previous, "send_time": send_time, "flags": flags}
+    assert build_one(body, **said).tobytes() == build_frame([body], **said).tobytes()
+
+
+def test_one_row_that_does_not_fit_the_header_is_refused():
+    with pytest.raises(InvalidArgument, match="producer"):
+        build_one(b"", producer=-1, first=1, previous=0, send_time=0)
+    with pytest.raises(InvalidArgument, match="sequence"):
+        build_one(b"", producer=1, first=SEQUENCE_MAX, previous=0, send_time=0)

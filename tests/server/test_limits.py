@@ -440,7 +440,7 @@ async def test_when_unfinished_packets_take_too_much_the_longest_unfinished_goes
 
 
 async def test_reading_stops_while_too_many_bytes_have_an_open_fate(serve: Serve):
-    """A sync that hangs: frames are written and cannot be acknowledged."""
+    """A sync that hangs: frames are written and cannot be acknowledged. They are too large to be synced in passing."""
     disk = SimulatedDisk()
     hanging = False
     let_go = asyncio.Event()
@@ -465,7 +465,7 @@ async def test_reading_stops_while_too_many_bytes_have_an_open_fate(serve: Serve
         partition = await raw.route("orders")
         hanging = True
         for first in range(1, 101):
-            frame = build_frame([bytes(100 * KIB)], producer=7, first=first, previous=first - 1)
+            frame = build_frame([bytes(300 * KIB)], producer=7, first=first, previous=first - 1)
             raw.request(m.Send(partition), frame.tobytes())
         connection = connection_of(server, "raw")
         await until(lambda: connection._reading_paused)

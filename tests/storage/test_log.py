@@ -40,6 +40,33 @@ def test_the_appends_of_a_turn_are_one_write():
     assert disk.operations == before + 1
 
 
+def test_blocks_are_zeroed_ahead_of_small_writes_and_only_there():
+    disk = SimulatedDisk()
+    log = Log(disk, DIRECTORY, 1 << 20, zero_ahead=64 * 1024)
+    sizes: list[int] = []
+    disk.on_operation = lambda operation, path, size: sizes.append(size) if operation == "write" else None
+    for body in some_bodies(3, 1000):
+        append(log, body)
+        log.write()
+    assert sizes[0] > 64 * 1024 > sizes[1] + sizes[2], "the first write zeroes for those after it"
+    append(log, b"x" * 100_000)
+    log.write()
+    assert sizes[3] < 64 * 1024 * 2, "a large one has no use for it"
+    log.sync()
+    assert scan(disk)[2] == [*some_bodies(3, 1000), b"x" * 100_000]
+
+
+def test_zeroing_ahead_stops_at_the_end_of_the_segment():
+    disk = SimulatedDisk()
+    log = Log(disk, DIRECTORY, SEGMENT_SIZE, zero_ahead=64 * 1024)
+    for body in some_bodies(20, 500):
+        append(log, body)
+        log.write()
+    log.sync()
+    assert {disk.open(f"{DIRECTORY}/{name}").size for name in disk.list(DIRECTORY)} == {SEGMENT_SIZE}
+    assert scan(disk)[2] == some_bodies(20, 500)
+
+
 def test_a_frame_that_does_not_fit_starts_the_next_segment():
     disk = SimulatedDisk()
     log = open_log(disk)

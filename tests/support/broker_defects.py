@@ -70,8 +70,8 @@ def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
 
     def naive(self: Broker) -> Any:
         report = recover.Recovery(self).run()
-        self.message_log.on_segment = self._message_segment_head
-        self.action_log.on_segment = self._action_segment_head
+        self.message_log.on_segment = self.heads.of_message_segment
+        self.action_log.on_segment = self.heads.of_action_segment
         if not report.clean:
             self.checkpoint(clean=False)
         return report
