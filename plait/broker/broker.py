@@ -52,6 +52,8 @@ from plait.storage.log import Log
 from plait.storage.producers import ProducerTable
 
 MESSAGE_DIRECTORY = "message"
+#: Columns that frames get from the broker.
+_NOT_SENT_BITS = 1 << Column.RUNS | 1 << Column.SELECTION
 #: Bytes zeroed ahead of what is written, where sends wait for syncs.
 ZERO_AHEAD = 1 * MIB
 
@@ -260,10 +262,12 @@ class Broker:
         """Take a frame that was received; ``reply`` is called when its fate counts. Raises when it is refused."""
         if self.failed is not None:
             raise self.failed
-        self._refuse_when_full()
-        self._refuse_when_busy()
+        if self.read_only or self._low_space:
+            self._refuse_when_full()
+        if self._syncs:
+            self._refuse_when_busy()
         frame.validate()
-        if frame.has(Column.RUNS) or frame.has(Column.SELECTION):
+        if frame.column_bits & _NOT_SENT_BITS:
             raise FrameError("a producer's frame holds its own rows only")
         waiting = self._pending.get(partition)
         if waiting is None:
@@ -279,8 +283,6 @@ class Broker:
             raise DiskFull(self._low_space)
 
     def _refuse_when_busy(self) -> None:
-        if not self._syncs:
-            return
         # A checkpoint goes on after its sync, and meanwhile the logs are free.
         begun = min((begun for work, begun in self._syncs.items() if not work.done), default=None)
         if begun is None:

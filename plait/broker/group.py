@@ -20,6 +20,9 @@ from plait.storage.pull_log import PullLog
 #: Pieces of returned ranges that one pull gathers: bounds the work of a pull on a scattered group.
 PIECES_MAX = 64
 
+#: Looked up once: Python 3.11 runs a function for each look at a member.
+_PULL, _ACK = Action.PULL, Action.ACK
+
 
 class Delivery:
     """What one pull hands out."""
@@ -167,11 +170,11 @@ class Group:
     def _record(self, consumer: Consumer, start: int, end: int, attempt: int, journal: Journal) -> None:
         """The rows are in the consumer's hands."""
         if self.definition.delivery == "at_most_once":
-            journal.event(Action.ACK, self, consumer.id, start, end, attempt)
+            journal.event(_ACK, self, consumer.id, start, end, attempt)
             self.pull_log.acked(consumer.id, start, end)
             return
         if self.logs_pulls:
-            journal.event(Action.PULL, self, consumer.id, start, end, attempt)
+            journal.event(_PULL, self, consumer.id, start, end, attempt)
         self.pull_log.pulled(consumer.id, start, end, attempt)
 
     def _skip(self, start: int, end: int, journal: Journal) -> None:
@@ -188,7 +191,7 @@ class Group:
         start, end = self.partition.clip_to_epoch(start, min(end, handed), epoch)
         if start >= end:
             return 0
-        journal.event(Action.ACK, self, consumer.id, start, end, 0)
+        journal.event(_ACK, self, consumer.id, start, end, 0)
         return self.pull_log.acked(consumer.id, start, end)
 
     def nack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal) -> int:

@@ -7,6 +7,7 @@ stamped and appended together. Nothing changes in memory before the log has room
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from plait.broker.partition import Partition
 from plait.errors import OutOfSequence, PlaitError, UnknownProducer
@@ -23,6 +24,8 @@ JOINED_SIZE_MAX = 256 * 1024
 #: Bytes a row that constant columns may grow to when frames are joined.
 CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
 
+#: Looked up once: Python 3.11 runs a function for each look at a member.
+_NEW: Final = Verdict.NEW
 #: Called once with the first sequence (None: stored before, sequence not remembered) or the error.
 SendReply = Callable[[int | None, PlaitError | None], None]
 
@@ -59,6 +62,9 @@ class Appender:
         self, partition: Partition, submissions: list[Submission], epoch: int, now: int, appended: Appended
     ) -> None:
         """Store what is new. Raises OSError when the log cannot grow; the frames before that are stored."""
+        if len(submissions) == 1:
+            self._store(partition, submissions, epoch, now, appended)
+            return
         run: list[Submission] = []
         run_size = 0
         for submission in submissions:
@@ -81,10 +87,10 @@ class Appender:
             self._store(partition, run, epoch, now, appended)
 
     def _store(self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended) -> None:
-        bound = sum(s.frame.size for s in run)
+        bound = run[0].frame.size
         if len(run) > 1:
             # Joined frames share a header and get a run table; a value that held for all rows is repeated for each.
-            bound += 256 + sum(64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
+            bound = 256 + sum(s.frame.size + 64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
         self._log.place_for(bound)
         base = partition.next
         fresh: list[Submission] = []
@@ -95,7 +101,7 @@ class Appender:
             sequence: int | None = end
             if not frame.flags & FLAG_UNSEQUENCED:
                 verdict = self._producers.judge(frame.producer, partition.id, frame.first, frame.count, frame.previous)
-                if verdict is not Verdict.NEW:
+                if verdict is not _NEW:
                     sequence, error = self._refuse(partition, frame, verdict)
                     if submission.reply is not None:
                         appended.replies.append((submission.reply, sequence, error))

@@ -16,6 +16,9 @@ from plait.frame.arrow import keys as key_column
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 
+#: Looked up once: Python 3.11 runs a function for each look at a member.
+_BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
+
 #: (start, end, epoch) of sequences.
 EpochRange = tuple[int, int, int]
 
@@ -95,16 +98,16 @@ class Delivered:
     def messages(self, start: int, stop: int) -> list[Message]:
         """Rows [start, stop) as messages."""
         frame = self.frame
-        bodies = frame.rows(Column.BODY, start, stop)
+        bodies = frame.rows(_BODY, start, stop)
         keys = self._keys(start, stop)
-        if frame.has(Column.SELECTION):
+        if _SELECTION in frame.places:
             sequences = frame.sequences()[start:stop].tolist()
         else:
             sequences = range(frame.base + start, frame.base + stop)
         return list(map(Message, bodies, keys, sequences, repeat(self), range(start, stop)))
 
     def _keys(self, start: int, stop: int) -> list[str | None] | repeat[None]:
-        if not self.frame.has(Column.KEY):
+        if _KEY not in self.frame.places:
             return repeat(None)
         try:
             texts: list[str | None] = key_column(self.frame).slice(start, stop - start).to_pylist()
@@ -205,7 +208,7 @@ class Delivered:
 
     def _ranges(self, mask: npt.NDArray[np.bool_] | None) -> list[EpochRange]:
         base, epoch = self.frame.base, self.epoch
-        if not self.frame.has(Column.SELECTION):
+        if _SELECTION not in self.frame.places:
             if mask is None:
                 return [(base, base + self.count, epoch)]
             edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + base

@@ -57,7 +57,11 @@ _REFUSED_FLAGS = FLAGS_MANDATORY & ~FLAGS_KNOWN
 _RAW = int(Codec.RAW)
 _CONST = int(Codec.CONST)
 _PACKED = (int(Codec.ZSTD), int(Codec.LZ4))
+#: Numbers, not members: Python 3.11 runs a function for each look at a member.
 _RUNS = int(Column.RUNS)
+_BODY = int(Column.BODY)
+_KEY = int(Column.KEY)
+_KEY_HASH = int(Column.KEY_HASH)
 _SELECTION = int(Column.SELECTION)
 _BINARY = pa.binary()
 _I32: np.dtype[np.int32] = np.dtype("<i4")
@@ -188,7 +192,8 @@ class FrameView:
 
     def verify(self) -> FrameView:
         """Both checksums hold, or ``FrameError``."""
-        crc = crc32c(self.buffer[HEADER_SIZE:], crc32c(self.buffer[:CRC_OFFSET]))
+        buffer = self.buffer
+        crc = crc32c(buffer[HEADER_SIZE:], crc32c(buffer[:CRC_OFFSET]))
         if crc != self.crc:
             raise FrameError(f"frame checksum is {crc:#010x}, should be {self.crc:#010x}")
         return self.verify_stamp()
@@ -207,7 +212,7 @@ class FrameView:
         """
         self.verify()
         places = self.places
-        if Column.BODY not in places:
+        if _BODY not in places:
             raise FrameError("frame has no body column")
         if _RUNS in places:
             self.runs()
@@ -217,7 +222,7 @@ class FrameView:
             raise FrameError(
                 f"frame of {self.size} bytes is over the limit of {ORIGINAL_SIZE_MAX}: no room to slice it"
             )
-        if Column.KEY in places and Column.KEY_HASH not in places:
+        if _KEY in places and _KEY_HASH not in places:
             raise FrameError("frame has keys and no key hashes")
         for number, (codec, start, end) in places.items():
             if number in VARIABLE:

@@ -100,8 +100,9 @@ class Connection(asyncio.BufferedProtocol):
         self.heard = self.server.now
         if self._serve(self._receiver.received(nbytes)) or not self.partial:
             self.partial_since = self.server.now
-        if not self.closed:
-            self._count_partial(self._receiver.partial_size)
+        partial = self._receiver.partial_size
+        if partial != self.partial and not self.closed:
+            self._count_partial(partial)
             if self.server.partial_bytes > self.server.limits.partial_bytes_total:
                 self.server.give_up_partial()
 
@@ -151,10 +152,6 @@ class Connection(asyncio.BufferedProtocol):
         self._delayed_size += len(packet.head) + len(packet.payload) + DELAYED_OVERHEAD
         if self._delayed_size > DELAYED_SIZE_MAX:
             self._pause_or_resume_reading()
-
-    def require_hello(self) -> None:
-        if not self.client:
-            raise ProtocolError("the first packet must be a hello")
 
     def _count_partial(self, size: int) -> None:
         self.server.partial_bytes += size - self.partial

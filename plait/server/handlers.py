@@ -53,8 +53,8 @@ class Handlers:
         handler = self._table.get(packet.kind)
         if handler is None:
             raise ProtocolError(f"packet kind {packet.kind} is not a request; is the client newer?")
-        if packet.kind != m.Hello.KIND:
-            connection.require_hello()
+        if not connection.client and packet.kind != m.Hello.KIND:
+            raise ProtocolError("the first packet must be a hello")
         message = m.decode(packet.kind, packet.head)
         try:
             handler(connection, packet.correlation, message, packet.payload)

@@ -34,6 +34,10 @@ class Verdict(Enum):
     UNKNOWN = auto()
 
 
+#: Looked up once: Python 3.11 runs a function for each look at a member.
+_NEW: Final = Verdict.NEW
+
+
 class Window:
     """One producer in one partition."""
 
@@ -123,7 +127,7 @@ class ProducerTable:
             return Verdict.NEW if previous == 0 else Verdict.UNKNOWN
         last = first + count - 1
         if previous == window.last and first > window.last:
-            return Verdict.NEW
+            return _NEW
         for after, through in window.holes:
             if previous == after and last <= through:
                 return Verdict.NEW

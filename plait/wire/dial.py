@@ -126,17 +126,12 @@ class Link(asyncio.BufferedProtocol):
         number = self._next
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
         self._calls[number] = on_answer
-        self._write(message, number, payload, size)
+        send(self._transport, pack(message.KIND, number, m.encode(message), size), payload, size)
 
     def notify(self, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> None:
         """Send a packet that has no answer."""
         if not self.closed and self._transport is not None:
-            self._write(message, 0, payload, size)
-
-    def _write(self, message: m.Message, number: int, payload: Sequence[Buffer], size: int) -> None:
-        head = pack(message.KIND, number, m.encode(message), size)
-        assert self._transport is not None
-        send(self._transport, head, payload, size)
+            send(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
 
     async def request(self, message: m.Message) -> Any:
         """Send a request and wait for its answer; raises what the server answered."""

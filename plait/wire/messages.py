@@ -6,6 +6,7 @@ gives what is missing its default. docs/formats.md lists them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import msgspec
@@ -229,8 +230,8 @@ _HEAD_SIZES_MAX = {
 }
 
 
-def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
+#: The head of a message's packet.
+encode: Callable[[Message], bytes] = _encoder.encode
 
 
 def decode(kind: int, head: memoryview) -> Message:

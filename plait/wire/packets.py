@@ -139,4 +139,5 @@ def _packet(data: memoryview) -> Packet:
     start = HEADER_SIZE + head_size + (-head_size & 7)
     if start > len(data):
         raise ProtocolError(f"packet head of {head_size} bytes passes the packet's end")
-    return Packet(kind, correlation, data[HEADER_SIZE : HEADER_SIZE + head_size], data[start:])
+    # Past the constructor that a NamedTuple has in Python: every packet makes one.
+    return tuple.__new__(Packet, (kind, correlation, data[HEADER_SIZE : HEADER_SIZE + head_size], data[start:]))
