@@ -10,6 +10,7 @@ from plait.client.app import App
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
 from plait.client.consumer import Consumer
+from plait.client.outcomes import RetryLater, Suspend
 from plait.client.reader import Reader
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
 from plait.errors import (
@@ -45,6 +46,7 @@ from plait.errors import (
     VersionMismatch,
 )
 from plait.limits import ClientLimits
+from plait.retry import Retry
 from plait.version import VERSION as __version__
 
 __all__ = [
@@ -82,6 +84,8 @@ __all__ = [
     "Reader",
     "Receipt",
     "Receipts",
+    "Retry",
+    "RetryLater",
     "StaleRoute",
     "StaleSession",
     "StorageFailed",
@@ -89,6 +93,7 @@ __all__ = [
     "SubjectExists",
     "SubjectInfo",
     "SubjectNotFound",
+    "Suspend",
     "Ticket",
     "Timeout",
     "TooLarge",

@@ -78,6 +78,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     consumers: int = 100_000
     #: Separate unacked ranges of one consumer; it gets nothing new above it.
     consumer_ranges: int = 10_000
+    #: Separate ranges of one group that failed and wait for their next attempt; it gets nothing new above it.
+    retry_ranges: int = 500_000
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).
@@ -139,7 +141,3 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     pull_wait_seconds: float = 20.0
     #: ``App``: how long handlers may go on after SIGTERM before they are cancelled and their messages given back.
     drain_seconds: float = 30.0
-    #: ``App``: first and longest pause of a handler that fails again and again, so that a message nobody can handle
-    #: does not keep a core busy.
-    failure_pause_first_seconds: float = 0.1
-    failure_pause_max_seconds: float = 5.0

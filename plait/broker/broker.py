@@ -23,6 +23,7 @@ from plait.broker.group import Consumer, Delivery, Group
 from plait.broker.heads import Heads
 from plait.broker.partition import Partition
 from plait.broker.recover import Recovery, RecoveryReport
+from plait.broker.retries import Retries
 from plait.broker.sends import Appended, Appender, SendReply, Submission
 from plait.broker.snapshot import CheckpointWork, Snapshots
 from plait.broker.waiting import Deadlines, Waiter
@@ -42,7 +43,7 @@ from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.action_log import Action, ActionBuffer, Definition
+from plait.storage.action_log import FLAG_DUE, Action, ActionBuffer, Definition
 from plait.storage.catalog import PartitionRow, SubjectSettings
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
@@ -79,6 +80,7 @@ class Broker:
         self.read_only = False
         self.failed: StorageFailed | None = None
         self.deadlines = Deadlines()
+        self.retries = Retries()
         self._pending: dict[Partition, list[Submission]] = {}
         self._pending_since = 0.0
         self._replies: list[Callable[[], None]] = []
@@ -184,6 +186,8 @@ class Broker:
         self.partitions.pop(partition.id, None)
         if self.subjects.get(partition.row.subject) is partition:
             del self.subjects[partition.row.subject]
+        for group in partition.groups.values():
+            group.expected = 0
         self.group_count -= len(partition.groups)
         self.producers.forget_partition(partition.id)
 
@@ -193,6 +197,7 @@ class Broker:
     def remove_group(self, group: Group) -> None:
         group.partition.groups.pop(group.name, None)
         group.partition.waiting.pop(group, None)
+        group.expected = 0
         self.group_count -= 1
 
     # --- subjects -------------------------------------------------------------------------------
@@ -528,13 +533,22 @@ class Broker:
         # A consumer with too many separate ranges in its hands may go on now.
         self.wake_group(consumer.group)
 
-    def nack(self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None) -> None:
-        """(start, end, epoch) ranges go back to the group at once."""
+    def nack(
+        self,
+        consumer: Consumer,
+        ranges: list[tuple[int, int, int]],
+        reply: Callable[[], None] | None,
+        delay: float | None = None,
+    ) -> None:
+        """(start, end, epoch) ranges failed; the group gets them again after ``delay`` seconds, or as it retries."""
         self.refuse_when_stalled()
+        group = consumer.group
+        now = self.clock.now()
         for start, end, epoch in ranges:
-            consumer.group.nack(consumer, start, end, epoch, self)
+            group.nack(consumer, start, end, epoch, self, now, delay)
         self.answer_after_commit(reply)
-        self.wake_group(consumer.group)
+        self.retries.expect(group)
+        self.wake_group(group)
 
     def answer_after_commit(self, reply: Callable[[], None] | None) -> None:
         """Answer when everything this turn brought counts."""
@@ -542,9 +556,12 @@ class Broker:
             self._replies.append(reply)
         self._mark()
 
-    def event(self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int) -> None:
+    def event(
+        self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int, due: int = 0
+    ) -> None:
         """Record a decision about consumption (``Journal``)."""
-        self._actions.event(action, group.id, consumer, start, end, attempt, self.epoch, self.clock.now())
+        time, flags = (due, FLAG_DUE) if due else (self.clock.now(), 0)
+        self._actions.event(action, group.id, consumer, start, end, attempt, self.epoch, time, flags)
         self.touch(group.partition)
         self._mark()
 
@@ -565,8 +582,15 @@ class Broker:
     @property
     def next_deadline(self) -> float | None:
         """When ``run_timers`` has something to do, on the monotonic clock."""
-        return self.deadlines.next
+        deadline, due = self.deadlines.next, self.retries.next
+        if due is None:
+            return deadline
+        # Wall time may jump: the server looks every second, whatever this says.
+        at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
+        return at if deadline is None else min(at, deadline)
 
     def run_timers(self) -> None:
-        """Answer the long polls whose time is up."""
+        """Hand out what has become due; answer the long polls whose time is up."""
+        for group in self.retries.due(self.clock.now()):
+            self.wake_group(group)
         self.deadlines.run(self.clock.monotonic())

@@ -10,15 +10,23 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
+from xxhash import xxh3_64_intdigest
+
 from plait.broker.partition import Partition
 from plait.broker.waiting import Waiter
 from plait.frame.builder import Buffer
+from plait.limits import ServerLimits
+from plait.retry import Retry, due_time
 from plait.storage.action_log import Action, GroupDefinition
 from plait.storage.log import Log
 from plait.storage.pull_log import PullLog
+from plait.storage.ranges import Range
 
 #: Pieces of returned ranges that one pull gathers: bounds the work of a pull on a scattered group.
 PIECES_MAX = 64
+
+#: The policy of groups that name none.
+USUAL = Retry()
 
 #: Looked up once: Python 3.11 runs a function for each look at a member.
 _PULL, _ACK = Action.PULL, Action.ACK
@@ -57,7 +65,9 @@ class Consumer:
 class Journal(Protocol):
     """Where events go before they count."""
 
-    def event(self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int) -> None: ...
+    def event(
+        self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int, due: int = 0
+    ) -> None: ...
 
 
 class Group:
@@ -66,23 +76,26 @@ class Group:
     __slots__ = (
         "consumers",
         "definition",
+        "expected",
+        "limits",
         "lost_count",
         "partition",
         "pull_log",
-        "ranges_max",
         "redelivered_count",
         "used",
         "waiters",
     )
 
-    def __init__(self, definition: GroupDefinition, partition: Partition, ranges_max: int) -> None:
+    def __init__(self, definition: GroupDefinition, partition: Partition, limits: ServerLimits) -> None:
         self.definition = definition
         self.partition = partition
         self.pull_log = PullLog(definition.start)
         self.consumers: dict[str, Consumer] = {}
         #: Suspended pulls, the longest waiting first.
         self.waiters: dict[Waiter, None] = {}
-        self.ranges_max = ranges_max
+        self.limits = limits
+        #: When waiting rows are looked at next (``Retries``); 0: there is no need to.
+        self.expected = 0
         #: Messages handed out again, and messages that retention or damage took first.
         self.redelivered_count = 0
         self.lost_count = 0
@@ -96,6 +109,11 @@ class Group:
     @property
     def name(self) -> str:
         return self.definition.name
+
+    @property
+    def retry(self) -> Retry:
+        """How long what failed waits."""
+        return self.definition.retry or USUAL
 
     @property
     def logs_pulls(self) -> bool:
@@ -154,7 +172,8 @@ class Group:
         return delivery if delivery.count else None
 
     def _at_limit(self, consumer: Consumer) -> bool:
-        return self.pull_log.ranges_of(consumer.id) >= self.ranges_max
+        limits, pull_log = self.limits, self.pull_log
+        return pull_log.ranges_of(consumer.id) >= limits.consumer_ranges or len(pull_log.waiting) >= limits.retry_ranges
 
     def _after_hole(self, start: int, end: int) -> int:
         index = self.partition.consume_log.find(start)
@@ -187,21 +206,40 @@ class Group:
         """[start, end) of ``epoch`` is done; how many sequences that settled."""
         # An ack may be all that is left of a pull that a power loss took. But many that lie apart, of rows that
         # nobody was handed, would take memory without end.
-        handed = self.pull_log.next if len(self.pull_log.returned) >= self.ranges_max else self.partition.visible
+        handed = (
+            self.pull_log.next if len(self.pull_log.returned) >= self.limits.consumer_ranges else self.partition.visible
+        )
         start, end = self.partition.clip_to_epoch(start, min(end, handed), epoch)
         if start >= end:
             return 0
         journal.event(_ACK, self, consumer.id, start, end, 0)
         return self.pull_log.acked(consumer.id, start, end)
 
-    def nack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal) -> int:
-        """The consumer gives [start, end) back; how many sequences it held of it."""
+    def nack(
+        self,
+        consumer: Consumer,
+        start: int,
+        end: int,
+        epoch: int,
+        journal: Journal,
+        now: int = 0,
+        delay: float | None = 0.0,
+    ) -> int:
+        """[start, end) failed and waits ``delay`` seconds (None: as the group retries); how many it held."""
         start, end = self.partition.clip_to_epoch(start, end, epoch)
-        pieces = self.pull_log.nacked(consumer.id, start, end)
+        held = self.pull_log.held.get(consumer.id)
+        pieces = held.overlap(start, end) if held is not None else []
         for piece in pieces:
+            seconds = self.retry.wait(piece.attempt, self._chance(piece)) if delay is None else delay
+            due = due_time(now, seconds)
             if self.logs_pulls:
-                journal.event(Action.NACK, self, consumer.id, piece.start, piece.end, piece.attempt)
+                journal.event(Action.NACK, self, consumer.id, piece.start, piece.end, piece.attempt, due)
+            self.pull_log.nacked(consumer.id, piece.start, piece.end, due)
         return sum(piece.end - piece.start for piece in pieces)
+
+    def _chance(self, piece: Range) -> float:
+        """From 0 to 1, the same for the same failure of the same rows."""
+        return float(xxh3_64_intdigest(b"%d-%d-%d" % (self.id, piece.start, piece.attempt))) / 2**64
 
     def offline(self, consumer: Consumer, journal: Journal) -> int:
         """The consumer is lost or left: what it held waits for the others; how many sequences."""
@@ -240,7 +278,7 @@ class Group:
         for consumer_id in self.pull_log.held.keys() - known:
             self.pull_log.offline(consumer_id)
 
-    def replay(self, action: int, consumer: int, start: int, end: int, attempt: int) -> None:
+    def replay(self, action: int, consumer: int, start: int, end: int, attempt: int, due: int = 0) -> None:
         """Apply an event of the action log."""
         if start >= end and action in (Action.PULL, Action.ACK, Action.NACK, Action.SKIP):
             return
@@ -249,7 +287,7 @@ class Group:
         elif action == Action.ACK:
             self.pull_log.acked(consumer, start, end)
         elif action == Action.NACK:
-            self.pull_log.nacked(consumer, start, end)
+            self.pull_log.nacked(consumer, start, end, due)
         elif action == Action.OFFLINE:
             self.pull_log.offline(consumer)
         elif action == Action.RESET:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import msgspec
+
 from plait.broker.broker import Broker
 from plait.broker.group import Consumer, Group
 from plait.broker.partition import Partition
 from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
+from plait.retry import Retry
 from plait.storage.action_log import Action, ConsumerDefinition, GroupDefinition
 
 Delivery = Literal["at_least_once", "at_most_once"]
@@ -60,10 +63,11 @@ class Membership:
         delivery: Delivery = "at_least_once",
         holds: list[tuple[int, int, int]] | None = None,
         holds_of: int = 0,
+        retry: Retry | None = None,
     ) -> Consumer:
         """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session.
 
-        ``holds`` is of partition ``holds_of`` (0: of the present one).
+        ``holds`` is of partition ``holds_of`` (0: of the present one). Without ``retry`` the group's holds.
         """
         broker = self._broker
         broker.refuse_when_stalled()
@@ -74,12 +78,14 @@ class Membership:
         name = BROADCAST_PREFIX + client if group_name is None else group_name
         group = partition.groups.get(name)
         if group is None:
-            group = self._create(partition, name, start, delivery, broadcast=broadcast)
+            group = self._create(partition, name, start, delivery, retry, broadcast=broadcast)
         elif group.definition.delivery != delivery:
             raise GroupMismatch(
                 f"group {name!r} of {subject!r} has delivery={group.definition.delivery!r}, "
                 f"this member asks for {delivery!r}; use the same for all members"
             )
+        elif retry is not None and retry != group.retry:
+            self._change_retry(group, client, retry)
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
         if consumer is None:
@@ -103,7 +109,9 @@ class Membership:
         broker.wake_group(group)
         return consumer
 
-    def _create(self, partition: Partition, name: str, start: Any, delivery: Delivery, *, broadcast: bool) -> Group:
+    def _create(
+        self, partition: Partition, name: str, start: Any, delivery: Delivery, retry: Retry | None, *, broadcast: bool
+    ) -> Group:
         broker = self._broker
         if broker.group_count >= broker.limits.groups:
             raise LimitExceeded(f"this broker has its {broker.limits.groups} groups; remove some or raise the limit")
@@ -117,14 +125,26 @@ class Membership:
             broadcast,
             delivery,
             broker.clock.now(),
+            retry,
         )
         broker.next_group += 1
-        group = Group(definition, partition, broker.limits.consumer_ranges)
+        group = Group(definition, partition, broker.limits)
         partition.groups[name] = group
         broker.add_group(group)
         broker.define(definition)
         broker.touch(partition)
         return group
+
+    def _change_retry(self, group: Group, client: str, retry: Retry) -> None:
+        """The first member to come may say it anew; while there are others, what they said holds."""
+        if any(consumer.online for consumer in group.consumers.values() if consumer.client != client):
+            raise GroupMismatch(
+                f"group {group.name!r} of {group.partition.row.subject!r} retries by {group.retry}, "
+                f"this member asks for {retry}; use the same for all members"
+            )
+        group.definition = msgspec.structs.replace(group.definition, retry=retry)
+        self._broker.define(group.definition)
+        self._broker.touch(group.partition)
 
     def session(self, number: int) -> Consumer:
         """The consumer of a session, heard from just now."""

@@ -15,6 +15,7 @@ from plait.frame.view import FrameView
 from plait.storage.action_log import (
     DEFINITIONS,
     EVENTS,
+    FLAG_DUE,
     Action,
     ConsumerDefinition,
     GroupDefinition,
@@ -98,6 +99,8 @@ class Recovery:
         broker.epoch = max(self._epoch_max + (0 if clean else 1 + len(rejected)), 1)
         for partition in broker.partitions.values():
             partition.visible = partition.next
+            for group in partition.groups.values():
+                broker.retries.expect(group)
         return RecoveryReport(
             clean=clean,
             epoch=broker.epoch,
@@ -120,7 +123,7 @@ class Recovery:
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
             partition.epochs = entry.epochs
             broker.add_partition(partition)
-            for group in state.load_groups(entry, partition, broker.limits.consumer_ranges, broker.clock.monotonic()):
+            for group in state.load_groups(entry, partition, broker.limits, broker.clock.monotonic()):
                 self._groups[group.id] = group
                 broker.add_group(group)
             if not partition.consume_log.load(entry.generation, entry.flushed, entry.next):
@@ -201,9 +204,14 @@ class Recovery:
         if isinstance(definition, GroupDefinition):
             broker.next_group = max(broker.next_group, definition.id + 1)
             partition = broker.partitions.get(definition.partition)
-            if partition is None or definition.id in self._groups:
+            if partition is None:
                 return
-            group = Group(definition, partition, broker.limits.consumer_ranges)
+            known = self._groups.get(definition.id)
+            if known is not None:
+                # The head of a segment says it again, and a new setting is said anew.
+                known.definition = definition
+                return
+            group = Group(definition, partition, broker.limits)
             group.pull_log.reset(min(definition.start, partition.stored_until(epoch)))
             partition.groups[group.name] = group
             self._groups[group.id] = group
@@ -218,7 +226,8 @@ class Recovery:
             broker.touch(owner.partition)
 
     def _event(self, event: tuple[Any, ...]) -> None:
-        action, _, attempt, group_id, consumer, epoch, start, end, time = event
+        action, flags, attempt, group_id, consumer, epoch, start, end, time = event
+        time, due = (0, time) if flags & FLAG_DUE else (time, 0)
         self._events += 1
         group = self._groups.get(group_id)
         if group is None:
@@ -236,4 +245,4 @@ class Recovery:
             group.used = max(group.used, time)
             # Rows may have been lost to damage and their sequences given to others since: the event is not about those.
             limit = group.partition.stored_until(epoch)
-            group.replay(action, consumer, min(start, limit), min(end, limit), attempt)
+            group.replay(action, consumer, min(start, limit), min(end, limit), attempt, due)

@@ -66,7 +66,9 @@ class Retention:
         self._broker.touch(partition)
         for group in partition.groups.values():
             pull_log = group.pull_log
-            if pull_log.floor < start and (pull_log.next < start or pull_log.returned.overlap(0, start)):
+            if pull_log.floor < start and (
+                pull_log.next < start or pull_log.returned.overlap(0, start) or pull_log.waiting.overlap(0, start)
+            ):
                 self._broker.event(Action.SKIP, group, 0, 0, start, 0)
                 group.lost_count += pull_log.skipped(0, start)
 

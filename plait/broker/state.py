@@ -12,11 +12,13 @@ import msgspec
 
 from plait.broker.group import Consumer, Group
 from plait.broker.partition import Partition
+from plait.limits import ServerLimits
 from plait.storage.action_log import GroupDefinition
 from plait.storage.catalog import PartitionRow
 from plait.storage.producers import ProducerTable
 from plait.storage.pull_log import PullLog
 from plait.storage.ranges import Range
+from plait.storage.waiting import Due
 
 SHARDS = 64
 
@@ -39,6 +41,7 @@ class GroupState(msgspec.Struct, array_like=True):
     redelivered_count: int
     lost_count: int
     used: int
+    waiting: list[Due] = []
 
 
 class PartitionState(msgspec.Struct, array_like=True):
@@ -85,7 +88,7 @@ def dump_partition(partition: Partition, generation: int, flushed: int) -> Parti
 
 
 def _dump_group(group: Group) -> GroupState:
-    next_sequence, returned, held = group.pull_log.dump(durable_holds=group.logs_pulls)
+    next_sequence, returned, held, waiting = group.pull_log.dump(durable_holds=group.logs_pulls)
     consumers = [ConsumerState(c.id, c.client) for c in group.consumers.values()]
     return GroupState(
         group.definition,
@@ -96,14 +99,15 @@ def _dump_group(group: Group) -> GroupState:
         group.redelivered_count,
         group.lost_count,
         group.used,
+        waiting,
     )
 
 
-def load_groups(state: PartitionState, partition: Partition, ranges_max: int, heard: float) -> Iterable[Group]:
+def load_groups(state: PartitionState, partition: Partition, limits: ServerLimits, heard: float) -> Iterable[Group]:
     """The groups of a partition as a checkpoint has them; their consumers have yet to come back."""
     for entry in state.groups:
-        group = Group(entry.definition, partition, ranges_max)
-        group.pull_log = PullLog.load(entry.next, entry.returned, entry.held)
+        group = Group(entry.definition, partition, limits)
+        group.pull_log = PullLog.load(entry.next, entry.returned, entry.held, entry.waiting)
         group.redelivered_count = entry.redelivered_count
         group.lost_count = entry.lost_count
         group.used = entry.used

@@ -7,6 +7,7 @@ import msgspec
 from plait.broker.broker import Broker
 from plait.broker.group import Group
 from plait.broker.partition import Partition
+from plait.retry import Retry
 
 
 class SubjectView(msgspec.Struct, frozen=True):
@@ -39,11 +40,13 @@ class GroupView(msgspec.Struct, frozen=True):
     group: str
     broadcast: bool
     delivery: str
+    retry: Retry
     next: int
     floor: int
     lag: int
     unacked: int
     returned: int
+    waiting: int
     redelivered: int
     lost: int
     online: int
@@ -69,7 +72,7 @@ def subject_view(broker: Broker, partition: Partition) -> SubjectView:
 
 def group_view(group: Group) -> GroupView:
     log, partition = group.pull_log, group.partition
-    held, returned = log.held_count, log.returned.count
+    held, returned, waiting = log.held_count, log.returned.count, log.waiting.count
     consumers = [
         ConsumerView(c.client, c.connected, log.held[c.id].count if c.id in log.held else 0)
         for c in group.consumers.values()
@@ -79,11 +82,13 @@ def group_view(group: Group) -> GroupView:
         group.name,
         group.definition.broadcast,
         group.definition.delivery,
+        group.retry,
         log.next,
         log.floor,
-        max(partition.visible - log.next, 0) + held + returned,
+        max(partition.visible - log.next, 0) + held + returned + waiting,
         held,
         returned,
+        waiting,
         group.redelivered_count,
         group.lost_count,
         sum(consumer.online for consumer in consumers),

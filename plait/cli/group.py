@@ -49,10 +49,12 @@ def describe(subject: Subject, group: Group, /, *, server: Server = DEFAULT_SERV
             ("group", found.group),
             ("kind", "broadcast" if found.broadcast else "shared"),
             ("delivery", found.delivery.replace("_", " ")),
+            ("retry", f"failed messages wait {found.retry}"),
             ("lag", f"{found.lag:,} not done yet"),
             ("next", f"{found.next} is handed out next; everything before {found.floor} is done"),
             ("unacked", f"{found.unacked:,} in consumers' hands"),
-            ("returned", f"{found.returned:,} waiting to be handed out again"),
+            ("returned", f"{found.returned:,} to be handed out again"),
+            ("waiting", f"{found.waiting:,} failed and wait for their next attempt"),
             ("redelivered", f"{found.redelivered:,} so far"),
             ("lost", f"{found.lost:,} taken by retention or damage before they were done"),
         ]
@@ -88,7 +90,7 @@ def reset(
 
 def print_groups(groups: Iterable[GroupInfo]) -> None:
     """A line a group."""
-    columns = ("subject", "group", "kind", "lag", "unacked", "returned", "redelivered", "lost", "online")
+    columns = ("subject", "group", "kind", "lag", "unacked", "returned", "waiting", "redelivered", "lost", "online")
     rows = (
         (
             g.subject,
@@ -97,6 +99,7 @@ def print_groups(groups: Iterable[GroupInfo]) -> None:
             f"{g.lag:,}",
             f"{g.unacked:,}",
             f"{g.returned:,}",
+            f"{g.waiting:,}",
             f"{g.redelivered:,}",
             f"{g.lost:,}",
             str(g.online),

@@ -9,6 +9,7 @@ import msgspec
 
 from plait.client.arguments import Duration, Start, seconds_of, start_of
 from plait.client.node import Node
+from plait.retry import Retry
 from plait.wire import messages as m
 
 
@@ -42,11 +43,13 @@ class GroupInfo(msgspec.Struct, frozen=True):
     group: str
     broadcast: bool
     delivery: str
+    retry: Retry
     next: int
     floor: int
     lag: int
     unacked: int
     returned: int
+    waiting: int
     redelivered: int
     lost: int
     online: int

@@ -1,7 +1,7 @@
 """``App``: functions that handle messages, run as a service.
 
-Return acknowledges, raise gives the message back to its group at once; a handler that keeps failing pauses between
-messages, twice as long each time (``ClientLimits``: ``failure_pause_first_seconds``, ``failure_pause_max_seconds``).
+Return acknowledges, raise makes the group try the message again as its retry policy says (``RetryLater``: when the
+handler says; ``Suspend``: and nothing else until then).
 SIGTERM and SIGINT drain: no new messages, what is being handled is finished within ``drain_seconds``, the rest is given
 back.
 """
@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, contextmanager
 from typing import Any, Literal, TypeVar
 
 from plait import names
-from plait.client.arguments import Start, start_of
+from plait.client.arguments import Duration, Start, seconds_of, start_of, wait_of
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consumer import Consumer
 from plait.client.loops import new_event_loop
@@ -29,6 +29,7 @@ from plait.client.subscription import Settings, Subscription
 from plait.client.types import Receipt, Ticket
 from plait.errors import Closed, InvalidArgument
 from plait.limits import ClientLimits
+from plait.retry import Retry
 
 log = logging.getLogger("plait.app")
 
@@ -84,13 +85,17 @@ class App:
         broadcast: bool = False,
         start: Start | None = None,
         prefetch: int | None = None,
+        retry: Retry | None = None,
+        timeout: Duration | None = None,
+        suspend: Duration | None = None,
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
 
         Its parameters say what it gets: one annotated ``plait.Message`` the message, another the body, decoded into
         its annotation (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` it gets
-        lists of up to n. ``concurrency`` is how many calls run at a time; the other arguments are those of
-        ``client.consumer``.
+        lists of up to n. ``concurrency`` is how many calls run at a time. A call that takes longer than ``timeout`` has
+        failed; an ``async def`` is cancelled then. With ``suspend`` any failure keeps the handler from messages for
+        that long, as ``plait.Suspend`` does. The other arguments are those of ``client.consumer``.
         """
         names.check("subject", subject)
         group = None if broadcast else group or self.group
@@ -106,6 +111,8 @@ class App:
         if delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         start_of(start, 0)
+        if retry is not None and not isinstance(retry, Retry):
+            raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
         if group is not None and any(
             (s.settings.subject, s.settings.group) == (subject, group) for s in self._subscriptions
         ):
@@ -122,13 +129,16 @@ class App:
             broadcast=broadcast,
             start=start,
             prefetch=prefetch,
+            retry=retry,
+            timeout=None if timeout is None else seconds_of(timeout),
+            suspend=None if suspend is None else wait_of(suspend),
         )
         # Types that a function defined for its own handlers are found too.
         local_names = dict(sys._getframe(1).f_locals)
 
         def decorate(function: Function) -> Function:
             handler = Handler(function, batch=batch is not None, local_names=local_names)
-            self._subscriptions.append(Subscription(settings, handler, self.limits))
+            self._subscriptions.append(Subscription(settings, handler))
             return function
 
         return decorate

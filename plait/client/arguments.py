@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from plait.errors import InvalidArgument
+from plait.retry import WAIT_SECONDS_MAX
 
 #: Seconds, a timedelta, or text such as "5m".
 Duration = float | timedelta | str
@@ -29,6 +30,14 @@ def seconds_of(value: Any) -> float:
         raise InvalidArgument(f"duration {value!r} is not understood; use seconds, a timedelta or text such as '5m'")
     if not 0 <= seconds < float("inf"):
         raise InvalidArgument(f"duration {value!r} must be 0 or more")
+    return seconds
+
+
+def wait_of(value: Any) -> float:
+    """How long a message is to wait, in seconds."""
+    seconds = seconds_of(value)
+    if seconds > WAIT_SECONDS_MAX:
+        raise InvalidArgument(f"a message cannot wait {value!r}; the limit is {WAIT_SECONDS_MAX / 86400:.0f} days")
     return seconds
 
 

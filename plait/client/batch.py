@@ -9,6 +9,7 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
+from plait.client.arguments import Duration, wait_of
 from plait.client.settling import Piece, Settling
 from plait.client.types import Message
 from plait.errors import InvalidArgument
@@ -49,16 +50,16 @@ class Batch(Sequence[Message]):
         self._ack_soon()
         await self._settling.flush()
 
-    async def nack(self) -> None:
-        """All that were not acked go back to the group at once."""
-        self._nack_soon()
+    async def nack(self, delay: Duration | None = None) -> None:
+        """All that were not acked failed: the group gets them again after ``delay``, or as it retries."""
+        self._nack_soon(None if delay is None else wait_of(delay))
         await self._settling.flush()
 
     def _ack_soon(self) -> None:
         self._settling.ack_pieces(self._pieces)
 
-    def _nack_soon(self) -> None:
-        self._settling.nack_pieces(self._pieces)
+    def _nack_soon(self, delay: float | None = None) -> None:
+        self._settling.nack_pieces(self._pieces, delay)
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)} messages>"
@@ -89,10 +90,11 @@ class ArrowBatch:
         self._settling.ack_pieces(self._pieces)
         await self._settling.flush()
 
-    async def nack(self, rows: Iterable[int] | None = None) -> None:
-        """The rows with these numbers (all: None) go back to the group at once."""
+    async def nack(self, rows: Iterable[int] | None = None, delay: Duration | None = None) -> None:
+        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries."""
+        seconds = None if delay is None else wait_of(delay)
         if rows is None:
-            self._settling.nack_pieces(self._pieces)
+            self._settling.nack_pieces(self._pieces, seconds)
         else:
             ends = np.cumsum([stop - start for _, start, stop in self._pieces])
             for row in rows:
@@ -100,7 +102,7 @@ class ArrowBatch:
                     raise InvalidArgument(f"row {row} is outside a batch of {len(self)}")
                 at = int(np.searchsorted(ends, row, "right"))
                 delivered, start, stop = self._pieces[at]
-                delivered.nack_row(start + row - (int(ends[at]) - (stop - start)))
+                delivered.nack_row(start + row - (int(ends[at]) - (stop - start)), seconds)
         await self._settling.flush()
 
     def __repr__(self) -> str:

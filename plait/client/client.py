@@ -25,6 +25,7 @@ from plait.client.reader import Reader
 from plait.client.types import Receipt, Receipts, Ticket
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
+from plait.retry import Retry
 
 log = logging.getLogger("plait.client")
 
@@ -216,13 +217,15 @@ class Client:
         delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
         start: Start | None = None,
         prefetch: int | None = None,
+        retry: Retry | None = None,
     ) -> Consumer:
         """A member of a group, for ``async with``; no group, or ``broadcast``: every message of the subject.
 
         A new group starts at the earliest message, a broadcast at the latest, unless ``start`` says otherwise:
-        "earliest", "latest", a sequence, a datetime, or "-5m" before now.
+        "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` says how long failed messages wait;
+        it is the group's, and a member that names none takes it as it is.
         """
-        return self._consumer(subject, group, broadcast, delivery, start, prefetch)
+        return self._consumer(subject, group, broadcast, delivery, start, prefetch, retry)
 
     def _consumer(
         self,
@@ -232,6 +235,7 @@ class Client:
         delivery: str,
         start: Start | None,
         prefetch: int | None,
+        retry: Retry | None,
         *,
         any_thread: bool = False,
     ) -> Consumer:
@@ -244,6 +248,8 @@ class Client:
             names.check("group", group)
         if delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
+        if retry is not None and not isinstance(retry, Retry):
+            raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
         limits = self.limits
         if prefetch is not None:
             if prefetch < 1:
@@ -258,6 +264,7 @@ class Client:
             self._member_id(subject, group),
             start_of(start, _now()),
             delivery,
+            retry,
             any_thread=any_thread,
         )
         self._consumers.add(consumer)

@@ -23,6 +23,7 @@ from plait.client.types import Message, PartitionName
 from plait.errors import Closed, FrameError, GroupBusy, InvalidArgument, PlaitError, StaleSession, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import ClientLimits
+from plait.retry import Retry
 from plait.wire import messages as m
 from plait.wire.dial import Link
 
@@ -52,6 +53,7 @@ class Consumer:
         client: str,
         start: Any,
         delivery: str,
+        retry: Retry | None = None,
         *,
         any_thread: bool = False,
     ) -> None:
@@ -62,6 +64,9 @@ class Consumer:
         self._limits = limits
         self._start = start
         self._delivery = delivery
+        self._retry = retry
+        #: Nothing is pulled for the time being.
+        self._suspended = False
         #: At most once: what is pulled counts as handled, so there is nothing to track and nothing pulled ahead.
         self._tracks = delivery != "at_most_once"
         self._delivered: type[Delivered] = SharedDelivered if any_thread else Delivered
@@ -164,7 +169,16 @@ class Consumer:
         holds = [piece for delivered in self._open for piece in delivered.open_ranges()]
         holds += self._settling.unsent_acks
         attached: m.Attached = await link.request(
-            m.Attach(self.subject, self.group, self.client_id, self._start, self._delivery, holds, self._partition_id)
+            m.Attach(
+                self.subject,
+                self.group,
+                self.client_id,
+                self._start,
+                self._delivery,
+                holds,
+                self._partition_id,
+                self._retry,
+            )
         )
         if self._partition_id not in (0, attached.partition):
             self._forget_all()
@@ -224,12 +238,30 @@ class Consumer:
         self._stale = False
         for delivered in self._buffer:
             self._settling.settle_now(delivered)
-            delivered.nacking.append(slice(delivered.taken, delivered.count))
+            delivered.nack_rows(slice(delivered.taken, delivered.count))
             # The broker has them back already: nobody is told.
             delivered.collect()
-            delivered.taken = delivered.count
             if not delivered.open_count:
                 self._forget(delivered)
+        self._empty_buffer()
+
+    def _suspend(self) -> None:
+        """Pull nothing until ``_resume``; what was pulled and not begun is for others."""
+        self._suspended = True
+        self._hand_back()
+
+    def _resume(self) -> None:
+        self._suspended = False
+        self._pull()
+
+    def _hand_back(self) -> None:
+        if self._tracks and not self._settling.closed:
+            self._settling.nack_pieces([(d, d.taken, d.count) for d in self._buffer], 0.0)
+            self._empty_buffer()
+
+    def _empty_buffer(self) -> None:
+        for delivered in self._buffer:
+            delivered.taken = delivered.count
         self._buffer.clear()
         self._buffered_count = 0
         self._ready = []
@@ -266,7 +298,7 @@ class Consumer:
 
     def _pull(self) -> None:
         link = self._link
-        if not self._attached or self._stopping or link is None or link.closed:
+        if not self._attached or self._stopping or self._suspended or link is None or link.closed:
             return
         wanting = self._demand > self._buffered_count and not self._pulls
         if wanting and not self._settling.under_way and not self._wanted():
@@ -313,6 +345,8 @@ class Consumer:
             try:
                 self._take_in(answer, payload)
                 self._broken = 0
+                if self._suspended:
+                    self._hand_back()
             except FrameError as broken:
                 self._take_back(broken)
         self._wake()

@@ -21,6 +21,8 @@ _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTIO
 
 #: (start, end, epoch) of sequences.
 EpochRange = tuple[int, int, int]
+#: What failed, by the seconds that it is to wait (None: as the group retries).
+Nacks = dict[float | None, list[EpochRange]]
 
 
 def to_datetime(micros: int) -> datetime:
@@ -36,7 +38,7 @@ class Owner(Protocol):
     def settle_now(self, delivered: Delivered) -> None:
         """Collect what there is before anything else is said."""
 
-    def from_thread(self, delivered: Delivered, row: int, *, acked: bool) -> None:
+    def from_thread(self, delivered: Delivered, row: int, *, acked: bool, delay: float | None = None) -> None:
         """A word from another thread."""
 
 
@@ -87,7 +89,8 @@ class Delivered:
         self.open_count = frame.count
         self.rows_done: npt.NDArray[np.bool_] | None = None
         self.acking: list[int | slice] = []
-        self.nacking: list[int | slice] = []
+        #: Seconds to wait (None: as the group retries) → rows.
+        self.nacking: dict[float | None, list[int | slice]] = {}
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._tags: list[bytes] | None = None
         self._headers: list[bytes] | None = None
@@ -166,20 +169,24 @@ class Delivered:
             acking.append(row)
         return ACKNOWLEDGED
 
-    def nack_row(self, row: int) -> Acknowledgement:
+    def nack_row(self, row: int, delay: float | None = None) -> Acknowledgement:
         owner = self.owner
         if owner is not None:
             owner.settle_soon(self)
             if self.acking:
                 owner.settle_now(self)
-            self.nacking.append(row)
+            self.nack_rows(row, delay)
         return ACKNOWLEDGED
 
-    def collect(self) -> tuple[list[EpochRange], list[EpochRange]]:
+    def nack_rows(self, rows: int | slice, delay: float | None = None) -> None:
+        """Note a failure; ``collect`` tells of it."""
+        self.nacking.setdefault(delay, []).append(rows)
+
+    def collect(self) -> tuple[list[EpochRange], Nacks]:
         """(acks, nacks) as sequence ranges of rows that were open, which they no longer are."""
-        nacks = self._settle(self.nacking)
+        nacks = {delay: self._settle(rows) for delay, rows in self.nacking.items()}
         acks = self._settle(self.acking)
-        self.nacking, self.acking = [], []
+        self.nacking, self.acking = {}, []
         return acks, nacks
 
     def _settle(self, items: list[int | slice]) -> list[EpochRange]:
@@ -240,7 +247,7 @@ class SharedDelivered(Delivered):
             self.owner.from_thread(self, row, acked=True)
         return ACKNOWLEDGED
 
-    def nack_row(self, row: int) -> Acknowledgement:
+    def nack_row(self, row: int, delay: float | None = None) -> Acknowledgement:
         if self.owner is not None:
-            self.owner.from_thread(self, row, acked=False)
+            self.owner.from_thread(self, row, acked=False, delay=delay)
         return ACKNOWLEDGED

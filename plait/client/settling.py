@@ -11,7 +11,7 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-from plait.client.delivered import Delivered, EpochRange
+from plait.client.delivered import Delivered, EpochRange, Nacks
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
@@ -50,11 +50,11 @@ class Settling:
         #: Frames with rows that were acked or nacked and not collected.
         self._unsent: dict[Delivered, None] = {}
         self._acks: list[EpochRange] = []
-        self._nacks: list[EpochRange] = []
+        self._nacks: Nacks = {}
         self._task: asyncio.Task[None] | None = None
         self._scheduled = False
-        #: Words of other threads: (frame, row, acked).
-        self._inbox: deque[tuple[Delivered, int, bool]] = deque()
+        #: Words of other threads: (frame, row, acked, seconds to wait).
+        self._inbox: deque[tuple[Delivered, int, bool, float | None]] = deque()
         self._inbox_scheduled = False
         self._error: PlaitError | None = None
         self._closed = False
@@ -64,7 +64,7 @@ class Settling:
         for delivered in self._unsent:
             delivered.collect()
         self._unsent.clear()
-        self._acks, self._nacks = [], []
+        self._acks, self._nacks = [], {}
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -102,7 +102,12 @@ class Settling:
         """Collect what was said so far before anything else is said of the frame."""
         acks, nacks = delivered.collect()
         self._acks += acks
-        self._nacks += nacks
+        self._add_nacks(nacks)
+
+    def _add_nacks(self, nacks: Nacks) -> None:
+        for delay, ranges in nacks.items():
+            if ranges:
+                self._nacks.setdefault(delay, []).extend(ranges)
 
     def ack_pieces(self, pieces: list[Piece]) -> None:
         """All of their rows that are open are done."""
@@ -112,22 +117,22 @@ class Settling:
                 self.settle_soon(delivered)
                 delivered.acking.append(slice(start, stop))
 
-    def nack_pieces(self, pieces: list[Piece]) -> None:
-        """All of their rows that are open go back."""
+    def nack_pieces(self, pieces: list[Piece], delay: float | None = None) -> None:
+        """All of their rows that are open failed."""
         self._absorb()
         for delivered, start, stop in pieces:
             if delivered.owner is not None:
                 self.settle_soon(delivered)
                 if delivered.acking:
                     self.settle_now(delivered)
-                delivered.nacking.append(slice(start, stop))
+                delivered.nack_rows(slice(start, stop), delay)
 
-    def from_thread(self, delivered: Delivered, row: int, *, acked: bool) -> None:
+    def from_thread(self, delivered: Delivered, row: int, *, acked: bool, delay: float | None = None) -> None:
         """The same from any thread: kept aside, and the loop is woken once for all that come before it looks."""
         loop = self._loop
         if self._closed or loop is None:
             raise _closed()
-        self._inbox.append((delivered, row, acked))
+        self._inbox.append((delivered, row, acked, delay))
         if not self._inbox_scheduled:
             self._inbox_scheduled = True
             try:
@@ -139,13 +144,13 @@ class Settling:
         self._inbox_scheduled = False
         inbox = self._inbox
         while inbox:
-            delivered, row, acked = inbox.popleft()
+            delivered, row, acked, delay = inbox.popleft()
             if acked:
                 delivered.acking.append(row)
             else:
                 if delivered.acking:
                     self.settle_now(delivered)
-                delivered.nacking.append(row)
+                delivered.nack_rows(row, delay)
             if not self._closed:
                 self.settle_soon(delivered)
 
@@ -179,17 +184,18 @@ class Settling:
             if link is None or link.closed:
                 # Sent after the next attach.
                 break
-            acks, nacks = _merge(self._acks), _merge(self._nacks)
-            self._acks, self._nacks = [], []
+            acks, nacks = _merge(self._acks), self._nacks
+            self._acks, self._nacks = [], {}
             try:
                 # Failures first: a success must never be known before the failures that came with it.
-                if nacks:
-                    await link.request(m.Nack(self._session, nacks))
-                    nacks = []
+                for delay in list(nacks):
+                    await link.request(m.Nack(self._session, _merge(nacks[delay]), delay))
+                    del nacks[delay]
                 if acks:
                     await link.request(m.Ack(self._session, acks))
             except PlaitError as error:
-                self._acks, self._nacks = acks + self._acks, nacks + self._nacks
+                self._acks = acks + self._acks
+                self._add_nacks(nacks)
                 if isinstance(error, Unavailable | StaleSession):
                     self._listener.lost(stale=isinstance(error, StaleSession))
                     break
@@ -225,6 +231,11 @@ class Settling:
                     f"acks could not be sent within {limit:g} s; what they are about may be delivered again"
                 ) from None
             self._start()
+
+    @property
+    def closed(self) -> bool:
+        """Nothing can be said any more."""
+        return self._closed
 
     @property
     def under_way(self) -> bool:

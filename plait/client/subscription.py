@@ -1,4 +1,4 @@
-"""A handler with the messages it gets: returns acknowledge, exceptions give back."""
+"""A handler with the messages it gets: returns acknowledge, exceptions make the group try again later."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from plait.client.arguments import Start
 from plait.client.batch import Batch
 from plait.client.client import Client
 from plait.client.consumer import Consumer
+from plait.client.outcomes import RetryLater, Suspend
 from plait.client.signature import Handler
 from plait.client.types import Message
 from plait.errors import CodecError
-from plait.limits import ClientLimits
+from plait.retry import Retry
 
 log = logging.getLogger("plait.app")
 
@@ -39,50 +40,68 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     broadcast: bool
     start: Start | None
     prefetch: int | None
+    retry: Retry | None
+    #: Seconds after which a call has failed; None: it may take as long as it likes.
+    timeout: float | None
+    #: Seconds for which any failure suspends the handler; None: only ``Suspend`` does.
+    suspend: float | None
 
 
 class Subscription:
     """One ``@app.subscriber``."""
 
-    def __init__(self, settings: Settings, handler: Handler, limits: ClientLimits) -> None:
+    def __init__(self, settings: Settings, handler: Handler) -> None:
         self.settings = settings
         self.handler = handler
-        self._limits = limits
-        #: Failures since the last success, over all workers.
-        self._failures = 0
+        #: On the loop's clock: until then no worker begins anything.
+        self._suspended_until = 0.0
 
     def consumer(self, client: Client) -> Consumer:
         """The consumer that feeds the handler."""
         s = self.settings
         return client._consumer(
-            s.subject, s.group, s.broadcast, s.delivery, s.start, s.prefetch, any_thread=not self.handler.is_async
+            s.subject,
+            s.group,
+            s.broadcast,
+            s.delivery,
+            s.start,
+            s.prefetch,
+            s.retry,
+            any_thread=not self.handler.is_async,
         )
 
     async def work(self, consumer: Consumer, pool: ThreadPoolExecutor, stopping: asyncio.Event) -> None:
         """One worker: handle what comes until the consumer stops."""
         if self.settings.batch is None:
             async for message in consumer:
-                if not await self._handle(message, pool):
-                    await self._pause(stopping)
+                if not await self._resumed(stopping):
+                    return
+                self._suspend(consumer, await self._handle(message, pool))
             return
         while not stopping.is_set():
             batch = await consumer.fetch(self.settings.batch, BATCH_WAIT_SECONDS)
-            if len(batch) and not await self._handle_batch(batch, pool):
-                await self._pause(stopping)
+            if not await self._resumed(stopping):
+                return
+            if len(batch):
+                self._suspend(consumer, await self._handle_batch(batch, pool))
 
-    async def _handle(self, message: Message, pool: ThreadPoolExecutor) -> bool:
+    async def _handle(self, message: Message, pool: ThreadPoolExecutor) -> BaseException | None:
+        """Why it failed."""
         try:
             arguments = self.handler.arguments(self.handler.decode(message), message)
         except CodecError as error:
             self._refuse(message, error)
-            return False
-        if not await self._call(arguments, pool, message):
-            message.nack()
-            return False
-        message.ack()
-        return True
+            return error
+        failure = await self._call(arguments, pool, message)
+        if failure is None:
+            message.ack()
+        else:
+            message.nack(_wait_after(failure))
+        return failure
 
-    async def _handle_batch(self, batch: Batch, pool: ThreadPoolExecutor) -> bool:
+    async def _handle_batch(self, batch: Batch, pool: ThreadPoolExecutor) -> BaseException | None:
+        """Why it failed, or some of its messages did."""
+        failure: BaseException | None = None
         bodies: list[Any] = []
         messages: list[Message] = []
         for message in batch:
@@ -91,53 +110,81 @@ class Subscription:
                 messages.append(message)
             except CodecError as error:
                 self._refuse(message, error)
-        if messages and not await self._call(self.handler.arguments(bodies, messages), pool, batch):
-            batch._nack_soon()
-            return False
+                failure = error
+        if messages:
+            broken = await self._call(self.handler.arguments(bodies, messages), pool, batch)
+            if broken is not None:
+                batch._nack_soon(_wait_after(broken))
+                return broken
         batch._ack_soon()
-        return len(messages) == len(batch)
+        return failure
 
     def _refuse(self, message: Message, error: CodecError) -> None:
-        self._failures += 1
-        log.error("%s cannot take %s, which goes back to the group: %s", self.handler.name, _place(message), error)
+        log.error("%s cannot take %s, which is tried again: %s", self.handler.name, _place(message), error)
         message.nack()
 
-    async def _call(self, arguments: list[Any], pool: ThreadPoolExecutor, about: Message | Batch) -> bool:
-        """Whether the handler returned."""
+    async def _call(
+        self, arguments: list[Any], pool: ThreadPoolExecutor, about: Message | Batch
+    ) -> BaseException | None:
+        """Why the handler failed; None: it returned."""
         failure: BaseException | None = None
         try:
-            if self.handler.is_async:
-                await self.handler.function(*arguments)
-            else:
-                context = contextvars.copy_context()
-                call = functools.partial(_outcome, context, self.handler.function, arguments)
-                result, failure = await asyncio.get_running_loop().run_in_executor(pool, call)
-                if inspect.isawaitable(result):
-                    # A plain function around an asynchronous one.
-                    await result
+            async with asyncio.timeout(self.settings.timeout) as limit:
+                if self.handler.is_async:
+                    await self.handler.function(*arguments)
+                else:
+                    context = contextvars.copy_context()
+                    call = functools.partial(_outcome, context, self.handler.function, arguments)
+                    # A thread cannot be stopped: after the time-out it goes on, and keeps its worker's place.
+                    result, failure = await asyncio.get_running_loop().run_in_executor(pool, call)
+                    if inspect.isawaitable(result):
+                        # A plain function around an asynchronous one.
+                        await result
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             failure = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is logged and the message goes back
+        except TimeoutError as error:
             failure = error
-        if failure is None:
-            self._failures = 0
-            return True
-        self._failures += 1
-        log.error("%s failed on %s, which goes back to the group", self.handler.name, _place(about), exc_info=failure)
-        return False
+            if limit.expired():
+                failure = TimeoutError(f"{self.handler.name} did not return within {self.settings.timeout:g} s")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is logged and the message is tried again
+            failure = error
+        if isinstance(failure, RetryLater | Suspend):
+            log.info("%s: %s, %s", self.handler.name, _place(about), failure)
+        elif failure is not None:
+            log.error("%s failed on %s, which is tried again", self.handler.name, _place(about), exc_info=failure)
+        return failure
 
-    async def _pause(self, stopping: asyncio.Event) -> None:
-        """Failing again and again: twice as long each time, so that a message nobody can handle costs little."""
-        first, longest = self._limits.failure_pause_first_seconds, self._limits.failure_pause_max_seconds
-        seconds = min(first * 2 ** min(max(self._failures - 1, 0), 32), longest)
-        try:
-            async with asyncio.timeout(seconds):
-                await stopping.wait()
-        except TimeoutError:
-            pass
+    def _suspend(self, consumer: Consumer, failure: BaseException | None) -> None:
+        """Begin nothing for a while, if that is what the failure means; what was pulled ahead is for others."""
+        if isinstance(failure, Suspend):
+            seconds = failure.seconds
+        elif failure is not None and self.settings.suspend is not None and not isinstance(failure, RetryLater):
+            seconds = self.settings.suspend
+        else:
+            return
+        loop = asyncio.get_running_loop()
+        self._suspended_until = max(self._suspended_until, loop.time() + seconds)
+        consumer._suspend()
+        log.warning("%s is suspended for %g s", self.handler.name, seconds)
+        loop.call_at(self._suspended_until, self._resume, consumer)
+
+    def _resume(self, consumer: Consumer) -> None:
+        if asyncio.get_running_loop().time() >= self._suspended_until:
+            consumer._resume()
+
+    async def _resumed(self, stopping: asyncio.Event) -> bool:
+        """Wait for the end of a suspension; False: the app stops."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < self._suspended_until and not stopping.is_set():
+            try:
+                async with asyncio.timeout_at(self._suspended_until):
+                    await stopping.wait()
+            except TimeoutError:
+                pass
+        return not stopping.is_set()
 
 
 def _outcome(
@@ -148,6 +195,11 @@ def _outcome(
         return context.run(function, *arguments), None
     except Exception as error:  # noqa: BLE001 - told to the caller
         return None, error
+
+
+def _wait_after(failure: BaseException) -> float | None:
+    """How long the message waits; None: as the group retries."""
+    return failure.seconds if isinstance(failure, RetryLater | Suspend) else None
 
 
 def _place(about: Message | Batch) -> str:

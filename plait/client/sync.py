@@ -27,6 +27,7 @@ from plait.client.sync_reader import Reader
 from plait.client.types import Receipt, Receipts
 from plait.errors import PlaitError
 from plait.limits import ClientLimits
+from plait.retry import Retry
 
 T = TypeVar("T")
 
@@ -206,11 +207,12 @@ class Client:
         delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
         start: Start | None = None,
         prefetch: int | None = None,
+        retry: Retry | None = None,
     ) -> Consumer:
         """A member of a group, for ``with``; the arguments are those of the asynchronous client."""
 
         async def make() -> Consumer:
-            inner = self._client._consumer(subject, group, broadcast, delivery, start, prefetch, any_thread=True)
+            inner = self._client._consumer(subject, group, broadcast, delivery, start, prefetch, retry, any_thread=True)
             return Consumer(inner, self._run)
 
         return self._run(make())

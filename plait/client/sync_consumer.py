@@ -48,9 +48,9 @@ class Batch(Sequence[Message]):
         """All that were not nacked are done; returns when the broker has it."""
         self._run(self._inner.ack())
 
-    def nack(self) -> None:
-        """All that were not acked go back to the group at once."""
-        self._run(self._inner.nack())
+    def nack(self, delay: Duration | None = None) -> None:
+        """All that were not acked failed: the group gets them again after ``delay``, or as it retries."""
+        self._run(self._inner.nack(delay))
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -75,9 +75,9 @@ class ArrowBatch:
         """All rows that were not nacked are done; returns when the broker has it."""
         self._run(self._inner.ack())
 
-    def nack(self, rows: Iterable[int] | None = None) -> None:
-        """The rows with these numbers (all: None) go back to the group at once."""
-        self._run(self._inner.nack(rows))
+    def nack(self, rows: Iterable[int] | None = None, delay: Duration | None = None) -> None:
+        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries."""
+        self._run(self._inner.nack(rows, delay))
 
     def __repr__(self) -> str:
         return repr(self._inner)

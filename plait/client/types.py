@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 
+from plait.client.arguments import Duration, wait_of
 from plait.errors import PlaitError
 
 if TYPE_CHECKING:
@@ -195,9 +196,9 @@ class Message(msgspec.Struct, gc=False):
         """It is done. Sent with the acks of the same moment; ``await consumer.flush()`` waits for the broker."""
         return self._delivered.ack_row(self._row)
 
-    def nack(self) -> Acknowledgement:
-        """It failed: another consumer of the group, or this one, gets it again at once."""
-        return self._delivered.nack_row(self._row)
+    def nack(self, delay: Duration | None = None) -> Acknowledgement:
+        """It failed: a consumer of the group gets it again after ``delay`` (0: at once), or as the group retries."""
+        return self._delivered.nack_row(self._row, None if delay is None else wait_of(delay))
 
     def __repr__(self) -> str:
         body = self.body if len(self.body) <= 40 else self.body[:37] + b"..."

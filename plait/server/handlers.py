@@ -14,6 +14,7 @@ from plait.broker.partition import Batch
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, StaleRoute, VersionMismatch
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
+from plait.retry import WAIT_SECONDS_MAX
 from plait.server import admin
 from plait.version import VERSION
 from plait.wire import messages as m
@@ -150,6 +151,7 @@ class Handlers:
             delivery=attach.delivery,  # type: ignore[arg-type]
             holds=_checked(attach.holds),
             holds_of=attach.partition,
+            retry=attach.retry,
         )
         connection.attached(consumer)
         partition = consumer.group.partition
@@ -184,7 +186,11 @@ class Handlers:
 
     def _nack(self, connection: Connection, correlation: int, nack: m.Nack, _: memoryview) -> None:
         consumer = connection.consumer(nack.session)
-        self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()))
+        delay = nack.delay
+        if delay is not None and not 0 <= delay <= WAIT_SECONDS_MAX:
+            raise InvalidArgument(f"a delay of {delay} seconds is not possible; use 0 to {WAIT_SECONDS_MAX:.0f}")
+        self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()), delay)
+        self._server.arm_timer()
 
     def _detach(self, connection: Connection, correlation: int, detach: m.Detach, _: memoryview) -> None:
         consumer = connection.consumers.get(detach.session)

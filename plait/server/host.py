@@ -109,6 +109,7 @@ class Server:
             self._release()
             raise
         self.port = self._listener.sockets[0].getsockname()[1]
+        self.arm_timer()
         for job in (self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop):
             self._tasks.append(self.loop.create_task(self._guard(job)))
         return self.report

@@ -19,6 +19,7 @@ from plait.frame.builder import FrameParts, build_frame
 from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
+from plait.retry import Retry
 
 DIRECTORY = "action"
 #: Frame kinds, in the stamp's partition field.
@@ -39,6 +40,9 @@ class Action(IntEnum):
     FORGET_CONSUMER = 7
     FORGET_GROUP = 8
 
+
+#: The time of an event is when its rows are due, not when it happened.
+FLAG_DUE = 1
 
 EVENT = np.dtype(
     [
@@ -71,6 +75,8 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     broadcast: bool
     delivery: str
     created: int
+    #: None: as usual.
+    retry: Retry | None = None
 
 
 class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):
@@ -114,8 +120,9 @@ class ActionBuffer:
         attempt: int,
         epoch: int,
         time: int,
+        flags: int = 0,
     ) -> None:
-        self._events.append(_EVENT.pack(action, 0, min(attempt, 0xFFFF), group, consumer, epoch, start, end, time))
+        self._events.append(_EVENT.pack(action, flags, min(attempt, 0xFFFF), group, consumer, epoch, start, end, time))
 
     def define(self, definition: Definition) -> None:
         self._definitions.append(_encoder.encode(definition))

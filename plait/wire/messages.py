@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from plait.errors import PlaitError, ProtocolError, from_code
+from plait.errors import InvalidArgument, PlaitError, ProtocolError, from_code
 from plait.limits import KIB, MIB
+from plait.retry import Retry
 from plait.wire.packets import PACKET_SIZE_MAX
 
 PROTOCOL_VERSION = 1
@@ -119,6 +120,7 @@ class Attach(Message, frozen=True):
     delivery: str = "at_least_once"
     holds: list[EpochRange] = []
     partition: int = 0
+    retry: Retry | None = None
 
 
 class Attached(Message, frozen=True):
@@ -158,11 +160,12 @@ class Ack(Message, frozen=True):
 
 
 class Nack(Message, frozen=True):
-    """These ranges go back to the group at once."""
+    """These ranges failed: the group gets them again after ``delay`` seconds; None: as its retry policy says."""
 
     KIND: ClassVar[int] = 25
     session: int
     ranges: list[EpochRange]
+    delay: float | None = None
 
 
 class Detach(Message, frozen=True):
@@ -244,7 +247,7 @@ def decode(kind: int, head: memoryview) -> Message:
         raise ProtocolError(f"a head of {len(head)} bytes for a packet of kind {kind} is over the limit of {limit}")
     try:
         message: Message = decoder.decode(head)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument) as error:
         raise ProtocolError(f"packet of kind {kind} does not decode: {error}") from None
     return message
 

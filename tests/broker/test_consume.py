@@ -418,9 +418,14 @@ def test_a_removed_group_starts_anew():
 
 # --- the whole ----------------------------------------------------------------------------------
 
+#: The longest wait of the usual policy.
+WAIT_MAX = 800.0
+
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["send", "pull", "ack", "nack", "lose", "leave", "restart", "kill", "checkpoint"]),
+        st.sampled_from(
+            ["send", "pull", "ack", "nack", "fail", "wait", "lose", "leave", "restart", "kill", "checkpoint"]
+        ),
         st.integers(0, 2),
         st.integers(1, 6),
     ),
@@ -459,6 +464,12 @@ def test_every_row_is_handed_out_until_it_is_acked_and_never_after(steps: list[t
                 acked.update(sequence for s, e in held for sequence in range(s, e))
             elif step == "nack":
                 node.nack(consumer, *((s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)))
+            elif step == "fail":
+                ranges = [(s, e, epoch) for s, e in held for epoch in range(1, node.broker.epoch + 1)]
+                node.nack(consumer, *ranges, delay=None)
+            elif step == "wait":
+                hands[client] = held
+                node.later(count)
             elif step == "leave":
                 node.membership.detach(consumer)
                 node.turn()
@@ -473,6 +484,7 @@ def test_every_row_is_handed_out_until_it_is_acked_and_never_after(steps: list[t
         assert log is None or log.next <= node.partition("orders").visible
     node.clock.advance(LOST)
     node.membership.lose_silent()
+    node.later(WAIT_MAX)
     last = node.attach("orders", "g", "last")
     rest = [s for start, end, _ in drain(node, last) for s in range(start, end)]
     assert sorted([*rest, *acked]) == list(range(node.partition("orders").visible))

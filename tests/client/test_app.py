@@ -18,8 +18,8 @@ from plait.testing import EmbeddedBroker
 from plait.testing.embedded import TEST_CONFIG
 from tests.client.support import fetch_all, numbers, send, until
 
-#: A failing handler pauses for a moment only.
-BRISK = plait.ClientLimits(failure_pause_first_seconds=0.001, failure_pause_max_seconds=0.002)
+#: What failed is tried again at once.
+AT_ONCE = plait.Retry.constant(0)
 
 
 class Order(msgspec.Struct):
@@ -39,7 +39,7 @@ async def running(app: plait.App) -> AsyncIterator[None]:
 
 @pytest.fixture
 def app(broker: EmbeddedBroker) -> plait.App:
-    return plait.App(broker.address, group="g", limits=BRISK)
+    return plait.App(broker.address, group="g")
 
 
 async def settled(client: plait.Client, lag: int = 0) -> None:
@@ -76,12 +76,12 @@ async def test_a_handler_gets_body_and_message_and_returning_acknowledges(
     assert seen == [(number, str(number), 1) for number in range(10)]
 
 
-async def test_raising_gives_the_message_back_and_logs_the_traceback(
+async def test_raising_makes_the_group_try_again_and_logs_the_traceback(
     client: plait.Client, app: plait.App, caplog: pytest.LogCaptureFixture
 ) -> None:
     attempts: list[tuple[int, int]] = []
 
-    @app.subscriber("s")
+    @app.subscriber("s", retry=AT_ONCE)
     async def handle(order: Order, message: plait.Message) -> None:
         attempts.append((order.number, message.attempt))
         if order.number == 1 and message.attempt < 3:
@@ -133,30 +133,10 @@ async def test_a_body_that_does_not_decode_is_logged_and_given_back(
     async with running(app):
         await settled(client, lag=1)
     assert seen == [1, 2]
-    assert "handle cannot take s#1, which goes back to the group: the body is no Order" in caplog.text
+    assert "handle cannot take s#1, which is tried again: the body is no Order" in caplog.text
     async with client.consumer("s", group="g") as consumer:
         [message] = await fetch_all(consumer, 1)
         assert message.attempt > 1
-
-
-async def test_a_message_nobody_can_handle_does_not_spin(broker: EmbeddedBroker, client: plait.Client) -> None:
-    """The pauses double: 10 attempts take at least 10 + 20 + 40 + 80 + 5 × 100 ms, however fast the machine."""
-    limits = plait.ClientLimits(failure_pause_first_seconds=0.01, failure_pause_max_seconds=0.1)
-    app = plait.App(broker.address, group="g", limits=limits)
-    moments: list[float] = []
-    tried = asyncio.Event()
-
-    @app.subscriber("s")
-    async def handle(body: bytes) -> None:
-        moments.append(asyncio.get_running_loop().time())
-        if len(moments) == 8:
-            tried.set()
-        raise ValueError
-
-    await client.send("s", b"poison")
-    async with running(app):
-        await asyncio.wait_for(tried.wait(), 20)
-    assert moments[7] - moments[0] >= 0.01 + 0.02 + 0.04 + 0.08 + 3 * 0.1
 
 
 async def test_a_failing_message_lets_the_others_pass(client: plait.Client, app: plait.App) -> None:
@@ -475,7 +455,7 @@ async def test_a_subject_that_goes_away_for_good_ends_the_service(tmp_path: Path
     async with EmbeddedBroker(tmp_path / "data", config=config) as broker, broker.connect() as client:
         await client.admin.create_subject("s")
         await client.admin.create_subject("t")
-        app = plait.App(broker.address, group="g", limits=BRISK)
+        app = plait.App(broker.address, group="g")
 
         @app.subscriber("s")
         async def handle(body: bytes) -> None: ...

@@ -139,6 +139,9 @@ def test_a_batch_handler_takes_lists(app: plait.App, function: Callable[..., Any
         ({"prefetch": -1}, "prefetch must be"),
         ({"delivery": "once"}, "'once' is not known"),
         ({"start": "yesterday"}, "start 'yesterday'"),
+        ({"retry": 5}, r"retry is 5; use plait.Retry"),
+        ({"timeout": -1}, "must be 0 or more"),
+        ({"suspend": "3y"}, "not understood"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(app: plait.App, settings: dict[str, Any], reason: str) -> None:
@@ -146,7 +149,7 @@ def test_settings_that_cannot_work_are_refused(app: plait.App, settings: dict[st
         app.subscriber(**{"subject": "s", **settings})
 
 
-@pytest.mark.parametrize("absent", ["ordered", "tags", "retry"])
+@pytest.mark.parametrize("absent", ["ordered", "tags"])
 def test_an_argument_is_absent_until_it_works(app: plait.App, absent: str) -> None:
     arguments: dict[str, Any] = {absent: True}
     with pytest.raises(TypeError, match=absent):

@@ -193,14 +193,14 @@ async def test_flush_waits_for_single_acks(client: plait.Client) -> None:
         assert (await client.admin.group("s", "g")).unacked == 0
 
 
-async def test_a_nacked_message_comes_again_at_once_with_the_next_attempt(client: plait.Client) -> None:
+async def test_a_message_nacked_without_delay_comes_again_at_once_with_the_next_attempt(client: plait.Client) -> None:
     await send(client, 3)
     async with client.consumer("s", group="g") as consumer:
         first, middle, last = await fetch_all(consumer, 3)
         first.ack()
         last.ack()
         for attempt in (2, 3, 4):
-            middle.nack()
+            middle.nack(delay=0)
             [middle] = await fetch_all(consumer, 1)
             assert (middle.body, middle.attempt) == (b"1", attempt)
         middle.ack()
@@ -226,7 +226,7 @@ async def test_batch_nack_leaves_out_what_was_acked(client: plait.Client) -> Non
         batch = await consumer.fetch(10)
         batch[2].ack()
         batch[7].ack()
-        await batch.nack()
+        await batch.nack(delay=0)
         assert numbers(await fetch_all(consumer, 8)) == [0, 1, 3, 4, 5, 6, 8, 9]
 
 

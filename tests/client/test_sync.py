@@ -151,19 +151,19 @@ def test_fetch_ack_and_nack(client: plait.sync.Client) -> None:
     with client.consumer("s", group="g") as consumer:
         batch = consumer.fetch(10, wait=5)
         assert (len(batch), batch[0].body, numbers(batch[1:3]), batch[-1].body) == (10, b"0", [1, 2], b"9")
-        batch[3].nack()
+        batch[3].nack(delay=0)
         batch[4].ack()
         batch.ack()
         assert client.admin.group("s", "g").lag == 1
         [again] = consumer.fetch(10, wait=5)
         assert (again.body, again.attempt) == (b"3", 2)
-        again.nack()
+        again.nack(delay=0)
         consumer.flush()
         arrow = consumer.fetch_arrow(10, wait=5)
         assert arrow.table["attempt"].to_pylist() == [3]
-        arrow.nack([0])
+        arrow.nack([0], delay=0)
         batch = consumer.fetch(wait=5)
-        batch.nack()
+        batch.nack(delay=0)
         arrow = consumer.fetch_arrow(wait=5)
         assert len(arrow) == 1
         arrow.ack()

@@ -152,7 +152,7 @@ class Writer:
         self.turn()
 
     def nack(self, consumer: Consumer, start: int, end: int) -> None:
-        self.broker.nack(consumer, [(start, end, self.broker.epoch)], None)
+        self.broker.nack(consumer, [(start, end, self.broker.epoch)], None, 0.0)
         self.turn()
 
     def kill(self) -> None:

@@ -246,6 +246,7 @@ async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_s
         pytest.param(m.Send(-1), StaleRoute, "partition -1", id="negative partition"),
         pytest.param(m.Pull(99, 1, 1, 0.0), StaleSession, "attach again", id="session"),
         pytest.param(m.Ack(99, []), StaleSession, "attach again", id="ack without session"),
+        pytest.param(m.Nack(99, [], -1.0), StaleSession, "attach again", id="nack with a past delay, without session"),
         pytest.param(m.Nack(99, []), StaleSession, "attach again", id="nack without session"),
         pytest.param(m.Read("s", None, 1, 1, 0.0), InvalidArgument, "start None", id="read from nowhere"),
         pytest.param(m.Read("s", "latest", 1, 1, float("nan")), InvalidArgument, "wait of nan", id="wait"),
@@ -303,7 +304,7 @@ async def test_ranges_that_overlap_count_once(server: Server):
         session = await raw.attach("orders")
         await raw.ask(m.Pull(session, 10, 10_000, 0.0))
         await raw.ask(m.Ack(session, [(4, 6, 1), (0, 5, 1), (0, 5, 1), (5, 5, 1), (2, 3, 7)]))
-        await raw.ask(m.Nack(session, [(6, 8, 1), (7, 8, 1)]))
+        await raw.ask(m.Nack(session, [(6, 8, 1), (7, 8, 1)], 0.0))
         pulled = await raw.ask(m.Pull(session, 10, 10_000, 0.0))
         assert pulled.ranges == [(6, 8, 2)]
         group = server.membership.group("orders", "g")

@@ -135,7 +135,7 @@ async def test_a_nack_wakes_another_consumer_at_once(serve: Serve):
         second = await raw.attach("orders", client="second")
         await raw.ask(m.Pull(first, 1, 1, 0.0))
         waiting = raw.request(m.Pull(second, 1, 1, 60.0))
-        nacking = raw.request(m.Nack(first, [(0, 1, 1)]))
+        nacking = raw.request(m.Nack(first, [(0, 1, 1)], 0.0))
         answers = {answer.correlation: answer.message for answer in [await raw.next(), await raw.next()]}
         assert answers[waiting].ranges == [(0, 1, 2)]
         assert answers[nacking] == m.Done()

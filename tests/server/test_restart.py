@@ -59,7 +59,7 @@ async def test_consumers_keep_what_they_hold_and_can_ack_it(broker: EmbeddedBrok
             await client.send("orders", b"new")
             await holder.flush()
             await until(lambda: len(broker.server.broker.sessions) == 2)
-            held[3].nack()
+            held[3].nack(delay=0)
             await holder.flush()
             received: list[bytes] = []
             while len(received) < 2:

@@ -13,6 +13,7 @@ CONSUMERS = st.integers(1, 3)
 SEQUENCES = st.integers(0, 30)
 SIZES = st.integers(1, 8)
 START = 3
+DUES = st.integers(1, 5)
 
 
 class PullLogMachine(RuleBasedStateMachine):
@@ -24,6 +25,8 @@ class PullLogMachine(RuleBasedStateMachine):
         self.next = START
         self.held: dict[int, tuple[int, int]] = {}
         self.returned: dict[int, int] = {}
+        #: Sequence → (when it is due, attempt).
+        self.waiting: dict[int, tuple[int, int]] = {}
 
     def _pass(self, start: int, end: int) -> None:
         if end > self.next:
@@ -63,6 +66,8 @@ class PullLogMachine(RuleBasedStateMachine):
         for sequence in range(start, start + count):
             if self.returned.pop(sequence, None) is not None:
                 settled += 1
+            if self.waiting.pop(sequence, None) is not None:
+                settled += 1
             if self.held.get(sequence, (0, 0))[0] == consumer:
                 del self.held[sequence]
                 settled += 1
@@ -76,6 +81,31 @@ class PullLogMachine(RuleBasedStateMachine):
         for sequence, attempt in expected.items():
             del self.held[sequence]
             self.returned[sequence] = attempt
+
+    @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES, due=DUES)
+    def fail(self, consumer: int, start: int, count: int, due: int) -> None:
+        self.log.nacked(consumer, start, start + count, due)
+        for sequence, (holder, attempt) in list(self.held.items()):
+            if holder == consumer and start <= sequence < start + count:
+                del self.held[sequence]
+                self.waiting[sequence] = (due, attempt)
+
+    @rule(now=DUES)
+    def time_passes(self, now: int) -> None:
+        due = {s: attempt for s, (at, attempt) in self.waiting.items() if at <= now}
+        assert self.log.return_due(now) == bool(due)
+        for sequence, attempt in due.items():
+            del self.waiting[sequence]
+            self.returned[sequence] = attempt
+
+    @rule(consumer=CONSUMERS)
+    def replay_a_pull_of_what_was_due(self, consumer: int) -> None:
+        if not self.waiting:
+            return
+        sequence = min(self.waiting)
+        _, attempt = self.waiting.pop(sequence)
+        self.log.pulled(consumer, sequence, sequence + 1, attempt + 1)
+        self.held[sequence] = (consumer, attempt + 1)
 
     @rule(consumer=CONSUMERS)
     def offline(self, consumer: int) -> None:
@@ -91,7 +121,10 @@ class PullLogMachine(RuleBasedStateMachine):
         expired = [s for s in self.returned if start <= s < end]
         for sequence in expired:
             del self.returned[sequence]
-        lost = len(expired)
+        late = [s for s in self.waiting if start <= s < end]
+        for sequence in late:
+            del self.waiting[sequence]
+        lost = len(expired) + len(late)
         if start <= self.next < end:
             lost += end - self.next
             self.next = end
@@ -100,7 +133,7 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(sequence=SEQUENCES)
     def reset(self, sequence: int) -> None:
         self.log.reset(sequence)
-        self.next, self.held, self.returned = sequence, {}, {}
+        self.next, self.held, self.returned, self.waiting = sequence, {}, {}, {}
 
     @rule()
     def checkpoint(self) -> None:
@@ -124,7 +157,14 @@ class PullLogMachine(RuleBasedStateMachine):
         }
         assert held == self.held
         assert self.log.held_count == len(self.held)
-        assert self.log.floor == min([self.next, *self.held, *self.returned])
+        assert self.log.floor == min([self.next, *self.held, *self.returned, *self.waiting])
+        waiting = {
+            s: (due, r.attempt) for due, ranges in self.log.waiting for r in ranges for s in range(r.start, r.end)
+        }
+        assert waiting == self.waiting
+        assert self.log.waiting.count == len(waiting)
+        assert len(self.log.waiting) == sum(len(ranges) for _, ranges in self.log.waiting)
+        assert self.log.waiting.next_due == min((due for due, _ in waiting.values()), default=None)
         for consumer in (1, 2, 3):
             assert self.log.ranges_of(consumer) == len(list(self.log.held.get(consumer, [])))
 
@@ -153,4 +193,4 @@ def test_the_same_events_lead_to_the_same_state():
         elif number > 2:
             event(replayed)
     assert replayed.dump(durable_holds=True) == lived.dump(durable_holds=True)
-    assert lived.dump(durable_holds=True) == (10, [Range(6, 10, 1)], {2: [Range(4, 6, 2)]})
+    assert lived.dump(durable_holds=True) == (10, [Range(6, 10, 1)], {2: [Range(4, 6, 2)]}, [])

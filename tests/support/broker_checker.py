@@ -147,6 +147,8 @@ def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_
     name = None if group.definition.broadcast else group.name
     consumer = node.attach(key[0], name, client, delivery=group.definition.delivery)
     got: list[int] = []
+    # Whatever failed has waited long enough.
+    node.later(800.0)
     while ranges := node.pull(consumer, BATCH, BATCH).ranges:
         for start, end, _ in ranges:
             got += range(start, end)

@@ -192,6 +192,12 @@ class Node:
             self.sync()
             self.broker.commit()
 
+    def later(self, seconds: float) -> None:
+        """Time passes, and what is due then is seen to."""
+        self.clock.advance(seconds)
+        self.broker.run_timers()
+        self.turn()
+
     # --- sending --------------------------------------------------------------------------------
 
     def submit(self, sent: Sent) -> Sent:
@@ -229,9 +235,10 @@ class Node:
         self.turn()
         return answered
 
-    def nack(self, consumer: Consumer, *ranges: tuple[int, ...]) -> list[bool]:
+    def nack(self, consumer: Consumer, *ranges: tuple[int, ...], delay: float | None = 0.0) -> list[bool]:
+        """The same for failures, which come back at once unless ``delay`` says otherwise (None: by the policy)."""
         answered: list[bool] = []
-        self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True))
+        self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True), delay)
         self.turn()
         return answered
 

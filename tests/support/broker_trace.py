@@ -288,7 +288,7 @@ class Trace:
             return
         consumer, rows = self._hands.pop(self._rng.randrange(len(self._hands)))
         if consumer in self._consumers:
-            self.node.broker.nack(consumer, rows, None)
+            self.node.broker.nack(consumer, rows, None, self._rng.choice([0.0, 0.0, 0.5, None]))
 
     def _detach(self) -> None:
         if self._consumers:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from plait import errors
 from plait.errors import PlaitError, ProtocolError
+from plait.retry import Retry
 from plait.wire import messages as m
 
 KINDS: dict[str, type[m.Message]] = {kind.__name__: kind for kind in m.Message.__subclasses__()}
@@ -30,13 +31,13 @@ GOLDEN: list[tuple[m.Message, str]] = [
     (m.Sent(300), "91cd012c"),
     (
         m.Attach("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
-        "97a173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200",
+        "98a173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0",
     ),
     (m.Attached(1, 2, "s", "g"), "940102a173a167"),
     (m.Pull(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
     (m.Pulled([(0, 10, 1)], more=True), "92919300" + "0a01c3"),
     (m.Ack(1, [(0, 10, 1)]), "92019193000a01"),
-    (m.Nack(1, [(0, 10, 1)]), "92019193000a01"),
+    (m.Nack(1, [(0, 10, 1)]), "93019193000a01c0"),
     (m.Detach(1), "9101"),
     (m.Read("s", "latest", 10, 1000, 0.5), "95a173a66c61746573740acd03e8cb3fe0000000000000"),
     (m.ReadReply(1, "s", 10), "9301a1730a"),
@@ -60,6 +61,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[str]: st.lists(texts, max_size=4),
     int | None: st.none() | numbers,
     str | None: st.none() | texts,
+    float | None: st.none() | st.floats(allow_nan=False),
+    Retry | None: st.none() | st.builds(Retry, first=st.floats(0, 1e6), steps=st.tuples(st.floats(0, 1e6))),
     list[tuple[int, int, int]]: triples,
     m.Start: st.none() | texts | st.tuples(texts, numbers),
     dict[str, Any]: st.dictionaries(texts, plain, max_size=4),

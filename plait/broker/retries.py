@@ -1,0 +1,43 @@
+"""When failed messages are due again, over all groups."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from plait.broker.group import Group
+
+
+class Retries:
+    """Knows for each group with waiting rows the moment to look at it; nothing else is looked at."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Group]] = []
+        self._number = 0
+
+    @property
+    def next(self) -> int | None:
+        """The earliest moment, in microseconds of wall time."""
+        return self._heap[0][0] if self._heap else None
+
+    def expect(self, group: Group) -> None:
+        """The group has rows that wait, or has other ones than before."""
+        due = group.pull_log.waiting.next_due
+        if due is not None and (group.expected == 0 or due < group.expected):
+            group.expected = due
+            self._number += 1
+            heapq.heappush(self._heap, (due, self._number, group))
+
+    def due(self, now: int) -> Iterator[Group]:
+        """The groups that have something to hand out now that they had not before."""
+        while self._heap and self._heap[0][0] <= now:
+            due, _, group = heapq.heappop(self._heap)
+            if due != group.expected:
+                # An earlier moment was put in since, and has been seen to.
+                continue
+            group.expected = 0
+            if group.pull_log.return_due(now):
+                yield group
+            self.expect(group)

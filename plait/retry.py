@@ -1,0 +1,78 @@
+"""How long a failed message waits for its next attempt: a setting of the group."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import msgspec
+
+from plait.errors import InvalidArgument
+
+#: The longest wait that can be asked for: two years.
+WAIT_SECONDS_MAX = 2 * 366 * 86_400.0
+#: Steps of one policy.
+STEPS_MAX = 1_000
+#: A wait ends on a multiple of about this share of it: messages that failed in one moment wait together.
+GRAIN = 64
+
+
+class Retry(msgspec.Struct, frozen=True, kw_only=True):
+    """``first`` seconds before the second attempt, then ``factor`` times as long each time, at most ``longest``.
+
+    Each wait is up to ``jitter`` (a share) longer, so that what failed together does not come back together. With
+    ``steps`` those are the waits, and the last one repeats.
+    """
+
+    first: float = 1.0
+    factor: float = 2.0
+    longest: float = 600.0
+    jitter: float = 0.2
+    steps: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        numbers = {"first": self.first, "factor": self.factor, "longest": self.longest, "jitter": self.jitter}
+        for name, value in [*numbers.items(), *(("a step", step) for step in self.steps)]:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= WAIT_SECONDS_MAX:
+                raise InvalidArgument(f"retry: {name} is {value!r}; use a number from 0 to {WAIT_SECONDS_MAX:.0f}")
+        if self.factor < 1:
+            raise InvalidArgument(f"retry: factor is {self.factor}; waits cannot grow shorter, use 1 or more")
+        if self.jitter > 1:
+            raise InvalidArgument(f"retry: jitter is {self.jitter}; it is a share of the wait, use 0 to 1")
+        if len(self.steps) > STEPS_MAX:
+            raise InvalidArgument(f"retry: {len(self.steps)} steps are over the limit of {STEPS_MAX}")
+
+    def __str__(self) -> str:
+        if self.steps:
+            text = ", ".join(f"{step:g}" for step in self.steps) + " s"
+        else:
+            text = f"{self.first:g} s, then {self.factor:g} times as long each time, at most {self.longest:g} s"
+        return text + (f", up to {self.jitter:.0%} longer" if self.jitter else "")
+
+    @classmethod
+    def constant(cls, seconds: float, *, jitter: float = 0.0) -> Self:
+        """The same wait every time; 0: at once."""
+        return cls(steps=(seconds,), jitter=jitter)
+
+    @classmethod
+    def rocketmq(cls) -> Self:
+        """RocketMQ's table: 10 seconds to 2 hours in 16 steps."""
+        minutes = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 60, 120)
+        return cls(steps=(10.0, 30.0, *(60.0 * minute for minute in minutes)), jitter=0.0)
+
+    def wait(self, attempt: int, chance: float) -> float:
+        """Seconds after the ``attempt``-th attempt failed; ``chance`` is from 0 to 1."""
+        if self.steps:
+            base = self.steps[min(attempt, len(self.steps)) - 1]
+        else:
+            # Far enough for any factor that grows, and no number overflows.
+            base = min(self.first * self.factor ** min(attempt - 1, 64), self.longest)
+        return min(base * (1 + self.jitter * chance), WAIT_SECONDS_MAX)
+
+
+def due_time(now: int, seconds: float) -> int:
+    """When a wait that begins at ``now`` ends, both in microseconds: never early, and on a grain of its length."""
+    if seconds <= 0:
+        return 0
+    micros = round(seconds * 1_000_000)
+    grain = 1 << max((micros // GRAIN).bit_length() - 1, 0)
+    return -(-(now + micros) // grain) * grain

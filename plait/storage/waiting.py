@@ -1,0 +1,96 @@
+"""Ranges of sequences that wait for a time.
+
+Those that are due at the same moment stand together, so the cost of most operations depends on how many moments there
+are; ``due_time`` keeps those few.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+from plait.storage.ranges import Range, Ranges
+
+#: A moment (microseconds) and what is due then.
+Due = tuple[int, list[Range]]
+
+
+class Waiting:
+    """Disjoint ranges, each with the time that it waits for."""
+
+    __slots__ = ("_at", "_length", "_moments")
+
+    def __init__(self, entries: Iterable[Due] = ()) -> None:
+        self._at: dict[int, Ranges] = {}
+        #: Heap of the moments; one whose ranges have all gone stays until its time.
+        self._moments: list[int] = []
+        self._length = 0
+        for due, ranges in entries:
+            for start, end, attempt in ranges:
+                self.add(start, end, attempt, due)
+
+    def __bool__(self) -> bool:
+        return bool(self._at)
+
+    def __len__(self) -> int:
+        """How many ranges there are."""
+        return self._length
+
+    def __iter__(self) -> Iterator[Due]:
+        return ((due, list(ranges)) for due, ranges in sorted(self._at.items()))
+
+    @property
+    def count(self) -> int:
+        """How many sequences wait."""
+        return sum(ranges.count for ranges in self._at.values())
+
+    @property
+    def first(self) -> int:
+        """The lowest sequence; only when there is one."""
+        return min(ranges.first for ranges in self._at.values())
+
+    @property
+    def next_due(self) -> int | None:
+        """The earliest moment; None when nothing waits."""
+        while self._moments and self._moments[0] not in self._at:
+            heapq.heappop(self._moments)
+        return self._moments[0] if self._moments else None
+
+    def add(self, start: int, end: int, attempt: int, due: int) -> None:
+        """Put [start, end) in, which must not wait already."""
+        ranges = self._at.get(due)
+        if ranges is None:
+            ranges = self._at[due] = Ranges()
+            heapq.heappush(self._moments, due)
+        before = len(ranges)
+        ranges.add(start, end, attempt)
+        self._length += len(ranges) - before
+
+    def remove(self, start: int, end: int) -> list[Range]:
+        """Take [start, end) out; what was there."""
+        removed: list[Range] = []
+        for due, ranges in list(self._at.items()):
+            before = len(ranges)
+            if found := ranges.remove(start, end):
+                removed += found
+                self._length += len(ranges) - before
+                if not ranges:
+                    del self._at[due]
+        return removed
+
+    def overlap(self, start: int, end: int) -> list[Range]:
+        """The parts of [start, end) that wait."""
+        return [piece for ranges in self._at.values() for piece in ranges.overlap(start, end)]
+
+    def pop_due(self, now: int) -> list[Range]:
+        """Take out what is due; the earliest first."""
+        popped: list[Range] = []
+        while (due := self.next_due) is not None and due <= now:
+            popped.extend(self._at.pop(due))
+        self._length -= len(popped)
+        return popped
+
+    def clear(self) -> None:
+        self._at.clear()
+        self._moments.clear()
+        self._length = 0

@@ -1,0 +1,194 @@
+"""Failed messages: when they come again, and that nothing but an ack keeps them from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.broker.group import Consumer
+from plait.errors import GroupMismatch
+from plait.limits import ServerLimits
+from plait.retry import Retry
+from tests.support.broker_node import Node
+
+FIVE = Retry.constant(5)
+
+
+def failed(node: Node, count: int = 3, *, delay: float | None = None) -> Consumer:
+    """A consumer with the policy ``FIVE`` that failed on the first ``count`` rows."""
+    node.send("orders", *(b"%d" % n for n in range(count)))
+    consumer = node.attach("orders", "g", retry=FIVE)
+    assert node.pull(consumer).ranges == [(0, count, 1)]
+    node.nack(consumer, (0, count), delay=delay)
+    return consumer
+
+
+def test_what_failed_waits_as_the_group_retries_and_others_pass():
+    node = Node()
+    consumer = failed(node)
+    node.send("orders", b"next")
+    assert node.pull(consumer).ranges == [(3, 4, 1)], "the group is never rewound"
+    node.later(4.9)
+    assert node.pull(consumer).ranges == []
+    node.later(0.2)
+    assert node.pull(consumer).ranges == [(0, 3, 2)]
+
+
+def test_each_failure_waits_longer():
+    node = Node()
+    node.send("orders", b"a")
+    consumer = node.attach("orders", "g", retry=Retry(first=1, factor=3, jitter=0))
+    for attempt, wait in enumerate([1, 3, 9, 27], 1):
+        assert node.pull(consumer).ranges == [(0, 1, attempt)]
+        node.nack(consumer, (0, 1), delay=None)
+        node.later(wait * 0.99)
+        assert node.pull(consumer).ranges == [], "never early"
+        node.later(wait * 0.05)
+
+
+def test_a_delay_that_is_named_counts():
+    node = Node()
+    consumer = failed(node, delay=60.0)
+    node.later(59.9)
+    assert node.pull(consumer).ranges == []
+    node.later(1.1)
+    assert node.pull(consumer).ranges == [(0, 3, 2)]
+
+
+def test_a_suspended_pull_wakes_when_something_is_due():
+    node = Node()
+    consumer = failed(node)
+    pulled = node.pull(consumer, wait=30.0)
+    due = node.broker.next_deadline
+    assert due is not None
+    assert 5 <= due - node.clock.monotonic() <= 5.1
+    node.later(5.1)
+    assert pulled.ranges == [(0, 3, 2)]
+
+
+def test_a_late_ack_calls_the_next_attempt_off():
+    node = Node()
+    consumer = failed(node)
+    node.ack(consumer, (1, 2))
+    for again in (node, node.killed()):
+        again.later(6)
+        assert again.pull(again.attach("orders", "g", "other")).ranges == [(0, 1, 2), (2, 3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "flush"),
+    [
+        ("killed", "async"),
+        ("restart", "async"),
+        ("checkpointed", "async"),
+        ("killed", "sync"),
+        ("power_lost", "sync"),
+    ],
+)
+def test_waiting_survives(how: str, flush: str):
+    node = Node(flush=flush)
+    failed(node)
+    if how == "checkpointed":
+        node.checkpoint()
+        node.later(1)
+        again = node.killed()
+    else:
+        again = getattr(node, how)()
+    consumer = again.attach("orders", "g", "other")
+    assert again.pull(consumer).ranges == []
+    assert again.broker.next_deadline is not None, "the server knows when to look"
+    again.later(5.1)
+    assert again.pull(consumer).ranges == [(0, 3, 2)]
+    once_more = again.killed()
+    once_more.later(5.1)
+    assert once_more.pull(once_more.attach("orders", "g", "third")).ranges == [], "they are in the other's hands"
+
+
+def test_a_wall_clock_that_is_set_forward_hands_out_and_one_set_back_waits():
+    node = Node()
+    consumer = failed(node)
+    node.clock.jump(-3600)
+    node.later(6)
+    assert node.pull(consumer).ranges == []
+    node.clock.jump(+3600)
+    node.later(0)
+    assert node.pull(consumer).ranges == [(0, 3, 2)]
+
+
+def test_what_a_lost_consumer_held_does_not_wait():
+    node = Node()
+    node.send("orders", b"a")
+    consumer = node.attach("orders", "g", retry=FIVE)
+    node.pull(consumer)
+    node.clock.advance(6)
+    node.membership.lose_silent()
+    assert node.pull(node.attach("orders", "g", "other")).ranges == [(0, 1, 2)]
+
+
+def test_too_many_that_wait_keep_new_ones_back():
+    node = Node(limits=ServerLimits(retry_ranges=3))
+    node.send("orders", *[b"x"] * 10)
+    consumer = node.attach("orders", "g", retry=FIVE)
+    for sequence in (0, 1, 2):
+        assert node.pull(consumer, 1).ranges == [(sequence, sequence + 1, 1)]
+        # Apart in time: they do not join.
+        node.nack(consumer, (sequence, sequence + 1), delay=10.0 + sequence)
+    assert node.pull(consumer).ranges == []
+    node.later(10.5)
+    assert node.pull(consumer, 1).ranges == [(0, 1, 2)]
+    assert node.pull(consumer).ranges == [(3, 10, 1)]
+
+
+def test_a_reset_forgets_what_waits():
+    node = Node()
+    consumer = failed(node)
+    node.membership.detach(consumer)
+    node.membership.reset("orders", "g", "latest")
+    node.turn()
+    node.later(6)
+    assert node.pull(node.attach("orders", "g")).ranges == []
+
+
+def test_a_deleted_subject_has_nothing_due():
+    node = Node()
+    failed(node)
+    node.broker.delete_subject("orders")
+    node.turn()
+    node.later(6)
+    assert node.broker.next_deadline is None
+
+
+def test_what_retention_takes_waits_no_more_and_is_counted():
+    node = Node()
+    consumer = failed(node)
+    partition = node.partition("orders")
+    partition.start = 2
+    node.later(6)
+    assert node.pull(consumer).ranges == [(2, 3, 2)]
+    assert node.group("orders", "g").lost_count == 2
+
+
+# --- the group's setting -------------------------------------------------------------------------------------------
+
+
+def test_the_policy_is_the_groups_and_survives():
+    node = Node(flush="sync")
+    node.attach("orders", "g", retry=FIVE)
+    for again in (node, node.killed(), node.power_lost()):
+        assert again.group("orders", "g").retry == FIVE
+    node = node.restart()
+    node.attach("orders", "g", retry=FIVE)
+    member = node.attach("orders", "g", "other")
+    assert member.group.retry == FIVE, "who names none takes it as it is"
+    with pytest.raises(GroupMismatch, match=r"retries by 5 s, this member asks for 10 s"):
+        node.attach("orders", "g", "third", retry=Retry.constant(10))
+    node.attach("orders", "g", "third", retry=FIVE)
+
+
+def test_the_first_member_to_come_may_change_it():
+    node = Node()
+    first = node.attach("orders", "g", retry=FIVE)
+    node.membership.detach(first)
+    node.attach("orders", "g", "other", retry=Retry.constant(10))
+    node.turn()
+    for again in (node, node.killed()):
+        assert again.group("orders", "g").retry == Retry.constant(10)
