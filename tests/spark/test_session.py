@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -190,6 +191,15 @@ def test_the_threads_of_a_local_master_are_known(master: str | None, threads: in
     assert _local_threads(master) == threads
 
 
+def without_lost_workers(text: str) -> str:
+    """What was said but for Spark's own workers, which complain when Java hangs up before they have ended."""
+    return re.sub(
+        r"Traceback \(most recent call last\):\n(?:  .*pyspark/daemon\.py.*\n(?:    .*\n)*)+BrokenPipeError: .*\n",
+        "",
+        text,
+    )
+
+
 def test_without_java_on_the_machine_the_one_from_pypi_serves(
     environ: dict[str, str], path_without_java: str, tmp_path_factory: pytest.TempPathFactory
 ):
@@ -202,7 +212,7 @@ def test_without_java_on_the_machine_the_one_from_pypi_serves(
     told = json.loads(alone.stdout)
     assert told["sum"] == 499500
     assert Path(told["java"]).samefile(find_java({"PATH": os.devnull}).home)
-    assert alone.stderr == ""
+    assert without_lost_workers(alone.stderr) == ""
     assert list(sockets.iterdir()) == []
 
 
