@@ -135,7 +135,7 @@ class LogScan:
                 return
             behind = self._behind_bad(segment, position, used_end)
             if self._never_durable(segment, position, behind, used_end):
-                self.stop_before(offset, reason)
+                self.stop_before(self._tail_from(segment, offset, behind), reason)
                 return
             # Whether this is damage or a torn tail depends on whether a valid frame follows: ``_finish`` knows.
             self.damages.append(Damage(self._log.directory, offset, behind - position, "damaged", reason))
@@ -166,6 +166,18 @@ class LogScan:
             and _missing_sector(segment.view, position, end)
             and offset >= self._durable_from(segment, behind)
         )
+
+    def _tail_from(self, segment: ReadableSegment, offset: int, behind: int) -> int:
+        """Where a tail that goes on at ``offset`` begins: with the bad frames right before it that had no need to be.
+
+        A cut that was interrupted leaves such: the frame that was the reason for it, half zeroed.
+        """
+        durable = self._durable_from(segment, behind)
+        while self.damages and self.damages[-1].offset + self.damages[-1].size == offset:
+            if self.damages[-1].offset < durable:
+                break
+            offset = self.damages.pop().offset
+        return offset
 
     def _durable_from(self, segment: ReadableSegment, position: int) -> int:
         """The highest offset that is known durable, when all headers from here on are heard as well."""

@@ -188,6 +188,33 @@ def test_valid_frames_behind_a_sector_that_never_arrived_belong_to_the_torn_tail
     assert any(bodies[4] in kept for kept in kept_aside(disk).values())
 
 
+def half_zeroed() -> tuple[SimulatedDisk, list[int], list[bytes]]:
+    """A bad frame, and behind it one of which a sector never arrived: a cut at the former was interrupted."""
+    bodies = [b"stays", b"x" * 200, b"y" * 700]
+    disk, _, offsets = written(bodies)
+    overwrite(disk, offsets[1] + 150, bytes(40))
+    overwrite(disk, offsets[2] - offsets[2] % SECTOR_SIZE + SECTOR_SIZE, bytes(SEGMENT_SIZE - 2 * SECTOR_SIZE))
+    return disk, offsets, bodies
+
+
+def test_a_bad_frame_right_before_a_torn_tail_is_part_of_it():
+    disk, offsets, bodies = half_zeroed()
+    again, found, read = scan(disk)
+    assert read == bodies[:1]
+    assert kinds(found) == [(offsets[1], "torn")]
+    assert again.end == offsets[1]
+    _, found, read = scan(disk)
+    assert found.damages == []
+
+
+def test_a_bad_frame_right_before_a_torn_tail_is_damage_where_it_was_durable():
+    disk, offsets, bodies = half_zeroed()
+    again, found, read = scan(disk, durable=offsets[2])
+    assert read == bodies[:1]
+    assert kinds(found) == [(offsets[1], "damaged"), (offsets[2], "torn")]
+    assert again.end == offsets[2]
+
+
 def test_a_sector_that_never_arrived_below_a_durable_offset_is_damage():
     disk = SimulatedDisk()
     log = open_log(disk)

@@ -56,7 +56,8 @@ class ExploredDisk(SimulatedDisk):
 
     def _write(self, cached: CachedFile, path: str, data: bytes, offset: int) -> None:
         if self.on_point is not None:
-            for size in self._bytes_of(offset, len(data)):
+            # Zeros at its end say nothing: it does not matter where in them it ends.
+            for size in self._bytes_of(offset, len(data.rstrip(b"\0")) + 1):
                 self.on_point(
                     functools.partial(self._written_in_part, path, data[:size], offset),
                     f"byte {size} of {len(data)}, write {path}",
