@@ -10,11 +10,14 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Protocol
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from plait.broker.partition import Partition
 from plait.broker.waiting import Waiter
+from plait.errors import FrameError
 from plait.frame.builder import Buffer
+from plait.frame.slicing import slice_mask
 from plait.limits import ServerLimits
 from plait.retry import Retry, due_time
 from plait.storage.action_log import Action, GroupDefinition
@@ -24,6 +27,9 @@ from plait.storage.ranges import Range
 
 #: Pieces of returned ranges that one pull gathers: bounds the work of a pull on a scattered group.
 PIECES_MAX = 64
+
+#: The same for rows of one frame that lie apart, which cost less.
+APART_MAX = 4_096
 
 #: The policy of groups that name none.
 USUAL = Retry()
@@ -123,7 +129,7 @@ class Group:
     @property
     def has_more(self) -> bool:
         """A pull would find rows now."""
-        return bool(self.pull_log.returned) or self.pull_log.next < self.partition.visible
+        return self.pull_log.ready or self.pull_log.next < self.partition.visible
 
     # --- handing out ----------------------------------------------------------------------------
 
@@ -133,8 +139,14 @@ class Group:
         while len(delivery.ranges) < PIECES_MAX:
             if delivery.count >= count or (delivery.count and delivery.size >= size):
                 break
-            if self.pull_log.returned:
+            if self.pull_log.ready:
                 start, end, attempt = self.pull_log.returned.head()
+                if start >= self.partition.start and len(self.pull_log.returned) > 1:
+                    gathered = self._take_apart(log, consumer, count, size, journal, delivery)
+                    if gathered:
+                        continue
+                    if gathered is None:
+                        break
             elif not self._at_limit(consumer):
                 start, end, attempt = self.pull_log.next, self.partition.visible, 0
             else:
@@ -170,6 +182,46 @@ class Group:
                 # There was no more room; asking again would get one frame whatever its size.
                 break
         return delivery if delivery.count else None
+
+    def _take_apart(
+        self, log: Log, consumer: Consumer, count: int, size: int, journal: Journal, delivery: Delivery
+    ) -> bool | None:
+        """Rows that came back and lie apart in one frame, as one piece; None: there is no room. False: not so."""
+        returned = self.pull_log.returned
+        frame = self.partition.whole_frame(log, returned.first)
+        if frame is None or self.definition.delivery == "at_most_once":
+            return False
+        room = count - delivery.count
+        heads: list[Range] = []
+        rows = 0
+        mask = np.zeros(frame.count, bool)
+        for start, end, attempt in returned.heads(frame.base + frame.count, min(room, APART_MAX)):
+            # All rows of a piece are on the same attempt.
+            if rows >= room or (heads and attempt != heads[0].attempt):
+                break
+            end = min(end, start + room - rows)
+            mask[start - frame.base : end - frame.base] = True
+            heads.append(Range(start, end, attempt))
+            rows += end - start
+        if len(heads) < 2:
+            return False
+        try:
+            piece = slice_mask(frame, mask)
+        except FrameError:
+            # What is damaged takes the long way.
+            return False
+        if delivery.count and delivery.size + piece.size > size:
+            return None
+        for start, end, attempt in heads:
+            if self.logs_pulls:
+                journal.event(_PULL, self, consumer.id, start, end, attempt + 1)
+            delivery.ranges.append((start, end, attempt + 1))
+        self.pull_log.pulled_heads(consumer.id, heads)
+        self.redelivered_count += rows
+        delivery.parts.extend(piece.parts)
+        delivery.count += rows
+        delivery.size += piece.size
+        return True
 
     def _at_limit(self, consumer: Consumer) -> bool:
         limits, pull_log = self.limits, self.pull_log

@@ -161,6 +161,16 @@ class Partition:
             batch.end = expected = last
         return batch
 
+    def whole_frame(self, log: Log, sequence: int) -> FrameView | None:
+        """The frame of a sequence, not verified, if it is kept and all of it visible; None otherwise."""
+        index = self.consume_log.find(sequence)
+        if index >= len(self.consume_log):
+            return None
+        record = self.consume_log.record(index)
+        if not record.base <= sequence < record.base + record.count <= self.visible or record.offset < log.start:
+            return None
+        return self._frame(log, record, trusted=True)
+
     def _frame(self, log: Log, record: Record, trusted: bool) -> FrameView | None:
         """The frame of a record; None when it is not there or not intact."""
         try:

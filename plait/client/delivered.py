@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from datetime import UTC, datetime
 from itertools import repeat
+from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +23,8 @@ _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTIO
 
 #: (start, end, epoch) of sequences.
 EpochRange = tuple[int, int, int]
+#: Later than any word.
+NEVER = np.iinfo(np.int64).max
 #: What failed, by the seconds that it is to wait (None: as the group retries).
 Nacks = dict[float | None, list[EpochRange]]
 
@@ -35,9 +39,6 @@ class Owner(Protocol):
     def settle_soon(self, delivered: Delivered) -> None:
         """There is something to collect."""
 
-    def settle_now(self, delivered: Delivered) -> None:
-        """Collect what there is before anything else is said."""
-
     def from_thread(self, delivered: Delivered, row: int, *, acked: bool, delay: float | None = None) -> None:
         """A word from another thread."""
 
@@ -50,6 +51,7 @@ class Delivered:
         "_bodies",
         "_headers",
         "_ids",
+        "_rows",
         "_tags",
         "acking",
         "count",
@@ -81,7 +83,11 @@ class Delivered:
         self.count = frame.count
         self.size = frame.size
         self.epoch = frame.epoch
+        if len(attempts) > 1:
+            number = attempts[0][2]
+            attempts = attempts[:1] if all(a == number for _, _, a in attempts) else sorted(attempts)
         self._attempts = attempts
+        self._rows: list[int] | None = None
         #: Rows handed to the user; the rest waits in the consumer's buffer.
         self.taken = 0
         #: Rows pulled before this frame's first, counted over the consumer's life: what the span is measured in.
@@ -89,8 +95,8 @@ class Delivered:
         self.open_count = frame.count
         self.rows_done: npt.NDArray[np.bool_] | None = None
         self.acking: list[int | slice] = []
-        #: Seconds to wait (None: as the group retries) → rows.
-        self.nacking: dict[float | None, list[int | slice]] = {}
+        #: How many acks had been said before, rows, and the seconds they are to wait (None: as the group retries).
+        self.nacking: list[tuple[int, int | slice, float | None]] = []
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._tags: list[bytes] | None = None
         self._headers: list[bytes] | None = None
@@ -148,13 +154,14 @@ class Delivered:
         return to_datetime(self.frame.store_time)
 
     def attempt(self, row: int) -> int:
-        if len(self._attempts) == 1:
-            return self._attempts[0][2]
-        sequence = int(self.frame.sequences()[row])
-        for start, end, attempt in self._attempts:
-            if start <= sequence < end:
-                return attempt
-        return 1
+        attempts = self._attempts
+        if len(attempts) == 1:
+            return attempts[0][2]
+        if self._rows is None:
+            self._rows = self.frame.sequences().tolist()
+        sequence = self._rows[row]
+        at = bisect_right(attempts, sequence, key=itemgetter(0)) - 1
+        return attempts[at][2] if at >= 0 and sequence < attempts[at][1] else 1
 
     # --- settling -------------------------------------------------------------------------------
 
@@ -173,21 +180,61 @@ class Delivered:
         owner = self.owner
         if owner is not None:
             owner.settle_soon(self)
-            if self.acking:
-                owner.settle_now(self)
             self.nack_rows(row, delay)
         return ACKNOWLEDGED
 
     def nack_rows(self, rows: int | slice, delay: float | None = None) -> None:
         """Note a failure; ``collect`` tells of it."""
-        self.nacking.setdefault(delay, []).append(rows)
+        self.nacking.append((len(self.acking), rows, delay))
 
     def collect(self) -> tuple[list[EpochRange], Nacks]:
-        """(acks, nacks) as sequence ranges of rows that were open, which they no longer are."""
-        nacks = {delay: self._settle(rows) for delay, rows in self.nacking.items()}
-        acks = self._settle(self.acking)
-        self.nacking, self.acking = {}, []
-        return acks, nacks
+        """(acks, nacks) as sequence ranges of rows that were open, which they no longer are. The first word counts."""
+        acking, self.acking = self.acking, []
+        nacking, self.nacking = self.nacking, []
+        if not nacking:
+            return self._settle(acking), {}
+        delays = list(dict.fromkeys(delay for _, _, delay in nacking))
+        if len(delays) == 1 and not acking:
+            return [], {delays[0]: self._settle([rows for _, rows, _ in nacking])}
+        return self._settle_mixed(acking, nacking, delays)
+
+    def _settle_mixed(
+        self,
+        acking: list[int | slice],
+        nacking: list[tuple[int, int | slice, float | None]],
+        delays: list[float | None],
+    ) -> tuple[list[EpochRange], Nacks]:
+        acked_by = self._first_words(acking)
+        nacked_by = self._first_words([rows for _, rows, _ in nacking])
+        # Behind the last one stand those of rows on which nothing was said.
+        before = np.array([*(count for count, _, _ in nacking), NEVER])[np.minimum(nacked_by, len(nacking))]
+        waits = np.array([*(delays.index(delay) for _, _, delay in nacking), -1])[np.minimum(nacked_by, len(nacking))]
+        acked = acked_by < before
+        if self.rows_done is None:
+            self.rows_done = np.zeros(self.count, bool)
+        acks = self._close(acked)
+        return acks, {delay: self._close(~acked & (waits == number)) for number, delay in enumerate(delays)}
+
+    def _first_words(self, words: list[int | slice]) -> npt.NDArray[np.int64]:
+        """For each row which of the words was the first on it; ``NEVER``: none."""
+        first = np.full(self.count, NEVER)
+        # The earlier overwrites the later.
+        rows = [(row, number) for number, row in enumerate(words) if not isinstance(row, slice)][::-1]
+        if rows:
+            at, numbers = np.array(rows).T
+            first[at] = numbers
+        for number, row in enumerate(words):
+            if isinstance(row, slice):
+                np.minimum(first[row], number, out=first[row])
+        return first
+
+    def _close(self, marked: npt.NDArray[np.bool_]) -> list[EpochRange]:
+        """The marked rows that are open are so no longer; their sequences."""
+        assert self.rows_done is not None
+        marked &= ~self.rows_done
+        self.rows_done |= marked
+        self.open_count = self.count - int(self.rows_done.sum())
+        return self._ranges(marked)
 
     def _settle(self, items: list[int | slice]) -> list[EpochRange]:
         if not items:
@@ -208,10 +255,7 @@ class Delivered:
         for item in items:
             if isinstance(item, slice):
                 marked[item] = True
-        marked &= ~self.rows_done
-        self.rows_done |= marked
-        self.open_count = self.count - int(self.rows_done.sum())
-        return self._ranges(marked)
+        return self._close(marked)
 
     def _ranges(self, mask: npt.NDArray[np.bool_] | None) -> list[EpochRange]:
         base, epoch = self.frame.base, self.epoch

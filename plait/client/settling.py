@@ -123,8 +123,6 @@ class Settling:
         for delivered, start, stop in pieces:
             if delivered.owner is not None:
                 self.settle_soon(delivered)
-                if delivered.acking:
-                    self.settle_now(delivered)
                 delivered.nack_rows(slice(start, stop), delay)
 
     def from_thread(self, delivered: Delivered, row: int, *, acked: bool, delay: float | None = None) -> None:
@@ -148,8 +146,6 @@ class Settling:
             if acked:
                 delivered.acking.append(row)
             else:
-                if delivered.acking:
-                    self.settle_now(delivered)
                 delivered.nack_rows(row, delay)
             if not self._closed:
                 self.settle_soon(delivered)

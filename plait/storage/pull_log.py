@@ -72,12 +72,29 @@ class PullLog:
             del self.held[consumer]
         return pieces
 
+    def pulled_heads(self, consumer: int, heads: list[Range]) -> None:
+        """``heads``, which are the lowest of ``returned``, went to a consumer once more."""
+        self.returned.remove(heads[0].start, heads[-1].end)
+        held = self.held.get(consumer)
+        if held is None:
+            held = self.held[consumer] = Ranges()
+        for start, end, attempt in heads:
+            held.add(start, end, attempt + 1)
+
     def return_due(self, now: int) -> bool:
-        """What has waited long enough may be handed out; whether there was anything."""
-        due = self.waiting.pop_due(now)
-        for piece in due:
-            self.returned.add(*piece)
-        return bool(due)
+        """What has waited long enough may be handed out; whether there is anything."""
+        self.waiting.release(now)
+        return self.ready
+
+    @property
+    def ready(self) -> bool:
+        """There is something to hand out again, which is in ``returned`` then."""
+        if not self.returned and self.waiting:
+            # Moment by moment, and each as it is: joining many ranges with many others would take long.
+            due = self.waiting.pop_released()
+            if due is not None:
+                self.returned = due
+        return bool(self.returned)
 
     def offline(self, consumer: int) -> int:
         """A consumer is gone: everything it held is returned; how many sequences."""

@@ -97,6 +97,14 @@ class Ranges:
         """The lowest range; only when there is one."""
         return Range(self._starts[0], self._ends[0], self._attempts[0])
 
+    def heads(self, end: int, count: int) -> list[Range]:
+        """The lowest ranges below ``end``, at most ``count``; the last one is cut there."""
+        high = min(bisect_left(self._starts, end), count)
+        heads = list(map(Range, self._starts[:high], self._ends[:high], self._attempts[:high]))
+        if heads and heads[-1].end > end:
+            heads[-1] = Range(heads[-1].start, end, heads[-1].attempt)
+        return heads
+
     def overlap(self, start: int, end: int) -> list[Range]:
         """The parts of [start, end) that are in the set."""
         if start >= end:

@@ -7,6 +7,7 @@ are; ``due_time`` keeps those few.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from plait.storage.ranges import Range, Ranges
@@ -18,12 +19,14 @@ Due = tuple[int, list[Range]]
 class Waiting:
     """Disjoint ranges, each with the time that it waits for."""
 
-    __slots__ = ("_at", "_length", "_moments")
+    __slots__ = ("_at", "_length", "_moments", "_released")
 
     def __init__(self, entries: Iterable[Due] = ()) -> None:
         self._at: dict[int, Ranges] = {}
-        #: Heap of the moments; one whose ranges have all gone stays until its time.
+        #: Heap of the moments to come; one whose ranges have all gone stays until its time.
         self._moments: list[int] = []
+        #: Moments that have come, the earliest first.
+        self._released: deque[int] = deque()
         self._length = 0
         for due, ranges in entries:
             for start, end, attempt in ranges:
@@ -51,7 +54,7 @@ class Waiting:
 
     @property
     def next_due(self) -> int | None:
-        """The earliest moment; None when nothing waits."""
+        """The earliest moment to come; None when there is none."""
         while self._moments and self._moments[0] not in self._at:
             heapq.heappop(self._moments)
         return self._moments[0] if self._moments else None
@@ -82,15 +85,22 @@ class Waiting:
         """The parts of [start, end) that wait."""
         return [piece for ranges in self._at.values() for piece in ranges.overlap(start, end)]
 
-    def pop_due(self, now: int) -> list[Range]:
-        """Take out what is due; the earliest first."""
-        popped: list[Range] = []
-        while (due := self.next_due) is not None and due <= now:
-            popped.extend(self._at.pop(due))
-        self._length -= len(popped)
-        return popped
+    def release(self, now: int) -> None:
+        """All moments up to ``now`` have come."""
+        while self._moments and self._moments[0] <= now:
+            self._released.append(heapq.heappop(self._moments))
+
+    def pop_released(self) -> Ranges | None:
+        """Take out what waited for the earliest moment that has come; None when nothing has."""
+        while self._released:
+            ranges = self._at.pop(self._released.popleft(), None)
+            if ranges is not None:
+                self._length -= len(ranges)
+                return ranges
+        return None
 
     def clear(self) -> None:
         self._at.clear()
         self._moments.clear()
+        self._released.clear()
         self._length = 0

@@ -167,6 +167,64 @@ def test_what_retention_takes_waits_no_more_and_is_counted():
     assert node.group("orders", "g").lost_count == 2
 
 
+# --- rows that lie apart -------------------------------------------------------------------------------------------
+
+
+def scattered(node: Node, count: int = 100) -> Consumer:
+    """Every other row of one frame has failed and is due."""
+    node.send("orders", *(b"%d" % n for n in range(count)))
+    consumer = node.attach("orders", "g", retry=FIVE)
+    node.pull(consumer)
+    node.nack(consumer, *((n, n + 1) for n in range(0, count, 2)), delay=None)
+    node.ack(consumer, *((n, n + 1) for n in range(1, count, 2)))
+    node.later(6)
+    return consumer
+
+
+def test_rows_of_one_frame_that_lie_apart_come_as_one_piece():
+    node = Node()
+    pulled = node.pull(scattered(node))
+    assert pulled.ranges == [(n, n + 1, 2) for n in range(0, 100, 2)]
+    assert pulled.counts == [50]
+    assert pulled.bodies == [b"%d" % n for n in range(0, 100, 2)]
+    assert node.killed().group("orders", "g").pull_log.held_count == 50
+
+
+def test_a_pull_gets_as_many_of_them_as_it_asks_for():
+    node = Node()
+    consumer = scattered(node)
+    got: list[tuple[int, int, int]] = []
+    for count in (1, 2, 7, 1000):
+        pulled = node.pull(consumer, count)
+        assert sum(end - start for start, end, _ in pulled.ranges) == min(count, 50 - len(got))
+        got += pulled.ranges
+    assert got == [(n, n + 1, 2) for n in range(0, 100, 2)]
+
+
+def test_rows_on_different_attempts_come_apart():
+    node = Node()
+    consumer = scattered(node)
+    node.pull(consumer, 10)
+    node.nack(consumer, *((n, n + 1) for n in range(0, 20, 4)), delay=0.0)
+    node.nack(consumer, *((n, n + 1) for n in range(2, 20, 4)), delay=5.0)
+    pulled = node.pull(consumer)
+    assert sorted(pulled.ranges) == sorted(
+        [*((n, n + 1, 3) for n in range(0, 20, 4)), *((n, n + 1, 2) for n in range(20, 100, 2))]
+    )
+    assert pulled.counts == [5, 40]
+
+
+def test_damage_takes_the_long_way_and_is_counted():
+    node = Node()
+    consumer = scattered(node)
+    path = "message/" + node.disk.list("message")[0]
+    data = node.disk.read(path)
+    node.disk.flip_bit(path, data.index(b"89"), 1)
+    assert node.pull(consumer).ranges == []
+    assert node.group("orders", "g").lost_count == 50
+    assert node.group("orders", "g").pull_log.floor == 100
+
+
 # --- the group's setting -------------------------------------------------------------------------------------------
 
 

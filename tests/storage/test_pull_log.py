@@ -27,6 +27,7 @@ class PullLogMachine(RuleBasedStateMachine):
         self.returned: dict[int, int] = {}
         #: Sequence → (when it is due, attempt).
         self.waiting: dict[int, tuple[int, int]] = {}
+        self.now = 0
 
     def _pass(self, start: int, end: int) -> None:
         if end > self.next:
@@ -84,19 +85,44 @@ class PullLogMachine(RuleBasedStateMachine):
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES, due=DUES)
     def fail(self, consumer: int, start: int, count: int, due: int) -> None:
+        due += self.now
         self.log.nacked(consumer, start, start + count, due)
         for sequence, (holder, attempt) in list(self.held.items()):
             if holder == consumer and start <= sequence < start + count:
                 del self.held[sequence]
                 self.waiting[sequence] = (due, attempt)
 
-    @rule(now=DUES)
-    def time_passes(self, now: int) -> None:
-        due = {s: attempt for s, (at, attempt) in self.waiting.items() if at <= now}
-        assert self.log.return_due(now) == bool(due)
-        for sequence, attempt in due.items():
-            del self.waiting[sequence]
-            self.returned[sequence] = attempt
+    @rule(moments=DUES)
+    def time_passes(self, moments: int) -> None:
+        self.now += moments
+        self.log.return_due(self.now)
+        self.look()
+
+    @rule()
+    def look(self) -> None:
+        """What is due comes back moment by moment, the next one when the last is handed out."""
+        due = [at for at, _ in self.waiting.values() if at <= self.now]
+        if not self.returned and due:
+            for sequence, (at, attempt) in list(self.waiting.items()):
+                if at == min(due):
+                    del self.waiting[sequence]
+                    self.returned[sequence] = attempt
+        assert self.log.ready == bool(self.returned)
+
+    @rule(consumer=CONSUMERS, end=SEQUENCES, count=SIZES)
+    def pull_what_lies_apart(self, consumer: int, end: int, count: int) -> None:
+        heads = self.log.returned.heads(end, count)
+        assert len(heads) <= count
+        if not heads:
+            assert not self.returned or min(self.returned) >= end
+            return
+        self.log.pulled_heads(consumer, heads)
+        for start, stop, attempt in heads:
+            for sequence in range(start, stop):
+                assert sequence == min(self.returned)
+                assert sequence < end
+                assert self.returned.pop(sequence) == attempt
+                self.held[sequence] = (consumer, attempt + 1)
 
     @rule(consumer=CONSUMERS)
     def replay_a_pull_of_what_was_due(self, consumer: int) -> None:
@@ -138,10 +164,12 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule()
     def checkpoint(self) -> None:
         self.log = PullLog.load(*self.log.dump(durable_holds=True))
+        self.log.waiting.release(self.now)
 
     @rule()
     def checkpoint_of_a_broadcast_group(self) -> None:
         self.log = PullLog.load(*self.log.dump(durable_holds=False))
+        self.log.waiting.release(self.now)
         self.returned.update({s: attempt for s, (_, attempt) in self.held.items()})
         self.held = {}
 
@@ -164,7 +192,8 @@ class PullLogMachine(RuleBasedStateMachine):
         assert waiting == self.waiting
         assert self.log.waiting.count == len(waiting)
         assert len(self.log.waiting) == sum(len(ranges) for _, ranges in self.log.waiting)
-        assert self.log.waiting.next_due == min((due for due, _ in waiting.values()), default=None)
+        to_come = [due for due, _ in waiting.values() if due > self.now]
+        assert self.log.waiting.next_due == min(to_come, default=None)
         for consumer in (1, 2, 3):
             assert self.log.ranges_of(consumer) == len(list(self.log.held.get(consumer, [])))
 

@@ -137,6 +137,12 @@ class Pulled:
         return rows_of(self.answers[0].parts) if self.answers[0] is not None else []
 
     @property
+    def counts(self) -> list[int]:
+        """How many rows each frame of the answer has."""
+        [delivery] = self.answers
+        return [frame.count for frame in frames_in(b"".join(delivery.parts))] if delivery is not None else []
+
+    @property
     def bodies(self) -> list[bytes]:
         return [row.body for row in self.rows]
 
