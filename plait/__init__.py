@@ -11,6 +11,7 @@ from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
 from plait.client.consumer import Consumer
 from plait.client.outcomes import RetryLater, Suspend
+from plait.client.outgoing import Outgoing
 from plait.client.reader import Reader
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
 from plait.errors import (
@@ -77,6 +78,7 @@ __all__ = [
     "Message",
     "MessageId",
     "OutOfSequence",
+    "Outgoing",
     "PartitionName",
     "PlaitError",
     "ProtocolError",

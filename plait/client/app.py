@@ -14,9 +14,10 @@ import logging
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from plait import names
@@ -24,8 +25,9 @@ from plait.client.arguments import Duration, Start, seconds_of, start_of, wait_o
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consumer import Consumer
 from plait.client.loops import new_event_loop
+from plait.client.outgoing import Outgoing, SendHook
 from plait.client.signature import Handler
-from plait.client.subscription import Settings, Subscription
+from plait.client.subscription import HandleHook, Settings, Subscription
 from plait.client.types import Receipt, Ticket
 from plait.errors import Closed, InvalidArgument
 from plait.limits import ClientLimits
@@ -60,6 +62,8 @@ class App:
         # An address or name that cannot work is found now, not when the service starts.
         self._new_client()
         self._subscriptions: list[Subscription] = []
+        self._handle_hooks: list[HandleHook] = []
+        self._send_hooks: list[SendHook] = []
         self._startup: list[Callable[[], Any]] = []
         self._shutdown: list[Callable[[], Any]] = []
         self._client: Client | None = None
@@ -138,10 +142,30 @@ class App:
 
         def decorate(function: Function) -> Function:
             handler = Handler(function, batch=batch is not None, local_names=local_names)
-            self._subscriptions.append(Subscription(settings, handler))
+            self._subscriptions.append(Subscription(settings, handler, self._handle_hooks))
             return function
 
         return decorate
+
+    def around_handle(self, function: Function) -> Function:
+        """Decorates an ``async def`` that is put around each call of a handler; the first one declared is outermost.
+
+        It gets the list of messages (one, but for batch handlers) and what goes on: ``await proceed()`` calls the
+        handler and raises what it raises. What the hook raises counts as the handler's failure, its return as success.
+        """
+        _check_hook("around_handle", function)
+        self._handle_hooks.append(function)
+        return function
+
+    def around_send(self, function: Function) -> Function:
+        """Decorates an ``async def`` that is put around each ``app.send``; the first one declared is outermost.
+
+        It gets the ``plait.Outgoing``, which it may change, and what goes on: ``return await proceed()`` sends and
+        gives the receipt. ``app.post`` and the client itself go past it.
+        """
+        _check_hook("around_send", function)
+        self._send_hooks.append(function)
+        return function
 
     def on_startup(self, function: Function) -> Function:
         """Decorates what runs once connected, before the first message; ``def`` or ``async def``, no arguments."""
@@ -181,7 +205,14 @@ class App:
         oneway: bool = False,
     ) -> Receipt:
         """``client.send``, from hooks and ``async def`` handlers."""
-        return await self._own_client().send(subject, body, key=key, tags=tags, headers=headers, oneway=oneway)
+        client = self._own_client()
+        if not self._send_hooks:
+            return await client.send(subject, body, key=key, tags=tags, headers=headers, oneway=oneway)
+        outgoing = Outgoing(subject, body, key, list(tags or ()), dict(headers or {}), oneway)
+        proceed: Callable[[], Awaitable[Receipt]] = partial(outgoing.send, client)
+        for hook in reversed(self._send_hooks):
+            proceed = partial(hook, outgoing, proceed)
+        return await proceed()
 
     def post(
         self,
@@ -301,8 +332,11 @@ class App:
     async def _drain(self, workers: list[asyncio.Task[None]], hurry: asyncio.Event) -> None:
         """No new messages; finish what is being handled, within limits. The consumers' closing does the rest."""
         log.info("draining: no new messages, %d workers finish", sum(not worker.done() for worker in workers))
-        if self._stopping is not None and not self._stopping.is_set():
-            self._stop()
+        if self._stopping is not None:
+            self._stopping.set()
+        # Also after ``stop``, which may have come before they were there.
+        for consumer in self._consumers:
+            consumer._stop()
         loop = asyncio.get_running_loop()
         hurried = loop.create_task(hurry.wait())
         deadline = loop.time() + self.limits.drain_seconds
@@ -318,6 +352,11 @@ class App:
             for worker in workers:
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
+
+
+def _check_hook(name: str, function: Callable[..., Any]) -> None:
+    if not inspect.iscoroutinefunction(function):
+        raise InvalidArgument(f"{name} takes an async def, not {function!r}")
 
 
 def _check_count(name: str, value: int | None) -> None:

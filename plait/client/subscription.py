@@ -7,7 +7,7 @@ import contextvars
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ from plait.errors import CodecError
 from plait.retry import Retry
 
 log = logging.getLogger("plait.app")
+
+#: Called around each call of a handler, with its messages and with what goes on.
+HandleHook = Callable[[list[Message], Callable[[], Awaitable[None]]], Awaitable[None]]
 
 #: How long one wait for a batch is; the next one follows at once.
 BATCH_WAIT_SECONDS = 3600.0
@@ -50,9 +53,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 class Subscription:
     """One ``@app.subscriber``."""
 
-    def __init__(self, settings: Settings, handler: Handler) -> None:
+    def __init__(self, settings: Settings, handler: Handler, hooks: list[HandleHook]) -> None:
         self.settings = settings
         self.handler = handler
+        #: What the app was given to put around each call, the outermost first.
+        self._hooks = hooks
         #: On the loop's clock: until then no worker begins anything.
         self._suspended_until = 0.0
 
@@ -92,7 +97,7 @@ class Subscription:
         except CodecError as error:
             self._refuse(message, error)
             return error
-        failure = await self._call(arguments, pool, message)
+        failure = await self._call(arguments, pool, [message])
         if failure is None:
             message.ack()
         else:
@@ -112,7 +117,7 @@ class Subscription:
                 self._refuse(message, error)
                 failure = error
         if messages:
-            broken = await self._call(self.handler.arguments(bodies, messages), pool, batch)
+            broken = await self._call(self.handler.arguments(bodies, messages), pool, messages)
             if broken is not None:
                 batch._nack_soon(_wait_after(broken))
                 return broken
@@ -120,26 +125,35 @@ class Subscription:
         return failure
 
     def _refuse(self, message: Message, error: CodecError) -> None:
-        log.error("%s cannot take %s, which is tried again: %s", self.handler.name, _place(message), error)
+        log.error("%s cannot take %s, which is tried again: %s", self.handler.name, _place([message]), error)
         message.nack()
 
+    async def _invoke(self, arguments: list[Any], pool: ThreadPoolExecutor) -> None:
+        """The handler itself; raises what it raises."""
+        if self.handler.is_async:
+            await self.handler.function(*arguments)
+            return
+        context = contextvars.copy_context()
+        call = functools.partial(_outcome, context, self.handler.function, arguments)
+        # A thread cannot be stopped: after the time-out it goes on, and keeps its worker's place.
+        result, failure = await asyncio.get_running_loop().run_in_executor(pool, call)
+        if failure is not None:
+            raise failure
+        if inspect.isawaitable(result):
+            # A plain function around an asynchronous one.
+            await result
+
     async def _call(
-        self, arguments: list[Any], pool: ThreadPoolExecutor, about: Message | Batch
+        self, arguments: list[Any], pool: ThreadPoolExecutor, messages: list[Message]
     ) -> BaseException | None:
         """Why the handler failed; None: it returned."""
         failure: BaseException | None = None
+        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, arguments, pool)
+        for hook in reversed(self._hooks):
+            invoke = functools.partial(hook, messages, invoke)
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
-                if self.handler.is_async:
-                    await self.handler.function(*arguments)
-                else:
-                    context = contextvars.copy_context()
-                    call = functools.partial(_outcome, context, self.handler.function, arguments)
-                    # A thread cannot be stopped: after the time-out it goes on, and keeps its worker's place.
-                    result, failure = await asyncio.get_running_loop().run_in_executor(pool, call)
-                    if inspect.isawaitable(result):
-                        # A plain function around an asynchronous one.
-                        await result
+                await invoke()
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -152,9 +166,9 @@ class Subscription:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is logged and the message is tried again
             failure = error
         if isinstance(failure, RetryLater | Suspend):
-            log.info("%s: %s, %s", self.handler.name, _place(about), failure)
+            log.info("%s: %s, %s", self.handler.name, _place(messages), failure)
         elif failure is not None:
-            log.error("%s failed on %s, which is tried again", self.handler.name, _place(about), exc_info=failure)
+            log.error("%s failed on %s, which is tried again", self.handler.name, _place(messages), exc_info=failure)
         return failure
 
     def _suspend(self, consumer: Consumer, failure: BaseException | None) -> None:
@@ -202,8 +216,7 @@ def _wait_after(failure: BaseException) -> float | None:
     return failure.seconds if isinstance(failure, RetryLater | Suspend) else None
 
 
-def _place(about: Message | Batch) -> str:
-    """Where it is stored; what is in it is not for logs."""
-    if isinstance(about, Message):
-        return f"{about.subject}#{about.sequence}"
-    return f"{len(about)} messages from {about[0].subject}#{about[0].sequence}"
+def _place(messages: list[Message]) -> str:
+    """Where they are stored; what is in them is not for logs."""
+    first = f"{messages[0].subject}#{messages[0].sequence}"
+    return first if len(messages) == 1 else f"{len(messages)} messages from {first}"

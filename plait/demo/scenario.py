@@ -18,6 +18,7 @@ from rich.table import Table
 
 import plait
 from plait.cli.node import OwnNode
+from plait.demo.failing import FAILURES, show_retries
 from plait.demo.ledger import GroupResult, Ledger
 from plait.demo.orders import HANDLED, STEPS, SUBJECT
 from plait.demo.processes import Child, Children, DemoFailed
@@ -91,6 +92,7 @@ class Demo:
         async with plait.connect(node.address) as client:
             await self._start(node.address)
             await self._kill_one(client, node.address)
+            await self._retry(node.address)
             await self._until(lambda: sum(self._sent.values()) == plan.total, "the producers to finish")
             screen.say(f"producers done: {plan.total:,} sends acknowledged")
             await self._until(lambda: all(ledger.complete for ledger in self._ledgers.values()), "the groups")
@@ -170,6 +172,14 @@ class Demo:
             f"killed {victim.name} (SIGKILL) with {held:,} messages in its hands; another one takes its place"
         )
         await self._consumer(address, SHARED, CONSUMERS[SHARED])
+
+    async def _retry(self, address: str) -> None:
+        found = await show_retries(address)
+        found.check()
+        self._screen.say(
+            f"a handler failed {FAILURES} times on each of {found.messages:,} messages and got them again when due: "
+            f"{found.calls:,} calls, none early, all done"
+        )
 
     async def _stop_consumers(self) -> None:
         victim = self._consumers[SHARED][0]
