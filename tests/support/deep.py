@@ -1,7 +1,8 @@
 """Long runs that can be interrupted: which tests and cycles are done, under which seed and which sources.
 
-The state is one JSON file. It is forgotten when the seed or a source file changes, because what passed then
-proves nothing now, and when a run finishes with nothing failed.
+A run ends by itself before half an hour is over; the next one goes on there. The state is one JSON file. It is
+forgotten when the seed or a source file changes, because what passed then proves nothing now, and when everything has
+passed.
 """
 
 from __future__ import annotations
@@ -9,9 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+#: A run begins nothing after this; what it has begun takes a minute or two.
+RUN_SECONDS_MAX = 27 * 60.0
 
 
 def fingerprint(root: Path, directories: Iterable[str] = ("plait", "tests")) -> str:
@@ -27,14 +34,29 @@ def fingerprint(root: Path, directories: Iterable[str] = ("plait", "tests")) -> 
 class DeepState:
     """What of a long run is done; every change is on disk before it counts."""
 
-    def __init__(self, path: Path, sources: str, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        sources: str,
+        seed: int | None = None,
+        *,
+        seconds: float = RUN_SECONDS_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._path = path
+        self._clock = clock
+        self._deadline = clock() + seconds
         saved = _load(path)
         resumes = saved.get("sources") == sources and seed in (None, saved.get("seed"))
         self.sources = sources
         self.seed: int = saved["seed"] if resumes else seed if seed is not None else random.getrandbits(32)
         self.passed: set[str] = set(saved["passed"]) if resumes else set()
         self.cycles: dict[str, int] = dict(saved["cycles"]) if resumes else {}
+
+    @property
+    def time_is_up(self) -> bool:
+        """No new cycle is begun in this run."""
+        return self._clock() > self._deadline
 
     def finish(self, test: str) -> None:
         """The test passed and need not run again."""
@@ -81,6 +103,8 @@ class Cycles:
         """The numbers of the cycles still to do; each counts as done when the next is asked for."""
         first = self._state.cycles.get(self._test, 0) if self._state else 0
         for number in range(min(first, count), count):
+            if self._state and self._state.time_is_up:
+                pytest.skip(f"time is up after {number} of {count} cycles; run it again to go on there")
             yield number
             if self._state:
                 self._state.advance(self._test, number + 1)

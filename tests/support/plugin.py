@@ -117,7 +117,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     stash = session.config.stash
     state = stash.get(_STATE, None)
-    if state is not None and exitstatus == pytest.ExitCode.OK:
+    if state is not None and exitstatus == pytest.ExitCode.OK and state.passed.issuperset(stash[_CHOSEN]):
         state.forget(stash[_CHOSEN])
     if _BEFORE not in stash:
         return

@@ -48,6 +48,18 @@ def test_cycles_go_on_where_they_stopped(path: Path):
     assert list(Cycles("t1", DeepState(path, "v1"))(10)) == [4, 5, 6, 7, 8, 9]
 
 
+def test_no_cycle_begins_when_time_is_up_and_the_next_run_goes_on_there(path: Path):
+    now = 0.0
+    state = DeepState(path, "v1", seconds=10.0, clock=lambda: now)
+    cycles = Cycles("t1", state)(10)
+    for number in range(3):
+        assert next(cycles) == number
+        now += 4.0
+    with pytest.raises(pytest.skip.Exception, match="time is up after 3 of 10 cycles"):
+        next(cycles)
+    assert next(iter(Cycles("t1", DeepState(path, "v1"))(10))) == 3
+
+
 def test_cycles_without_state_all_run():
     assert list(Cycles("t1", None)(3)) == [0, 1, 2]
 
