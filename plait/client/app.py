@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import os
 import signal
 import sys
 import threading
@@ -51,6 +52,7 @@ class App:
         client_id: str | None = None,
         compression: Literal["zstd", "lz4"] | None = None,
         limits: ClientLimits | None = None,
+        spool: str | os.PathLike[str] | None = None,
     ) -> None:
         if group is not None:
             names.check("group", group)
@@ -59,6 +61,7 @@ class App:
         self._address = address
         self._client_id = client_id
         self._compression = compression
+        self._spool = spool
         # An address or name that cannot work is found now, not when the service starts.
         self._new_client()
         self._subscriptions: list[Subscription] = []
@@ -74,7 +77,13 @@ class App:
         self._consumers: list[Consumer] = []
 
     def _new_client(self) -> Client:
-        return Client(self._address, client_id=self._client_id, compression=self._compression, limits=self.limits)
+        return Client(
+            self._address,
+            client_id=self._client_id,
+            compression=self._compression,
+            limits=self.limits,
+            spool=self._spool,
+        )
 
     # --- declaring ------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from plait.client.many import send_many
 from plait.client.node import Node
 from plait.client.producer import Producer
 from plait.client.reader import Reader
+from plait.client.spool import Spool, spool_directory
 from plait.client.types import Receipt, Receipts, Ticket
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
@@ -59,13 +60,15 @@ def connect(
     client_id: str | None = None,
     compression: Literal["zstd", "lz4"] | None = None,
     limits: ClientLimits | None = None,
+    spool: str | os.PathLike[str] | None = None,
 ) -> Client:
     """A client for ``async with``.
 
     A ``client_id`` that you name is kept over restarts: a consumer that comes back under it finds what it held. Without
-    one, every client has an id of its own.
+    one, every client has an id of its own. ``spool`` is a directory for acks and nacks that cannot be sent because the
+    broker is away: the next process with the same client id sends them.
     """
-    return Client(address, client_id=client_id, compression=compression, limits=limits)
+    return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
 
 
 class Client:
@@ -78,6 +81,7 @@ class Client:
         client_id: str | None = None,
         compression: Literal["zstd", "lz4"] | None = None,
         limits: ClientLimits | None = None,
+        spool: str | os.PathLike[str] | None = None,
     ) -> None:
         addresses = address.split(",") if isinstance(address, str) else list(address)
         if not addresses:
@@ -85,6 +89,7 @@ class Client:
         if compression not in (None, "zstd", "lz4"):
             raise InvalidArgument(f"compression {compression!r} is not known; use 'zstd' or 'lz4'")
         self.client_id = names.check("client", client_id) if client_id is not None else new_client_id()
+        self._spool = None if spool is None else spool_directory(spool, client_id)
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
         self._producer = Producer(self._node, self.limits, _now, compression)
@@ -256,16 +261,19 @@ class Client:
                 raise InvalidArgument(f"prefetch must be 1 or more, not {prefetch}")
             span = max(2 * prefetch, 2)
             limits = msgspec.structs.replace(limits, prefetch_count=prefetch, prefetch_span=span)
+        member = self._member_id(subject, group)
+        spool = None if self._spool is None else Spool(self._spool, subject, group or "", member)
         consumer = Consumer(
             self._node,
             limits,
             subject,
             group,
-            self._member_id(subject, group),
+            member,
             start_of(start, _now()),
             delivery,
             retry,
             any_thread=any_thread,
+            spool=spool,
         )
         self._consumers.add(consumer)
         return consumer

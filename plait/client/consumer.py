@@ -19,6 +19,7 @@ from plait.client.batch import ArrowBatch, Batch
 from plait.client.delivered import Delivered, SharedDelivered
 from plait.client.node import Node
 from plait.client.settling import Piece, Settling
+from plait.client.spool import Spool
 from plait.client.types import Message, PartitionName
 from plait.errors import Closed, FrameError, GroupBusy, InvalidArgument, PlaitError, StaleSession, Unavailable
 from plait.frame.view import frames_in
@@ -56,6 +57,7 @@ class Consumer:
         retry: Retry | None = None,
         *,
         any_thread: bool = False,
+        spool: Spool | None = None,
     ) -> None:
         self.subject = subject
         self.group = group
@@ -70,7 +72,7 @@ class Consumer:
         #: At most once: what is pulled counts as handled, so there is nothing to track and nothing pulled ahead.
         self._tracks = delivery != "at_most_once"
         self._delivered: type[Delivered] = SharedDelivered if any_thread else Delivered
-        self._settling = Settling(_Bridge(self), limits)
+        self._settling = Settling(_Bridge(self), limits, spool)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._link: Link | None = None
@@ -113,6 +115,7 @@ class Consumer:
             raise Closed("a consumer is opened once; ask the client for another one")
         self._loop = asyncio.get_running_loop()
         self._settling.open(self._loop)
+        self._partition_id = self._settling.partition
         self._node.on_lost.append(self._link_lost)
         try:
             await self._attach_first(self._loop)
@@ -167,7 +170,7 @@ class Consumer:
 
     async def _attach(self, link: Link) -> None:
         holds = [piece for delivered in self._open for piece in delivered.open_ranges()]
-        holds += self._settling.unsent_acks
+        holds += self._settling.unsent
         attached: m.Attached = await link.request(
             m.Attach(
                 self.subject,
@@ -182,7 +185,7 @@ class Consumer:
         )
         if self._partition_id not in (0, attached.partition):
             self._forget_all()
-        self._partition_id = attached.partition
+        self._partition_id = self._settling.partition = attached.partition
         self._session = attached.session
         self._partition = PartitionName(attached.name, link.welcome.group if link.welcome else "")
         self._link = link

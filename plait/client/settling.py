@@ -12,6 +12,7 @@ from collections import deque
 from typing import Protocol
 
 from plait.client.delivered import Delivered, EpochRange, Nacks
+from plait.client.spool import Spool
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
@@ -40,9 +41,12 @@ class Listener(Protocol):
 class Settling:
     """See the module. Everything but ``from_thread`` is for the loop's thread alone."""
 
-    def __init__(self, listener: Listener, limits: ClientLimits) -> None:
+    def __init__(self, listener: Listener, limits: ClientLimits, spool: Spool | None = None) -> None:
         self._listener = listener
         self._limits = limits
+        self._spool = spool
+        #: The partition that what is said is of.
+        self.partition = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._session = 0
@@ -65,10 +69,24 @@ class Settling:
             delivered.collect()
         self._unsent.clear()
         self._acks, self._nacks = [], {}
+        self._keep()
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._attached = asyncio.Event()
+        words = self._spool.load() if self._spool is not None else None
+        if words is not None:
+            self.partition = words.partition
+            self._acks += words.acks
+            self._add_nacks(dict(words.nacks))
+
+    def _keep(self) -> None:
+        """What cannot be said now is kept, where there is a place for it."""
+        if self._spool is not None:
+            if self._acks or self._nacks:
+                self._spool.save(self.partition, self._acks, self._nacks)
+            else:
+                self._spool.clear()
 
     def attached(self, link: Link, session: int) -> None:
         """The way to the broker is open, for the first time or again."""
@@ -86,9 +104,9 @@ class Settling:
             self._attached.clear()
 
     @property
-    def unsent_acks(self) -> list[EpochRange]:
-        """Rows that are done and not known to be: until then nobody else may get them."""
-        return list(self._acks)
+    def unsent(self) -> list[EpochRange]:
+        """Rows that were spoken of, which the broker does not know: until then nobody else may get them."""
+        return [*self._acks, *(piece for ranges in self._nacks.values() for piece in ranges)]
 
     # --- words on rows --------------------------------------------------------------------------
 
@@ -174,11 +192,13 @@ class Settling:
                     self._listener.settled(delivered)
             self._unsent.clear()
             if not self._acks and not self._nacks:
+                self._keep()
                 break
             self._listener.progressed()
             link = self._link
             if link is None or link.closed:
                 # Sent after the next attach.
+                self._keep()
                 break
             acks, nacks = _merge(self._acks), self._nacks
             self._acks, self._nacks = [], {}
@@ -192,6 +212,7 @@ class Settling:
             except PlaitError as error:
                 self._acks = acks + self._acks
                 self._add_nacks(nacks)
+                self._keep()
                 if isinstance(error, Unavailable | StaleSession):
                     self._listener.lost(stale=isinstance(error, StaleSession))
                     break

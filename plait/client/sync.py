@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from types import TracebackType
@@ -51,9 +52,10 @@ def connect(
     client_id: str | None = None,
     compression: Literal["zstd", "lz4"] | None = None,
     limits: ClientLimits | None = None,
+    spool: str | os.PathLike[str] | None = None,
 ) -> Client:
     """A client for ``with``. The arguments are those of ``plait.connect``."""
-    return Client(address, client_id=client_id, compression=compression, limits=limits)
+    return Client(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
 
 
 class Client:
@@ -66,8 +68,9 @@ class Client:
         client_id: str | None = None,
         compression: Literal["zstd", "lz4"] | None = None,
         limits: ClientLimits | None = None,
+        spool: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._client = LoopClient(address, client_id=client_id, compression=compression, limits=limits)
+        self._client = LoopClient(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
         self.client_id = self._client.client_id
         self.limits = self._client.limits
         self._thread: LoopThread | None = None

@@ -1,0 +1,98 @@
+"""Acks and nacks that could not be sent, on disk until the broker answers.
+
+Without it they are in memory: a process that ends while the broker is away takes them along, and what it had done is
+delivered again. Each consumer has a file of its own, named by subject, group and client id; so the id has to be one
+that the next process has, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+from xxhash import xxh3_64_hexdigest
+
+from plait.client.delivered import EpochRange, Nacks
+from plait.errors import InvalidArgument
+
+log = logging.getLogger("plait.client")
+
+
+class Words(msgspec.Struct, array_like=True):
+    """What is to be said, and of what; the names tell who the file belongs to."""
+
+    subject: str
+    group: str
+    client: str
+    partition: int
+    acks: list[EpochRange]
+    nacks: list[tuple[float | None, list[EpochRange]]]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(Words)
+
+
+def spool_directory(path: str | os.PathLike[str], client_id: str | None) -> Path:
+    """The directory, made if need be; refused where it could be of no use."""
+    if client_id is None:
+        raise InvalidArgument("a spool needs a client_id: only who comes back under the same one finds it again")
+    directory = Path(path)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidArgument(f"the spool {str(directory)!r} cannot be made: {error.strerror or error}") from None
+    return directory
+
+
+class Spool:
+    """The file of one consumer."""
+
+    def __init__(self, directory: Path, subject: str, group: str, client: str) -> None:
+        self._names = (subject, group, client)
+        self._path = directory / f"{xxh3_64_hexdigest(' '.join(self._names).encode())}.words"
+        #: What the file has; None: there is none.
+        self._saved: bytes | None = None
+
+    def load(self) -> Words | None:
+        """What an earlier process could not say."""
+        try:
+            data = self._path.read_bytes()
+            words = _decoder.decode(data)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            log.warning("%s cannot be read, what it says is delivered again: %s", self._path, error)
+            return None
+        if (words.subject, words.group, words.client) != self._names:
+            return None
+        self._saved = data
+        return words
+
+    def save(self, partition: int, acks: list[EpochRange], nacks: Nacks) -> None:
+        """Keep this, and nothing of what was kept before."""
+        data = _encode(Words(*self._names, partition, acks, list(nacks.items())))
+        if data == self._saved:
+            return
+        new = self._path.with_suffix(".new")
+        try:
+            with open(new, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self._path)
+        except OSError as error:
+            # They are in memory still.
+            log.warning("acks cannot be kept on disk: %s", error)
+        else:
+            self._saved = data
+
+    def clear(self) -> None:
+        """Everything was said."""
+        if self._saved is not None:
+            self._saved = None
+            with contextlib.suppress(OSError):
+                self._path.unlink()

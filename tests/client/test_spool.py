@@ -1,0 +1,146 @@
+"""``spool``: what was said while the broker was away is said by the next process."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.support import fetch_all, numbers, send, until
+
+#: Reconnects at once, and a close does not wait for a broker that is away.
+EAGER = plait.ClientLimits(reconnect_first_seconds=0.001, reconnect_max_seconds=0.01, request_seconds=0.2)
+PATIENT = plait.ClientLimits(reconnect_first_seconds=0.001, reconnect_max_seconds=0.01)
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Path:
+    return tmp_path / "spool"
+
+
+def files(spool: Path) -> list[Path]:
+    return list(spool.iterdir())
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def connect(broker: EmbeddedBroker, spool: Path, limits: plait.ClientLimits = EAGER) -> plait.Client:
+    return plait.connect(broker.address, client_id="worker", limits=limits, spool=spool)
+
+
+async def speak_to_nobody(broker: EmbeddedBroker, spool: Path) -> None:
+    """Ten messages: 0 to 3 are acked, 4 and 5 nacked for a minute, and the broker is away."""
+    async with connect(broker, spool) as client:
+        await send(client, 10)
+        async with client.consumer("s", group="g") as consumer:
+            held = await fetch_all(consumer, 10)
+            await broker.kill()
+            for message in held[:4]:
+                message.ack()
+            for message in held[4:6]:
+                message.nack(delay=60)
+            await until(lambda: [path for path in files(spool) if path.suffix == ".words"])
+    assert [path.suffix for path in files(spool)] == [".words"]
+
+
+async def test_the_next_process_says_what_the_last_could_not(broker: EmbeddedBroker, spool: Path) -> None:
+    await speak_to_nobody(broker, spool)
+    await broker.start()
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        info = await client.admin.group("s", "g")
+        assert (info.lag, info.waiting) == (6, 2)
+        assert numbers(await fetch_all(consumer, 4)) == [6, 7, 8, 9]
+        assert files(spool) == []
+
+
+async def test_the_same_process_says_it_when_the_broker_is_back(broker: EmbeddedBroker, spool: Path) -> None:
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await send(client, 3)
+        held = await fetch_all(consumer, 3)
+        await broker.kill()
+        for message in held:
+            message.ack()
+        await until(lambda: [path for path in files(spool) if path.suffix == ".words"])
+        await broker.start()
+        await consumer.flush()
+        assert (await client.admin.group("s", "g")).lag == 0
+        await until(lambda: not files(spool))
+
+
+async def test_what_was_nacked_and_not_said_still_waits_after_a_reconnect(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await send(client, 1)
+        [message] = await fetch_all(consumer, 1)
+        await broker.kill()
+        message.nack(delay=60)
+        await broker.start()
+        await consumer.flush()
+        assert (await client.admin.group("s", "g")).waiting == 1
+
+
+async def test_another_client_id_has_a_spool_of_its_own(broker: EmbeddedBroker, spool: Path) -> None:
+    await speak_to_nobody(broker, spool)
+    await broker.start()
+    async with (
+        plait.connect(broker.address, client_id="other", spool=spool) as client,
+        client.consumer("s", group="g") as consumer,
+    ):
+        await consumer.flush()
+        assert (await client.admin.group("s", "g")).lag == 10
+        assert len(files(spool)) == 1
+
+
+async def test_words_about_a_subject_that_was_made_anew_are_dropped(broker: EmbeddedBroker, spool: Path) -> None:
+    await speak_to_nobody(broker, spool)
+    await broker.start()
+    async with connect(broker, spool, PATIENT) as client:
+        await client.admin.delete_subject("s")
+        await send(client, 10)
+        async with client.consumer("s", group="g") as consumer:
+            assert numbers(await fetch_all(consumer, 10)) == list(range(10))
+            assert files(spool) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"\xc1", b"\x96\xa1s", b"\x90"])
+async def test_a_spool_that_cannot_be_read_is_told_and_passed_over(
+    broker: EmbeddedBroker, spool: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    await speak_to_nobody(broker, spool)
+    [path] = files(spool)
+    overwrite(path, content)
+    await broker.start()
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        assert (await client.admin.group("s", "g")).lag == 10
+    assert "cannot be read, what it says is delivered again" in caplog.text
+
+
+async def test_a_disk_that_takes_nothing_costs_only_the_spool(
+    broker: EmbeddedBroker, spool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await send(client, 1)
+        [message] = await fetch_all(consumer, 1)
+        shutil.rmtree(spool)
+        await broker.kill()
+        message.ack()
+        await until(lambda: "acks cannot be kept on disk" in caplog.text)
+        await broker.start()
+        await consumer.flush()
+        assert (await client.admin.group("s", "g")).lag == 0
+
+
+def test_a_spool_needs_a_client_id_and_a_place(tmp_path: Path) -> None:
+    with pytest.raises(plait.InvalidArgument, match="a spool needs a client_id"):
+        plait.connect(spool=tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(plait.InvalidArgument, match="cannot be made: Not a directory"):
+        plait.connect(client_id="worker", spool=tmp_path / "file" / "spool")
+    with pytest.raises(plait.InvalidArgument, match="a spool needs a client_id"):
+        plait.App(group="g", spool=tmp_path)
