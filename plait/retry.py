@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 import msgspec
@@ -11,7 +12,7 @@ from plait.errors import InvalidArgument
 #: The longest wait that can be asked for: two years.
 WAIT_SECONDS_MAX = 2 * 366 * 86_400.0
 #: Steps of one policy.
-STEPS_MAX = 1_000
+STEPS_MAX = 64
 #: A wait ends on a multiple of about this share of it: messages that failed in one moment wait together.
 GRAIN = 64
 
@@ -30,6 +31,10 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     steps: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.steps, tuple | list):
+            raise InvalidArgument(f"retry: steps are {self.steps!r}; use a tuple of seconds")
+        # As it is read back, so that it compares as the same.
+        msgspec.structs.force_setattr(self, "steps", tuple(self.steps))
         numbers = {"first": self.first, "factor": self.factor, "longest": self.longest, "jitter": self.jitter}
         for name, value in [*numbers.items(), *(("a step", step) for step in self.steps)]:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= WAIT_SECONDS_MAX:
@@ -64,9 +69,17 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
         if self.steps:
             base = self.steps[min(attempt, len(self.steps)) - 1]
         else:
-            # Far enough for any factor that grows, and no number overflows.
-            base = min(self.first * self.factor ** min(attempt - 1, 64), self.longest)
+            base = self._growing(attempt - 1)
         return min(base * (1 + self.jitter * chance), WAIT_SECONDS_MAX)
+
+    def _growing(self, times: int) -> float:
+        """``first``, made longer that often."""
+        if self.factor == 1 or not 0 < self.first < self.longest:
+            return min(self.first, self.longest)
+        # Looked at first: a power that is not needed may be too large for any number.
+        if times >= (math.log(self.longest) - math.log(self.first)) / math.log(self.factor):
+            return self.longest
+        return float(min(self.first * self.factor**times, self.longest))
 
 
 def due_time(now: int, seconds: float) -> int:

@@ -34,6 +34,18 @@ def test_a_wait_is_never_longer_than_the_longest_and_its_jitter(
     assert policy.wait(attempt, 0.0) <= policy.wait(attempt + 1, 0.0)
 
 
+@pytest.mark.parametrize("factor", [1.01, 1.05, 1.1, 3, 65_536, 1e6, 1e7])
+def test_a_wait_reaches_the_longest_whatever_the_factor(factor: float):
+    policy = plait.Retry(first=1, factor=factor, longest=600, jitter=0)
+    waits = [policy.wait(attempt, 0.0) for attempt in range(1, 1000)]
+    assert waits[1] == pytest.approx(min(factor, 600))
+    assert waits[-1] == 600
+
+
+def test_steps_may_be_a_list():
+    assert plait.Retry(steps=[1, 5]) == plait.Retry(steps=(1, 5))  # type: ignore[arg-type]
+
+
 def test_the_presets():
     assert [plait.Retry.constant(5).wait(attempt, 0.9) for attempt in (1, 2, 50)] == [5.0, 5.0, 5.0]
     table = plait.Retry.rocketmq()
@@ -55,7 +67,8 @@ def test_the_presets():
         ({"jitter": 2}, "jitter is 2; it is a share"),
         ({"jitter": True}, "jitter is True"),
         ({"steps": (1, -1)}, "a step is -1"),
-        ({"steps": (1,) * 1001}, "1001 steps are over the limit of 1000"),
+        ({"steps": (1,) * 65}, "65 steps are over the limit of 64"),
+        ({"steps": 5}, "steps are 5; use a tuple of seconds"),
         ({"longest": WAIT_SECONDS_MAX + 1}, "longest is"),
     ],
 )

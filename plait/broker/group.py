@@ -217,7 +217,8 @@ class Group:
                 journal.event(_PULL, self, consumer.id, start, end, attempt + 1)
             delivery.ranges.append((start, end, attempt + 1))
         self.pull_log.pulled_heads(consumer.id, heads)
-        self.redelivered_count += rows
+        if heads[0].attempt:
+            self.redelivered_count += rows
         delivery.parts.extend(piece.parts)
         delivery.count += rows
         delivery.size += piece.size

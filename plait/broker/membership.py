@@ -84,8 +84,6 @@ class Membership:
                 f"group {name!r} of {subject!r} has delivery={group.definition.delivery!r}, "
                 f"this member asks for {delivery!r}; use the same for all members"
             )
-        elif retry is not None and retry != group.retry:
-            self._change_retry(group, client, retry)
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
         if consumer is None:
@@ -99,6 +97,8 @@ class Membership:
                 f"client {client!r} is attached to group {name!r} of {subject!r} already; "
                 "give every process a client id of its own"
             )
+        if retry is not None and retry != group.retry:
+            self._change_retry(group, client, retry)
         self._drop_waiters(group, consumer)
         group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker)
         consumer.online = consumer.connected = True

@@ -209,7 +209,9 @@ class Recovery:
             known = self._groups.get(definition.id)
             if known is not None:
                 # The head of a segment says it again, and a new setting is said anew.
-                known.definition = definition
+                if known.definition != definition:
+                    known.definition = definition
+                    broker.touch(partition)
                 return
             group = Group(definition, partition, broker.limits)
             group.pull_log.reset(min(definition.start, partition.stored_until(epoch)))

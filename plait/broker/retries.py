@@ -10,12 +10,17 @@ if TYPE_CHECKING:
     from plait.broker.group import Group
 
 
+#: Entries that count no more which may stand among the others, at least.
+STALE_MAX = 64
+
+
 class Retries:
     """Knows for each group with waiting rows the moment to look at it; nothing else is looked at."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Group]] = []
         self._number = 0
+        self._clean_at = STALE_MAX
 
     @property
     def next(self) -> int | None:
@@ -29,6 +34,15 @@ class Retries:
             group.expected = due
             self._number += 1
             heapq.heappush(self._heap, (due, self._number, group))
+            if len(self._heap) > self._clean_at:
+                self._clean()
+
+    def _clean(self) -> None:
+        """Drop what counts no more, before it outgrows what does."""
+        live = {entry[2]: entry for entry in self._heap if entry[0] == entry[2].expected}
+        self._heap = list(live.values())
+        heapq.heapify(self._heap)
+        self._clean_at = 2 * len(self._heap) + STALE_MAX
 
     def due(self, now: int) -> Iterator[Group]:
         """The groups that have something to hand out now that they had not before."""

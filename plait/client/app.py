@@ -143,7 +143,7 @@ class App:
             start=start,
             prefetch=prefetch,
             retry=retry,
-            timeout=None if timeout is None else seconds_of(timeout),
+            timeout=None if timeout is None else _positive("timeout", timeout),
             suspend=None if suspend is None else wait_of(suspend),
         )
         # Types that a function defined for its own handlers are found too.
@@ -217,7 +217,9 @@ class App:
         client = self._own_client()
         if not self._send_hooks:
             return await client.send(subject, body, key=key, tags=tags, headers=headers, oneway=oneway)
-        outgoing = Outgoing(subject, body, key, list(tags or ()), dict(headers or {}), oneway)
+        outgoing = Outgoing(
+            subject, body, key, [tags] if isinstance(tags, str) else list(tags or ()), dict(headers or {}), oneway
+        )
         proceed: Callable[[], Awaitable[Receipt]] = partial(outgoing.send, client)
         for hook in reversed(self._send_hooks):
             proceed = partial(hook, outgoing, proceed)
@@ -366,6 +368,13 @@ class App:
 def _check_hook(name: str, function: Callable[..., Any]) -> None:
     if not inspect.iscoroutinefunction(function):
         raise InvalidArgument(f"{name} takes an async def, not {function!r}")
+
+
+def _positive(name: str, value: Duration) -> float:
+    seconds = seconds_of(value)
+    if seconds <= 0:
+        raise InvalidArgument(f"{name} must be more than 0, not {value!r}")
+    return seconds
 
 
 def _check_count(name: str, value: int | None) -> None:

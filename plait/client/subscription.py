@@ -50,6 +50,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     suspend: float | None
 
 
+class Call:
+    """One call of a handler; a ``def`` has a thread, which may go on when nobody waits for it any more."""
+
+    __slots__ = ("arguments", "thread")
+
+    def __init__(self, arguments: list[Any]) -> None:
+        self.arguments = arguments
+        self.thread: asyncio.Future[Any] | None = None
+
+    async def ended(self) -> None:
+        """Until its thread is free: the next call of this worker needs one."""
+        if self.thread is not None and not self.thread.done():
+            await asyncio.wait([self.thread])
+
+
 class Subscription:
     """One ``@app.subscriber``."""
 
@@ -60,6 +75,7 @@ class Subscription:
         self._hooks = hooks
         #: On the loop's clock: until then no worker begins anything.
         self._suspended_until = 0.0
+        self._resuming: asyncio.TimerHandle | None = None
 
     def consumer(self, client: Client) -> Consumer:
         """The consumer that feeds the handler."""
@@ -97,11 +113,13 @@ class Subscription:
         except CodecError as error:
             self._refuse(message, error)
             return error
-        failure = await self._call(arguments, pool, [message])
+        call = Call(arguments)
+        failure = await self._call(call, pool, [message])
         if failure is None:
             message.ack()
         else:
             message.nack(_wait_after(failure))
+        await call.ended()
         return failure
 
     async def _handle_batch(self, batch: Batch, pool: ThreadPoolExecutor) -> BaseException | None:
@@ -117,9 +135,11 @@ class Subscription:
                 self._refuse(message, error)
                 failure = error
         if messages:
-            broken = await self._call(self.handler.arguments(bodies, messages), pool, messages)
+            call = Call(self.handler.arguments(bodies, messages))
+            broken = await self._call(call, pool, messages)
             if broken is not None:
                 batch._nack_soon(_wait_after(broken))
+                await call.ended()
                 return broken
         batch._ack_soon()
         return failure
@@ -128,32 +148,34 @@ class Subscription:
         log.error("%s cannot take %s, which is tried again: %s", self.handler.name, _place([message]), error)
         message.nack()
 
-    async def _invoke(self, arguments: list[Any], pool: ThreadPoolExecutor) -> None:
+    async def _invoke(self, call: Call, pool: ThreadPoolExecutor) -> None:
         """The handler itself; raises what it raises."""
         if self.handler.is_async:
-            await self.handler.function(*arguments)
+            await self.handler.function(*call.arguments)
             return
         context = contextvars.copy_context()
-        call = functools.partial(_outcome, context, self.handler.function, arguments)
-        # A thread cannot be stopped: after the time-out it goes on, and keeps its worker's place.
-        result, failure = await asyncio.get_running_loop().run_in_executor(pool, call)
+        work = functools.partial(_outcome, context, self.handler.function, call.arguments)
+        call.thread = asyncio.get_running_loop().run_in_executor(pool, work)
+        # A thread cannot be stopped: after the time-out it goes on, and its worker waits for it.
+        result, failure = await asyncio.shield(call.thread)
         if failure is not None:
             raise failure
         if inspect.isawaitable(result):
             # A plain function around an asynchronous one.
             await result
 
-    async def _call(
-        self, arguments: list[Any], pool: ThreadPoolExecutor, messages: list[Message]
-    ) -> BaseException | None:
+    async def _call(self, call: Call, pool: ThreadPoolExecutor, messages: list[Message]) -> BaseException | None:
         """Why the handler failed; None: it returned."""
         failure: BaseException | None = None
-        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, arguments, pool)
+        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, pool)
         for hook in reversed(self._hooks):
             invoke = functools.partial(hook, messages, invoke)
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
                 await invoke()
+            if limit.expired():
+                # It was told to stop, and returned as if nothing had happened.
+                raise TimeoutError
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -168,7 +190,8 @@ class Subscription:
         if isinstance(failure, RetryLater | Suspend):
             log.info("%s: %s, %s", self.handler.name, _place(messages), failure)
         elif failure is not None:
-            log.error("%s failed on %s, which is tried again", self.handler.name, _place(messages), exc_info=failure)
+            fate = "is tried again" if self.settings.delivery == "at_least_once" else "is gone"
+            log.error("%s failed on %s, which %s", self.handler.name, _place(messages), fate, exc_info=failure)
         return failure
 
     def _suspend(self, consumer: Consumer, failure: BaseException | None) -> None:
@@ -183,11 +206,9 @@ class Subscription:
         self._suspended_until = max(self._suspended_until, loop.time() + seconds)
         consumer._suspend()
         log.warning("%s is suspended for %g s", self.handler.name, seconds)
-        loop.call_at(self._suspended_until, self._resume, consumer)
-
-    def _resume(self, consumer: Consumer) -> None:
-        if asyncio.get_running_loop().time() >= self._suspended_until:
-            consumer._resume()
+        if self._resuming is not None:
+            self._resuming.cancel()
+        self._resuming = loop.call_at(self._suspended_until, consumer._resume)
 
     async def _resumed(self, stopping: asyncio.Event) -> bool:
         """Wait for the end of a suspension; False: the app stops."""

@@ -239,19 +239,21 @@ class Log:
         if not self._pending:
             return
         segment = self.segments[-1]
-        if self._zero_ahead and segment.zeroed < self.end:
-            self._add_zeros(segment)
-        segment.file.write(self._pending, self._pending_at - segment.base)
+        ahead = self._zeros_ahead(segment)
+        zeros = [_ZEROS[: ahead - done] for done in range(0, ahead, len(_ZEROS))]
+        segment.file.write([*self._pending, *zeros] if zeros else self._pending, self._pending_at - segment.base)
+        if ahead:
+            segment.zeroed = self.end + ahead
         segment.written = self.end
         self._pending = []
         self._pending_at = self.written = self.end
 
-    def _add_zeros(self, segment: Segment) -> None:
-        # In the same call, so that nothing can come between. What brings much at a time is not held up by a journal.
-        if self.end - self._pending_at < self._zero_ahead // 8:
-            ahead = min(self._zero_ahead, segment.end - self.end)
-            self._pending.extend(_ZEROS[: ahead - done] for done in range(0, ahead, len(_ZEROS)))
-            segment.zeroed = self.end + ahead
+    def _zeros_ahead(self, segment: Segment) -> int:
+        """How many zeros to write behind what is to be written, in the same call, so that nothing can come between."""
+        # What brings much at a time is not held up by a journal.
+        if segment.zeroed >= self.end or self.end - self._pending_at >= self._zero_ahead // 8:
+            return 0
+        return min(self._zero_ahead, segment.end - self.end)
 
     def begin_sync(self) -> SyncJob:
         """The work that makes everything written so far durable."""

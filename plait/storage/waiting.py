@@ -19,12 +19,13 @@ Due = tuple[int, list[Range]]
 class Waiting:
     """Disjoint ranges, each with the time that it waits for."""
 
-    __slots__ = ("_at", "_length", "_moments", "_released")
+    __slots__ = ("_at", "_known", "_length", "_moments", "_released")
 
     def __init__(self, entries: Iterable[Due] = ()) -> None:
         self._at: dict[int, Ranges] = {}
         #: Heap of the moments to come; one whose ranges have all gone stays until its time.
         self._moments: list[int] = []
+        self._known: set[int] = set()
         #: Moments that have come, the earliest first.
         self._released: deque[int] = deque()
         self._length = 0
@@ -56,7 +57,7 @@ class Waiting:
     def next_due(self) -> int | None:
         """The earliest moment to come; None when there is none."""
         while self._moments and self._moments[0] not in self._at:
-            heapq.heappop(self._moments)
+            self._known.discard(heapq.heappop(self._moments))
         return self._moments[0] if self._moments else None
 
     def add(self, start: int, end: int, attempt: int, due: int) -> None:
@@ -64,7 +65,9 @@ class Waiting:
         ranges = self._at.get(due)
         if ranges is None:
             ranges = self._at[due] = Ranges()
-            heapq.heappush(self._moments, due)
+            if due not in self._known:
+                self._known.add(due)
+                heapq.heappush(self._moments, due)
         before = len(ranges)
         ranges.add(start, end, attempt)
         self._length += len(ranges) - before
@@ -88,7 +91,9 @@ class Waiting:
     def release(self, now: int) -> None:
         """All moments up to ``now`` have come."""
         while self._moments and self._moments[0] <= now:
-            self._released.append(heapq.heappop(self._moments))
+            due = heapq.heappop(self._moments)
+            self._known.discard(due)
+            self._released.append(due)
 
     def pop_released(self) -> Ranges | None:
         """Take out what waited for the earliest moment that has come; None when nothing has."""
@@ -102,5 +107,6 @@ class Waiting:
     def clear(self) -> None:
         self._at.clear()
         self._moments.clear()
+        self._known.clear()
         self._released.clear()
         self._length = 0

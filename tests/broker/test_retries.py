@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from plait.broker.group import Consumer
-from plait.errors import GroupMismatch
+from plait.broker.retries import STALE_MAX
+from plait.errors import GroupBusy, GroupMismatch
 from plait.limits import ServerLimits
 from plait.retry import Retry
+from plait.storage.waiting import Waiting
 from tests.support.broker_node import Node
 
 FIVE = Retry.constant(5)
@@ -250,3 +252,52 @@ def test_the_first_member_to_come_may_change_it():
     node.turn()
     for again in (node, node.killed()):
         assert again.group("orders", "g").retry == Retry.constant(10)
+
+
+def test_a_changed_policy_survives_two_starts():
+    node = Node()
+    node.membership.detach(node.attach("orders", "g", retry=FIVE))
+    node.checkpoint()
+    node.attach("orders", "g", "other", retry=Retry.constant(10))
+    again = node.killed()
+    assert again.group("orders", "g").retry == Retry.constant(10)
+    assert again.killed().group("orders", "g").retry == Retry.constant(10)
+
+
+def test_a_member_that_is_refused_changes_nothing():
+    node = Node()
+    node.attach("orders", "g", retry=FIVE)
+    with pytest.raises(GroupBusy):
+        node.attach("orders", "g", retry=Retry.constant(10))
+    assert node.group("orders", "g").retry == FIVE
+
+
+# --- what it costs -------------------------------------------------------------------------------------------------
+
+
+def test_looking_ahead_costs_one_entry_a_group_however_often():
+    node = Node()
+    node.send("orders", b"far", b"near")
+    consumer = node.attach("orders", "g", retry=FIVE)
+    node.pull(consumer)
+    node.nack(consumer, (0, 1), delay=86_400.0)
+    for _ in range(300):
+        node.nack(consumer, (1, 2), delay=1.0)
+        node.later(1.1)
+        assert node.pull(consumer).ranges[0][:2] == (1, 2)
+    assert len(node.broker.retries._heap) <= 2 + STALE_MAX
+
+
+def test_a_moment_that_empties_and_fills_again_is_one_moment():
+    waiting = Waiting()
+    for _ in range(100):
+        waiting.add(0, 1, 1, 50)
+        assert waiting.remove(0, 1)
+    assert len(waiting._moments) == 1
+    waiting.add(0, 1, 1, 50)
+    assert waiting.next_due == 50
+    waiting.release(50)
+    released = waiting.pop_released()
+    assert released is not None
+    assert list(released) == [(0, 1, 1)]
+    assert waiting.pop_released() is None

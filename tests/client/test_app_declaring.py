@@ -141,6 +141,7 @@ def test_a_batch_handler_takes_lists(app: plait.App, function: Callable[..., Any
         ({"start": "yesterday"}, "start 'yesterday'"),
         ({"retry": 5}, r"retry is 5; use plait.Retry"),
         ({"timeout": -1}, "must be 0 or more"),
+        ({"timeout": 0}, "timeout must be more than 0"),
         ({"suspend": "3y"}, "not understood"),
     ],
 )

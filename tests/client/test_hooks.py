@@ -113,7 +113,7 @@ async def test_a_send_hook_may_change_the_message_and_sees_the_receipt(client: p
 
     @app.subscriber("s")
     async def handle(message: plait.Message) -> None:
-        sent.append(await app.send("there", message.body, key="k", headers={"city": "BJS"}))
+        sent.append(await app.send("there", message.body, key="k", headers={"city": "BJS"}, tags="urgent"))
 
     sent: list[plait.Receipt] = []
     await send(client, 1)
@@ -125,7 +125,7 @@ async def test_a_send_hook_may_change_the_message_and_sees_the_receipt(client: p
     assert (message.body, message.key, message.tags, message.headers) == (
         b"0",
         "k",
-        ["traced"],
+        ["urgent", "traced"],
         {"trace": "abc", "city": "BJS"},
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from datetime import timedelta
@@ -230,3 +231,63 @@ async def test_batch_handlers_fail_as_a_whole(client: plait.Client, app: plait.A
     async with running(app):
         await settled(client)
         await until(lambda: max(calls) == 2)
+
+
+@pytest.mark.parametrize("seconds", [0.0104, 1 / 3, 0.1237])
+async def test_a_suspension_ends_whatever_the_timer_rounds_to(
+    client: plait.Client, app: plait.App, seconds: float
+) -> None:
+    @app.subscriber("s")
+    async def handle(message: plait.Message) -> None:
+        if message.attempt == 1:
+            raise plait.Suspend(seconds)
+
+    await send(client, 1)
+    async with running(app):
+        await settled(client)
+
+
+async def test_a_def_that_sticks_takes_no_thread_of_others_and_no_message_that_never_began(
+    client: plait.Client, app: plait.App
+) -> None:
+    let_go = threading.Event()
+    began: list[bytes] = []
+    others: list[bytes] = []
+
+    @app.subscriber("s", timeout=0.05, retry=plait.Retry.constant(3600))
+    def stick(body: bytes) -> None:
+        began.append(body)
+        let_go.wait(20)
+
+    @app.subscriber("other")
+    def handle(body: bytes) -> None:
+        others.append(body)
+
+    await send(client, 5)
+    async with running(app):
+        await until(lambda: began)
+        async with asyncio.timeout(20):
+            while not await waiting(client):
+                pass
+        await send(client, 3, subject="other")
+        await until(lambda: len(others) == 3)
+        assert (len(began), await waiting(client)) == (1, 1)
+        let_go.set()
+
+
+async def test_an_async_def_that_will_not_be_cancelled_has_failed_all_the_same(
+    client: plait.Client, app: plait.App
+) -> None:
+    attempts: list[int] = []
+
+    @app.subscriber("s", timeout=0.05, retry=AT_ONCE)
+    async def handle(message: plait.Message) -> None:
+        attempts.append(message.attempt)
+        if message.attempt == 1:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    await send(client, 1)
+    async with running(app):
+        await settled(client)
+    assert attempts == [1, 2]
