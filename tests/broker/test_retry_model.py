@@ -130,13 +130,21 @@ class Retrying(RuleBasedStateMachine):
             consumer.heard = self.node.clock.monotonic() + seconds
         self.node.later(seconds)
 
-    @rule(early=st.sampled_from([1, 1000]))
-    def almost_due(self, early: int) -> None:
-        """Time passes until just before the next message has to be handed out."""
+    @rule(client=CLIENTS, early=st.sampled_from([1, 1000]))
+    def look_before_it_is_due(self, client: str, early: int) -> None:
         now = self.node.clock.now()
         moments = [m.due[0] for m in self.messages if not m.done and m.holder is None and m.due[0] > now + early]
         if moments:
             self.time_passes((min(moments) - early - now) / 1_000_000)
+            self.pull(client, 1000)
+
+    @rule(client=CLIENTS)
+    def look_when_it_is_due(self, client: str) -> None:
+        now = self.node.clock.now()
+        moments = [m.due[1] for m in self.messages if not m.done and m.holder is None and m.due[1] > now]
+        if moments:
+            self.time_passes((min(moments) - now) / 1_000_000)
+            self.pull(client, 1000)
 
     @rule(client=CLIENTS)
     def lose(self, client: str) -> None:
