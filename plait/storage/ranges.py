@@ -21,38 +21,46 @@ class Range(NamedTuple):
 class Ranges:
     """Disjoint ranges in ascending order; neighbours with the same attempt are joined."""
 
-    __slots__ = ("_attempts", "_ends", "_starts")
+    __slots__ = ("_attempts", "_ends", "_gone", "_starts")
 
     def __init__(self, ranges: Iterable[tuple[int, int, int]] = ()) -> None:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._attempts: list[int] = []
+        #: So many of the lowest are there no more: they are cut off now and then, as taking one from the front of a
+        #: long list costs as much as the list is long.
+        self._gone = 0
         for start, end, attempt in ranges:
             self.add(start, end, attempt)
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._starts) - self._gone
 
     def __bool__(self) -> bool:
-        return bool(self._starts)
+        return len(self._starts) > self._gone
 
     def __iter__(self) -> Iterator[Range]:
-        return map(Range, self._starts, self._ends, self._attempts)
+        return iter(self._slice(self._gone, len(self._starts)))
+
+    def _slice(self, low: int, high: int) -> list[Range]:
+        return list(map(Range, self._starts[low:high], self._ends[low:high], self._attempts[low:high]))
 
     @property
     def count(self) -> int:
         """How many sequences all ranges hold."""
-        return sum(self._ends) - sum(self._starts)
+        return sum(self._ends[self._gone :]) - sum(self._starts[self._gone :])
 
     @property
     def first(self) -> int:
         """The lowest sequence; only when there is one."""
-        return self._starts[0]
+        return self._starts[self._gone]
 
     def add(self, start: int, end: int, attempt: int) -> None:
         """Put [start, end) in; where it overlaps, the new attempt replaces the old."""
         if start >= end:
             return
+        if not self:
+            self.clear()
         if not self._starts or start >= self._ends[-1]:
             if self._starts and start == self._ends[-1] and attempt == self._attempts[-1]:
                 self._ends[-1] = end
@@ -62,8 +70,8 @@ class Ranges:
                 self._attempts.append(attempt)
             return
         self.remove(start, end)
-        at = bisect_left(self._starts, start)
-        if at > 0 and self._ends[at - 1] == start and self._attempts[at - 1] == attempt:
+        at = bisect_left(self._starts, start, self._gone)
+        if at > self._gone and self._ends[at - 1] == start and self._attempts[at - 1] == attempt:
             at -= 1
             self._ends[at] = end
         else:
@@ -76,46 +84,59 @@ class Ranges:
 
     def remove(self, start: int, end: int) -> list[Range]:
         """Take [start, end) out; what was there."""
-        if start >= end:
-            return []
-        low = bisect_right(self._ends, start)
-        high = bisect_left(self._starts, end, low)
+        low, high = self._between(start, end)
         if low >= high:
             return []
-        removed = [
-            Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i]) for i in range(low, high)
-        ]
+        removed = self._cut(low, high, start, end)
         before = (self._starts[low], start, self._attempts[low])
         after = (end, self._ends[high - 1], self._attempts[high - 1])
         rest = [piece for piece in (before, after) if piece[0] < piece[1]]
+        if low == self._gone and not rest:
+            self._forget(high)
+            return removed
         self._starts[low:high] = [piece[0] for piece in rest]
         self._ends[low:high] = [piece[1] for piece in rest]
         self._attempts[low:high] = [piece[2] for piece in rest]
         return removed
 
+    def _between(self, start: int, end: int) -> tuple[int, int]:
+        """Which ranges overlap [start, end)."""
+        if start >= end:
+            return 0, 0
+        low = bisect_right(self._ends, start, self._gone)
+        return low, bisect_left(self._starts, end, low)
+
+    def _cut(self, low: int, high: int, start: int, end: int) -> list[Range]:
+        """These ranges as far as they lie in [start, end)."""
+        return [
+            Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i]) for i in range(low, high)
+        ]
+
+    def _forget(self, until: int) -> None:
+        """The lowest ranges are there no more."""
+        self._gone = until
+        if self._gone > 32 and self._gone * 2 > len(self._starts):
+            self._gone = 0
+            self._delete(0, until)
+
     def head(self) -> Range:
         """The lowest range; only when there is one."""
-        return Range(self._starts[0], self._ends[0], self._attempts[0])
+        return Range(self._starts[self._gone], self._ends[self._gone], self._attempts[self._gone])
 
     def heads(self, end: int, count: int) -> list[Range]:
         """The lowest ranges below ``end``, at most ``count``; the last one is cut there."""
-        high = min(bisect_left(self._starts, end), count)
-        heads = list(map(Range, self._starts[:high], self._ends[:high], self._attempts[:high]))
+        high = min(bisect_left(self._starts, end, self._gone), self._gone + count)
+        heads = self._slice(self._gone, high)
         if heads and heads[-1].end > end:
             heads[-1] = Range(heads[-1].start, end, heads[-1].attempt)
         return heads
 
     def overlap(self, start: int, end: int) -> list[Range]:
         """The parts of [start, end) that are in the set."""
-        if start >= end:
-            return []
-        low = bisect_right(self._ends, start)
-        high = bisect_left(self._starts, end, low)
-        return [
-            Range(max(self._starts[i], start), min(self._ends[i], end), self._attempts[i]) for i in range(low, high)
-        ]
+        return self._cut(*self._between(start, end), start, end)
 
     def clear(self) -> None:
+        self._gone = 0
         self._delete(0, len(self._starts))
 
     def _delete(self, low: int, high: int) -> None:

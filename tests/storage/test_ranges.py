@@ -89,3 +89,23 @@ def test_a_million_sequences_cost_as_much_as_ten():
     assert list(ranges) == [Range(0, 5, 1), Range(10**12 - 5, 10**12, 1)]
     with pytest.raises(IndexError):
         _ = Ranges().first
+
+
+@pytest.mark.parametrize("size", [1, 31, 33, 34, 100, 1000])
+def test_taking_the_lowest_one_after_another_leaves_the_rest(size: int):
+    ranges = Ranges((3 * n, 3 * n + 2, 1) for n in range(size))
+    for n in range(size):
+        assert (len(ranges), ranges.first, ranges.count) == (size - n, 3 * n, 2 * (size - n))
+        assert ranges.head() == (3 * n, 3 * n + 2, 1)
+        assert ranges.heads(10**9, 2) == [(3 * m, 3 * m + 2, 1) for m in range(n, min(n + 2, size))]
+        assert ranges.overlap(0, 3 * n) == []
+        assert ranges.remove(0, 3 * n) == []
+        assert ranges.remove(3 * n, 3 * n + 2) == [(3 * n, 3 * n + 2, 1)]
+        if n % 7 == 0 and n + 1 < size:
+            # What comes back stands before the others again.
+            ranges.add(3 * n, 3 * n + 1, 5)
+            assert list(ranges)[:1] == [(3 * n, 3 * n + 1, 5)]
+            ranges.remove(3 * n, 3 * n + 1)
+    assert not ranges
+    ranges.add(1, 2, 1)
+    assert list(ranges) == [(1, 2, 1)]
