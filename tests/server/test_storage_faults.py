@@ -154,7 +154,9 @@ async def test_a_server_that_stops_on_a_full_disk_lets_go_of_everything(tmp_path
 def plait_config(**settings: object) -> plait.broker.BrokerConfig:
     from plait.broker import BrokerConfig
 
-    return BrokerConfig(message_segment_size=FRAME_SIZE_MAX, action_segment_size=MIB, disk_free_min=0, **settings)  # type: ignore[arg-type]
+    # However full the machine's own disk is.
+    sizes = {"message_segment_size": FRAME_SIZE_MAX, "action_segment_size": MIB}
+    return BrokerConfig(**sizes, disk_free_min=0, disk_used_max=1.0, **settings)  # type: ignore[arg-type]
 
 
 # --- a broken disk -------------------------------------------------------------------------------
