@@ -275,8 +275,8 @@ class Group:
         end: int,
         epoch: int,
         journal: Journal,
-        now: int = 0,
-        delay: float | None = 0.0,
+        now: int,
+        delay: float | None,
     ) -> int:
         """[start, end) failed and waits ``delay`` seconds (None: as the group retries); how many it held."""
         start, end = self.partition.clip_to_epoch(start, end, epoch)

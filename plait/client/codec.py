@@ -68,12 +68,14 @@ def _convert_to_pydantic(kind: type, value: Any) -> Any:
     """A pydantic model inside another type, as in ``list[Model]``."""
     if _is_pydantic(kind):
         return kind.model_validate(value)  # type: ignore[attr-defined]
+    # How a hook tells msgspec that a type is not its business.
     raise NotImplementedError(f"{_name(kind)} cannot be decoded")
 
 
 def _schema_of_pydantic(kind: type) -> dict[str, Any]:
     if _is_pydantic(kind):
         return {"type": "object"}
+    # As above.
     raise NotImplementedError(f"{_name(kind)} cannot be decoded")
 
 

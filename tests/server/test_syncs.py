@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from plait.clock import ManualClock
 from plait.limits import KIB
 from plait.testing.disk import Operation, SimulatedDisk
@@ -28,26 +30,25 @@ class Watched:
             self.clock.advance(self.sync_seconds)
 
 
-async def test_a_sync_stays_on_the_loop_only_after_a_quick_one(serve: Serve):
+@pytest.mark.parametrize(
+    ("sends", "on_loop"),
+    [
+        # After the slow one the next is beside the loop.
+        ([(1, 0.0), (1, 0.0), (1, 0.5), (1, 0.0), (1, 0.0)], [True, True, True, False, True]),
+        # Much at a time never is on it.
+        ([(1, 0.0), (300 * KIB, 0.0), (1, 0.0)], [True, False, True]),
+    ],
+    ids=["slow", "large"],
+)
+async def test_a_sync_is_on_the_loop_only_after_a_quick_one_and_when_it_is_small(
+    serve: Serve, sends: list[tuple[int, float]], on_loop: list[bool]
+):
     watched = Watched()
     server = await serve(watched.disk, clock=watched.clock, flush="sync")
     async with Raw(server) as raw:
         await raw.hello()
         await raw.route("orders")
         watched.on_loop.clear()
-        for number, seconds in enumerate([0.0, 0.0, 0.5, 0.0, 0.0], 1):
-            watched.sync_seconds = seconds
-            assert await raw.store("orders", b"%d" % number, first=number, previous=number - 1) == number - 1
-        assert watched.on_loop == [True, True, True, False, True], "after the slow one the next is beside the loop"
-
-
-async def test_a_sync_of_much_is_never_on_the_loop(serve: Serve):
-    watched = Watched()
-    server = await serve(watched.disk, clock=watched.clock, flush="sync")
-    async with Raw(server) as raw:
-        await raw.hello()
-        await raw.route("orders")
-        watched.on_loop.clear()
-        for number, size in enumerate([1, 300 * KIB, 1], 1):
-            await raw.store("orders", bytes(size), first=number, previous=number - 1)
-        assert watched.on_loop == [True, False, True]
+        for number, (size, watched.sync_seconds) in enumerate(sends, 1):
+            assert await raw.store("orders", bytes(size), first=number, previous=number - 1) == number - 1
+    assert watched.on_loop[: len(sends)] == on_loop
