@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "plait"
 
 #: The top of the package, ``plait/__init__.py``: what users import.
 FACADE = "plait"
-BASE = {"errors", "limits", "clock", "names", "retry", "version"}
+BASE = {"errors", "limits", "clock", "names", "reason", "retry", "version"}
 SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
 
 #: Part → the parts of ours it may import.
@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "clock": set(),
     "version": set(),
     "names": {"errors", "limits"},
+    "reason": set(),
     "retry": {"errors"},
     "frame": {"errors", "limits"},
     "storage": BASE | {"frame"},

@@ -54,7 +54,7 @@ from plait.storage.producers import ProducerTable
 
 MESSAGE_DIRECTORY = "message"
 #: Columns that frames get from the broker.
-_NOT_SENT_BITS = 1 << Column.RUNS | 1 << Column.SELECTION
+_NOT_SENT_BITS = 1 << Column.RUNS | 1 << Column.SELECTION | 1 << Column.SCHEDULE | 1 << Column.NOTE
 #: Bytes zeroed ahead of what is written, where sends wait for syncs.
 ZERO_AHEAD = 1 * MIB
 

@@ -40,11 +40,17 @@ class PartitionName(NamedTuple):
 
 
 class Receipt(msgspec.Struct, frozen=True, gc=False):
-    """The broker has the message. ``sequence`` is None when a repeated send was stored too long ago to know."""
+    """The broker has the message. ``sequence`` is None when a repeated send was stored too long ago to know.
+
+    It is None for a delayed message as well, which gets its place when it is due. ``schedule`` is its number until
+    then, and with ``deliver_at`` what it can be cancelled by.
+    """
 
     message_id: MessageId
     partition: PartitionName
     sequence: int | None
+    deliver_at: datetime | None = None
+    schedule: int | None = None
 
 
 class PendingBatch:

@@ -36,6 +36,10 @@ class Column(IntEnum):
     PRIORITY = 7
     TAGS = 16
     HEADERS = 17
+    #: Each row's number in its subject's schedule, which is settled by this frame.
+    SCHEDULE = 18
+    #: Not of rows: what a broker notes about a frame in its kept log.
+    NOTE = 19
 
 
 class Codec(IntEnum):
@@ -55,6 +59,7 @@ FIXED_WIDTHS: Final[dict[int, int]] = {
     Column.SEND_TIME: 8,
     Column.DELIVER_AT: 8,
     Column.PRIORITY: 1,
+    Column.SCHEDULE: 8,
 }
 #: NumPy type of the same.
 FIXED_TYPES: Final[dict[int, np.dtype[Any]]] = {
@@ -62,6 +67,7 @@ FIXED_TYPES: Final[dict[int, np.dtype[Any]]] = {
     Column.SEND_TIME: np.dtype("<i8"),
     Column.DELIVER_AT: np.dtype("<i8"),
     Column.PRIORITY: np.dtype("u1"),
+    Column.SCHEDULE: np.dtype("<u8"),
 }
 #: Microseconds since 1970.
 TIMES: Final[frozenset[int]] = frozenset({Column.SEND_TIME, Column.DELIVER_AT})

@@ -13,6 +13,7 @@ import msgspec
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, from_code
 from plait.limits import KIB, MIB
+from plait.reason import Reason
 from plait.retry import Retry
 from plait.wire.packets import PACKET_SIZE_MAX
 
@@ -77,10 +78,11 @@ class Heartbeat(Message, frozen=True):
 
 
 class Route(Message, frozen=True):
-    """Where do rows of this subject go?"""
+    """Where do rows of this subject go? ``delayed``: those that are to be delivered at a time of their own."""
 
     KIND: ClassVar[int] = 10
     subject: str
+    delayed: bool = False
 
 
 class Routed(Message, frozen=True):
@@ -124,13 +126,17 @@ class Attach(Message, frozen=True):
 
 
 class Attached(Message, frozen=True):
-    """The member's session: every later request names it."""
+    """The member's session: every later request names it.
+
+    From attempt number ``reasons_from`` on a failure may be the last, and its reason is wanted.
+    """
 
     KIND: ClassVar[int] = 21
     session: int
     partition: int
     name: str
     group: str
+    reasons_from: int = 1
 
 
 class Pull(Message, frozen=True):
@@ -160,12 +166,18 @@ class Ack(Message, frozen=True):
 
 
 class Nack(Message, frozen=True):
-    """These ranges failed: the group gets them again after ``delay`` seconds; None: as its retry policy says."""
+    """These ranges failed: the group gets them again after ``delay`` seconds; None: as its retry policy says.
+
+    ``reject``: they go to the dead letters at once. Not ``counted``: nobody began with them, so it was no attempt.
+    """
 
     KIND: ClassVar[int] = 25
     session: int
     ranges: list[EpochRange]
     delay: float | None = None
+    reason: Reason | None = None
+    reject: bool = False
+    counted: bool = True
 
 
 class Detach(Message, frozen=True):
