@@ -10,7 +10,7 @@ from plait.client.app import App
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
 from plait.client.consumer import Consumer
-from plait.client.outcomes import RetryLater, Suspend
+from plait.client.outcomes import Reject, RetryLater, Suspend
 from plait.client.outgoing import Outgoing
 from plait.client.reader import Reader
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
@@ -47,6 +47,7 @@ from plait.errors import (
     VersionMismatch,
 )
 from plait.limits import ClientLimits
+from plait.reason import Reason
 from plait.retry import Retry
 from plait.version import VERSION as __version__
 
@@ -84,8 +85,10 @@ __all__ = [
     "ProtocolError",
     "ReadOnly",
     "Reader",
+    "Reason",
     "Receipt",
     "Receipts",
+    "Reject",
     "Retry",
     "RetryLater",
     "StaleRoute",

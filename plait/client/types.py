@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 
-from plait.client.arguments import Duration, wait_of
+from plait.client.arguments import Duration
+from plait.client.words import failed_of, rejected_of
 from plait.errors import PlaitError
+from plait.reason import Reason
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from plait.client.delivered import Delivered
 
 HeaderValue = str | int | float | bool
+#: Why a message failed, as users say it.
+Why = BaseException | str | Reason
 
 
 class MessageId(NamedTuple):
@@ -202,9 +206,16 @@ class Message(msgspec.Struct, gc=False):
         """It is done. Sent with the acks of the same moment; ``await consumer.flush()`` waits for the broker."""
         return self._delivered.ack_row(self._row)
 
-    def nack(self, delay: Duration | None = None) -> Acknowledgement:
-        """It failed: a consumer of the group gets it again after ``delay`` (0: at once), or as the group retries."""
-        return self._delivered.nack_row(self._row, None if delay is None else wait_of(delay))
+    def nack(self, delay: Duration | None = None, reason: Why | None = None) -> Acknowledgement:
+        """It failed: a consumer of the group gets it again after ``delay`` (0: at once), or as the group retries.
+
+        ``reason`` is what its dead letter says if this was the last attempt.
+        """
+        return self._delivered.nack_row(self._row, failed_of(delay, reason))
+
+    def reject(self, reason: Why | None = None) -> Acknowledgement:
+        """No attempt will succeed: it goes to the group's dead letters at once."""
+        return self._delivered.nack_row(self._row, rejected_of(reason))
 
     def __repr__(self) -> str:
         body = self.body if len(self.body) <= 40 else self.body[:37] + b"..."
