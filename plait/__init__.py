@@ -10,9 +10,12 @@ from plait.client.app import App
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
 from plait.client.consumer import Consumer
+from plait.client.dead import DeadHistory, DeadLetter, DeadQueue, DeadReason
+from plait.client.delay import DelayLevel
 from plait.client.outcomes import Reject, RetryLater, Suspend
 from plait.client.outgoing import Outgoing
 from plait.client.reader import Reader
+from plait.client.schedule import ScheduleCount, ScheduledMessage
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
 from plait.errors import (
     BufferFull,
@@ -20,6 +23,7 @@ from plait.errors import (
     CodecError,
     DamageError,
     DataDirError,
+    DeadLetterNotFound,
     DiskFull,
     Expired,
     FlowControl,
@@ -31,6 +35,7 @@ from plait.errors import (
     InvalidArgument,
     InvalidName,
     LimitExceeded,
+    NotScheduled,
     OutOfSequence,
     PlaitError,
     ProtocolError,
@@ -64,6 +69,12 @@ __all__ = [
     "ConsumerInfo",
     "DamageError",
     "DataDirError",
+    "DeadHistory",
+    "DeadLetter",
+    "DeadLetterNotFound",
+    "DeadQueue",
+    "DeadReason",
+    "DelayLevel",
     "DiskFull",
     "Expired",
     "FlowControl",
@@ -78,6 +89,7 @@ __all__ = [
     "LimitExceeded",
     "Message",
     "MessageId",
+    "NotScheduled",
     "OutOfSequence",
     "Outgoing",
     "PartitionName",
@@ -91,6 +103,8 @@ __all__ = [
     "Reject",
     "Retry",
     "RetryLater",
+    "ScheduleCount",
+    "ScheduledMessage",
     "StaleRoute",
     "StaleSession",
     "StorageFailed",

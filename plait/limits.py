@@ -33,6 +33,14 @@ TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).
 LOGICAL_PARTITIONS: Final = 1024
 
+# --- delays -------------------------------------------------------------------------------------
+#: What can be asked for as a delay. Less than this is within what delivery takes anyway...
+DELAY_SECONDS_MIN: Final = 0.01
+#: ...and more than two years is rather a mistake of units: 2 * 366 days.
+DELAY_SECONDS_MAX: Final = 2 * 366 * 86_400.0
+#: Scheduled messages that one listing answers with.
+SCHEDULE_PAGE_MAX: Final = 1_000
+
 # --- derived state ------------------------------------------------------------------------------
 #: Pairs of a producer and a partition remembered for idempotence; the longest silent producer goes first. One takes
 #: 1.9 kB when full: 1 GB at most. More than the subjects, so that one producer alone does not use them up.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from datetime import UTC, datetime
+from datetime import datetime
 from itertools import pairwise, repeat
 from operator import itemgetter
 from typing import Protocol
@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from plait.client.arguments import to_datetime
 from plait.client.encoding import decode_headers, decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
 from plait.client.words import FAILED, EpochRange, Failed, Nacks
@@ -24,10 +25,6 @@ _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTIO
 
 #: Later than any word.
 NEVER = np.iinfo(np.int64).max
-
-
-def to_datetime(micros: int) -> datetime:
-    return datetime.fromtimestamp(micros / 1_000_000, UTC)
 
 
 class Owner(Protocol):
@@ -148,6 +145,11 @@ class Delivered:
         if not self.frame.has(Column.SEND_TIME):
             return None
         return to_datetime(int(self.frame.fixed(Column.SEND_TIME)[row]))
+
+    def deliver_at(self, row: int) -> datetime | None:
+        if not self.frame.has(Column.DELIVER_AT):
+            return None
+        return to_datetime(int(self.frame.fixed(Column.DELIVER_AT)[row]))
 
     @property
     def store_time(self) -> datetime:

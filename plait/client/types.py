@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 
-from plait.client.arguments import Duration
+from plait.client.arguments import Duration, to_datetime
 from plait.client.words import failed_of, rejected_of
 from plait.errors import PlaitError
 from plait.reason import Reason
 
 if TYPE_CHECKING:
     from datetime import datetime
+
+    import numpy as np
+    import numpy.typing as npt
 
     from plait.client.delivered import Delivered
 
@@ -101,6 +104,23 @@ class PendingBatch:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiters.append(future)
             await future
+
+
+class ScheduledBatch(PendingBatch):
+    """The same for rows that are delayed: the broker's number is that of the schedule."""
+
+    __slots__ = ("dues",)
+
+    def __init__(self, dues: Sequence[int] | npt.NDArray[np.int64] | int) -> None:
+        super().__init__()
+        #: Microseconds since 1970 of each row, or of all.
+        self.dues = dues
+
+    def receipt(self, row: int) -> Receipt:
+        """The receipt of a row; raises what went wrong instead."""
+        stored = super().receipt(row)
+        due = self.dues if isinstance(self.dues, int) else int(self.dues[row])
+        return Receipt(stored.message_id, stored.partition, None, to_datetime(due), stored.sequence)
 
 
 class Ticket(msgspec.Struct, gc=False):
@@ -191,6 +211,11 @@ class Message(msgspec.Struct, gc=False):
     def store_time(self) -> datetime:
         """When the broker stored it."""
         return self._delivered.store_time
+
+    @property
+    def deliver_at(self) -> datetime | None:
+        """When its sender wanted it to be delivered; None: at once."""
+        return self._delivered.deliver_at(self._row)
 
     @property
     def attempt(self) -> int:
