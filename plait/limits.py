@@ -80,6 +80,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     consumer_ranges: int = 10_000
     #: Separate ranges of one group that failed and wait for their next attempt; it gets nothing new above it.
     retry_ranges: int = 500_000
+    #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
+    #: each); it gets nothing new above it.
+    kept_messages: int = 500_000
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).

@@ -135,7 +135,7 @@ def hand_out_at_once(patch: Patch) -> None:
 
 def ignore_holds(patch: Patch) -> None:
     """R13: what a client says it holds is sent to it again."""
-    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal: self.offline(consumer, journal))
+    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal, now: self.offline(consumer, journal, now))
 
 
 def answer_acks_at_once(patch: Patch) -> None:
