@@ -38,6 +38,12 @@ LOGICAL_PARTITIONS: Final = 1024
 #: 1.9 kB when full: 1 GB at most. More than the subjects, so that one producer alone does not use them up.
 PRODUCER_WINDOWS_MAX: Final = 500_000
 
+# --- dead letters --------------------------------------------------------------------------------
+#: Dead letters that one request lists: each is looked at by itself.
+DEAD_LIST_MAX: Final = 1_000
+#: Dead letters that one request counts, resends or purges: a few milliseconds of the server's time.
+DEAD_PAGE_MAX: Final = 5_000
+
 # --- open files ---------------------------------------------------------------------------------
 #: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments
 #: that are to come, and connections that are about to be refused.
