@@ -46,6 +46,12 @@ SCHEDULE_PAGE_MAX: Final = 1_000
 #: 1.9 kB when full: 1 GB at most. More than the subjects, so that one producer alone does not use them up.
 PRODUCER_WINDOWS_MAX: Final = 500_000
 
+# --- dead letters --------------------------------------------------------------------------------
+#: Dead letters that one request lists: each is looked at by itself.
+DEAD_LIST_MAX: Final = 1_000
+#: Dead letters that one request counts, resends or purges: a few milliseconds of the server's time.
+DEAD_PAGE_MAX: Final = 5_000
+
 # --- open files ---------------------------------------------------------------------------------
 #: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments
 #: that are to come, and connections that are about to be refused.
@@ -88,6 +94,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     consumer_ranges: int = 10_000
     #: Separate ranges of one group that failed and wait for their next attempt; it gets nothing new above it.
     retry_ranges: int = 500_000
+    #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
+    #: each); it gets nothing new above it.
+    kept_messages: int = 500_000
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).

@@ -1,4 +1,4 @@
-"""How long a failed message waits for its next attempt: a setting of the group."""
+"""How often a failed message is tried again, and how long it waits for that: a setting of the group."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from plait.errors import InvalidArgument
 WAIT_SECONDS_MAX = 2 * 366 * 86_400.0
 #: Steps of one policy.
 STEPS_MAX = 64
+#: Attempts that a policy may ask for: what an event of the log can count.
+ATTEMPTS_MAX = 0xFFFF
+#: Attempts of a policy that does not say.
+ATTEMPTS = 16
 #: A wait ends on a multiple of about this share of it: messages that failed in one moment wait together.
 GRAIN = 64
 
@@ -21,7 +25,8 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     """``first`` seconds before the second attempt, then ``factor`` times as long each time, at most ``longest``.
 
     Each wait is up to ``jitter`` (a share) longer, so that what failed together does not come back together. With
-    ``steps`` those are the waits, and the last one repeats.
+    ``steps`` those are the waits, and the last one repeats. After ``attempts`` in all (None: without end), or when
+    it fails more than ``expires`` seconds after it was stored, a message goes to the dead letters.
     """
 
     first: float = 1.0
@@ -29,6 +34,8 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
     longest: float = 600.0
     jitter: float = 0.2
     steps: tuple[float, ...] = ()
+    attempts: int | None = ATTEMPTS
+    expires: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, tuple | list):
@@ -45,24 +52,36 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(f"retry: jitter is {self.jitter}; it is a share of the wait, use 0 to 1")
         if len(self.steps) > STEPS_MAX:
             raise InvalidArgument(f"retry: {len(self.steps)} steps are over the limit of {STEPS_MAX}")
+        if self.attempts is not None and (type(self.attempts) is not int or not 1 <= self.attempts <= ATTEMPTS_MAX):
+            raise InvalidArgument(f"retry: attempts is {self.attempts!r}; use 1 to {ATTEMPTS_MAX}, or None for no end")
+        expires = self.expires
+        if expires is not None and (
+            isinstance(expires, bool) or not isinstance(expires, int | float) or not 0 < expires < math.inf
+        ):
+            raise InvalidArgument(f"retry: expires is {expires!r}; use seconds, more than 0, or None for no end")
 
     def __str__(self) -> str:
         if self.steps:
             text = ", ".join(f"{step:g}" for step in self.steps) + " s"
         else:
             text = f"{self.first:g} s, then {self.factor:g} times as long each time, at most {self.longest:g} s"
-        return text + (f", up to {self.jitter:.0%} longer" if self.jitter else "")
+        text += f", up to {self.jitter:.0%} longer" if self.jitter else ""
+        text += "" if self.attempts is None else f", {self.attempts} attempts"
+        return text + ("" if self.expires is None else f", within {self.expires:g} s")
 
     @classmethod
-    def constant(cls, seconds: float, *, jitter: float = 0.0) -> Self:
+    def constant(
+        cls, seconds: float, *, jitter: float = 0.0, attempts: int | None = ATTEMPTS, expires: float | None = None
+    ) -> Self:
         """The same wait every time; 0: at once."""
-        return cls(steps=(seconds,), jitter=jitter)
+        return cls(steps=(seconds,), jitter=jitter, attempts=attempts, expires=expires)
 
     @classmethod
     def rocketmq(cls) -> Self:
-        """RocketMQ's table: 10 seconds to 2 hours in 16 steps."""
+        """RocketMQ's table: 16 retries, after 10 seconds to 2 hours."""
         minutes = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 60, 120)
-        return cls(steps=(10.0, 30.0, *(60.0 * minute for minute in minutes)), jitter=0.0)
+        steps = (10.0, 30.0, *(60.0 * minute for minute in minutes))
+        return cls(steps=steps, jitter=0.0, attempts=1 + len(steps))
 
     def wait(self, attempt: int, chance: float) -> float:
         """Seconds after the ``attempt``-th attempt failed; ``chance`` is from 0 to 1."""

@@ -19,7 +19,9 @@ from collections.abc import Callable
 
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
-from plait.broker.group import Consumer, Delivery, Group
+from plait.broker.dead_letters import DeadLetters
+from plait.broker.flow import low_space, refuse_when_busy
+from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
 from plait.broker.heads import Heads
 from plait.broker.partition import Partition
 from plait.broker.recover import Recovery, RecoveryReport
@@ -42,6 +44,7 @@ from plait.errors import (
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.limits import MIB
+from plait.reason import Reason
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.action_log import FLAG_DUE, Action, ActionBuffer, Definition
 from plait.storage.catalog import PartitionRow, SubjectSettings
@@ -49,8 +52,10 @@ from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog, OpenMaps
 from plait.storage.disk import Disk
+from plait.storage.kept import DIRECTORY as KEPT_DIRECTORY
 from plait.storage.log import Log
 from plait.storage.producers import ProducerTable
+from plait.storage.ranges import Range
 
 MESSAGE_DIRECTORY = "message"
 #: Columns that frames get from the broker.
@@ -99,6 +104,9 @@ class Broker:
         ahead = ZERO_AHEAD if self.config.flush == "sync" else 0
         self.message_log = Log(disk, MESSAGE_DIRECTORY, self.config.message_segment_size, zero_ahead=ahead)
         self.action_log = Log(disk, ACTION_DIRECTORY, self.config.action_segment_size, zero_ahead=ahead)
+        self.kept_log = Log(disk, KEPT_DIRECTORY, self.config.kept_segment_size, zero_ahead=ahead)
+        #: The first-hand logs, in the order in which they are made durable: the last rests on the others.
+        self.logs = (self.message_log, self.kept_log, self.action_log)
         self.checkpoints = Checkpoints(disk)
         limits = self.limits
         self.maps = OpenMaps(limits.open_maps)
@@ -110,6 +118,7 @@ class Broker:
         self._appender = Appender(self.message_log, self.producers)
         self.snapshots = Snapshots(self)
         self.heads = Heads(self)
+        self.dead_letters = DeadLetters(self)
 
     # --- start and stop -------------------------------------------------------------------------
 
@@ -119,6 +128,7 @@ class Broker:
             report = Recovery(self).run()
             self.message_log.on_segment = self.heads.of_message_segment
             self.action_log.on_segment = self.heads.of_action_segment
+            self.kept_log.on_segment = self.heads.of_kept_segment
             # The epoch must be certain before anything carries it; and from here on the last stop is not a clean one
             # any more, even if a power loss takes everything that follows.
             self.checkpoint(clean=False)
@@ -134,8 +144,12 @@ class Broker:
             if self.failed is None:
                 self._stop()
         finally:
-            self.message_log.close()
-            self.action_log.close()
+            self.close()
+
+    def close(self) -> None:
+        """Let the files go."""
+        for log in self.logs:
+            log.close()
 
     def _stop(self) -> None:
         self.commit()
@@ -257,7 +271,7 @@ class Broker:
         try:
             self.message_log.place_for(frame.size)
         except OSError as error:
-            raise self._disk_error(error) from error
+            raise self.disk_error(error) from error
         self.message_log.append(frame.parts, frame.size)
         self._mark()
 
@@ -290,14 +304,9 @@ class Broker:
     def _refuse_when_busy(self) -> None:
         # A checkpoint goes on after its sync, and meanwhile the logs are free.
         begun = min((begun for work, begun in self._syncs.items() if not work.done), default=None)
-        if begun is None:
-            return
-        busy = self.clock.monotonic() - begun
-        if busy > self.limits.log_busy_seconds:
-            raise FlowControl(f"the log has been busy for {busy:.1f} s; nothing was stored, send again later")
-        # How long the oldest one waited before its sync began: the time a sync takes is the disk's.
-        if self._unsynced and begun - self._unsynced[0].since > self.limits.queue_head_seconds:
-            raise FlowControl("the send queue is too long; nothing was stored, send again later")
+        if begun is not None:
+            oldest = self._unsynced[0].since if self._unsynced else begun
+            refuse_when_busy(begun, oldest, self.clock.monotonic(), self.limits)
 
     # --- the end of a loop turn -----------------------------------------------------------------
 
@@ -319,7 +328,7 @@ class Broker:
             try:
                 self._appender.append(partition, submissions, self.epoch, now, appended)
             except OSError as error:
-                refusal = self._disk_error(error)
+                refusal = self.disk_error(error)
                 answered = {id(reply) for reply, _, _ in appended.replies}
                 for submission in submissions:
                     if submission.reply is not None and id(submission.reply) not in answered:
@@ -336,8 +345,7 @@ class Broker:
             # Otherwise their events are not in the log yet: they wait for the commit that brings them.
             commit.replies, self._replies = self._replies, []
             commit.durable_replies, self._durable_replies = self._durable_replies, []
-        commit.message_end = self.message_log.written
-        commit.action_end = self.action_log.written
+        commit.ends = [log.written for log in self.logs]
         if self.config.flush == "sync" or commit.durable_replies:
             self._unsynced.append(commit)
             if self.config.flush == "sync":
@@ -356,13 +364,17 @@ class Broker:
                 self._actions_stalled = True
             else:
                 frames = self._actions.drain(
-                    index=self.action_index, presumed=self.message_log.end, epoch=self.epoch, time=now
+                    index=self.action_index,
+                    presumed=self.message_log.end,
+                    kept=self.kept_log.end,
+                    epoch=self.epoch,
+                    time=now,
                 )
                 self.action_index += len(frames)
                 for frame in frames:
                     self.action_log.append(frame.parts, frame.size)
-        self.message_log.write()
-        self.action_log.write()
+        for log in self.logs:
+            log.write()
 
     def _finish(self, commit: Commit) -> None:
         """The commit counts: rows become visible, callers are answered, waiting pulls are served."""
@@ -392,7 +404,7 @@ class Broker:
         """Everything written so far; run its ``run`` where blocking is fine, then call ``end_sync``."""
         if self.failed is not None:
             raise self.failed
-        work = SyncWork(self.message_log.begin_sync(), self.action_log.begin_sync())
+        work = SyncWork([log.begin_sync() for log in self.logs])
         self._syncs[work] = self.clock.monotonic()
         return work
 
@@ -401,14 +413,10 @@ class Broker:
         self._syncs.pop(work, None)
         if self.failed is not None:
             return
-        message, action = work.jobs
-        self.message_log.end_sync(message)
-        self.action_log.end_sync(action)
-        while self._unsynced:
-            commit = self._unsynced[0]
-            if commit.message_end > message.end or commit.action_end > action.end:
-                break
-            self._unsynced.popleft()
+        for log, job in zip(self.logs, work.jobs, strict=True):
+            log.end_sync(job)
+        while self._unsynced and work.covers(self._unsynced[0].ends):
+            commit = self._unsynced.popleft()
             if self.config.flush == "sync":
                 self._finish(commit)
             for answer in commit.durable_replies:
@@ -421,7 +429,8 @@ class Broker:
     def _fail(self, error: OSError) -> None:
         self.failed = StorageFailed(f"a log could not be written or synced ({error}); the server stops and recovers")
 
-    def _disk_error(self, error: OSError) -> PlaitError:
+    def disk_error(self, error: OSError) -> PlaitError:
+        """What a failed write means: a full disk refuses, anything else ends the server."""
         if error.errno == errno.ENOSPC:
             return DiskFull("the disk is full; nothing was stored")
         if error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -430,15 +439,7 @@ class Broker:
 
     def check_space(self) -> None:
         """Look at the watermarks; between looks their last state holds."""
-        free, total = self.disk.space()
-        used_share = 1 - free / total if total else 1.0
-        floor, watermark = self.config.disk_free_min, self.config.disk_used_max
-        if free < floor:
-            self._low_space = f"{free >> 20} MiB of disk are free (floor {floor >> 20} MiB); sends are refused"
-        elif used_share > watermark:
-            self._low_space = f"the disk is {used_share:.0%} full (watermark {watermark:.0%}); sends are refused"
-        else:
-            self._low_space = ""
+        self._low_space = low_space(*self.disk.space(), self.config)
         if self._actions_stalled:
             self._mark()
 
@@ -538,14 +539,13 @@ class Broker:
         consumer: Consumer,
         ranges: list[tuple[int, int, int]],
         reply: Callable[[], None] | None,
-        delay: float | None = None,
+        failure: Failure = FAILURE,
     ) -> None:
-        """(start, end, epoch) ranges failed; the group gets them again after ``delay`` seconds, or as it retries."""
+        """(start, end, epoch) ranges failed; the group gets them again, or they are dead letters."""
         self.refuse_when_stalled()
         group = consumer.group
         now = self.clock.now()
-        for start, end, epoch in ranges:
-            group.nack(consumer, start, end, epoch, self, now, delay)
+        group.nack(consumer, ranges, self, now, failure)
         self.answer_after_commit(reply)
         self.retries.expect(group)
         self.wake_group(group)
@@ -556,11 +556,23 @@ class Broker:
             self._replies.append(reply)
         self._mark()
 
+    def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]:
+        """Make dead letters of what a consumer holds (``Journal``); what has to wait, as there is no room for it."""
+        return self.dead_letters.bury(group, consumer, pieces, reason)
+
     def event(
-        self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int, due: int = 0
+        self,
+        action: Action,
+        group: Group,
+        consumer: int,
+        start: int,
+        end: int,
+        attempt: int,
+        due: int = 0,
+        flags: int = 0,
     ) -> None:
         """Record a decision about consumption (``Journal``)."""
-        time, flags = (due, FLAG_DUE) if due else (self.clock.now(), 0)
+        time, flags = (due, flags | FLAG_DUE) if due else (self.clock.now(), flags)
         self._actions.event(action, group.id, consumer, start, end, attempt, self.epoch, time, flags)
         self.touch(group.partition)
         self._mark()

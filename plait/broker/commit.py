@@ -11,7 +11,7 @@ from plait.storage.log import SyncJob
 class Commit:
     """What one loop turn wrote, and who is told when it counts."""
 
-    __slots__ = ("action_end", "appended", "durable_replies", "message_end", "replies", "since")
+    __slots__ = ("appended", "durable_replies", "ends", "replies", "since")
 
     def __init__(self, appended: Appended, since: float) -> None:
         self.appended = appended
@@ -19,31 +19,30 @@ class Commit:
         self.since = since
         self.replies: list[Callable[[], None]] = []
         self.durable_replies: list[Callable[[], None]] = []
-        self.message_end = 0
-        self.action_end = 0
+        #: How far each log was written.
+        self.ends: list[int] = []
 
 
 class SyncWork:
-    """The blocking part of a sync: the message log first, then the action log that rests on it (R3)."""
+    """The blocking part of a sync, log by log: the action log, which rests on the others, comes last (R3)."""
 
-    __slots__ = ("_action", "_message", "done")
+    __slots__ = ("done", "jobs")
 
-    def __init__(self, message: SyncJob, action: SyncJob) -> None:
-        self._message = message
-        self._action = action
+    def __init__(self, jobs: list[SyncJob]) -> None:
+        self.jobs = jobs
         #: The logs are synced; set by the thread that runs it, which may have more to do before its end is heard of.
         self.done = False
 
     def run(self) -> None:
-        self._message.run()
-        self._action.run()
+        for job in self.jobs:
+            job.run()
         self.done = True
 
     @property
     def size(self) -> int:
         """Bytes that wait for it."""
-        return self._message.size + self._action.size
+        return sum([job.size for job in self.jobs])
 
-    @property
-    def jobs(self) -> tuple[SyncJob, SyncJob]:
-        return self._message, self._action
+    def covers(self, ends: list[int]) -> bool:
+        """Everything up to these is durable by it."""
+        return all(job.end >= end for job, end in zip(self.jobs, ends, strict=True))

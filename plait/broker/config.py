@@ -21,12 +21,16 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     auto_create: bool = True
     message_segment_size: int = 1 * GIB
     action_segment_size: int = 128 * MIB
+    #: Dead letters, and retries that outlive their subject's retention.
+    kept_segment_size: int = 64 * MIB
     #: A checkpoint is due after either of these.
     checkpoint_seconds: float = 60.0
     checkpoint_bytes: int = 256 * MIB
     #: What a subject that says nothing else keeps: three days, any size.
     retention_seconds: float | None = 72 * 3600.0
     retention_bytes: int | None = None
+    #: How long dead letters are kept: 30 days; None: until they are purged.
+    dead_seconds: float | None = 30 * 86400.0
     #: Sends are refused when the file system is fuller than this share...
     disk_used_max: float = 0.95
     #: ...or has less than this free.

@@ -6,9 +6,9 @@ the action log and a change of the group's ``PullLog``, in that order, so that r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -18,9 +18,12 @@ from plait.broker.waiting import Waiter
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
 from plait.frame.slicing import slice_mask
+from plait.frame.view import FrameView
 from plait.limits import ServerLimits
+from plait.reason import Reason
 from plait.retry import Retry, due_time
-from plait.storage.action_log import Action, GroupDefinition
+from plait.storage.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.kept import Kept, rows_of
 from plait.storage.log import Log
 from plait.storage.pull_log import PullLog
 from plait.storage.ranges import Range
@@ -68,12 +71,40 @@ class Consumer:
         self.heard = heard
 
 
+class Failure(NamedTuple):
+    """What a consumer says of messages that it gives back."""
+
+    #: Seconds to wait; None: as the group retries.
+    delay: float | None = None
+    reason: Reason = Reason()
+    #: They are dead letters at once.
+    reject: bool = False
+    #: It was an attempt.
+    counted: bool = True
+
+
+FAILURE = Failure()
+
+
 class Journal(Protocol):
-    """Where events go before they count."""
+    """Where events go before they count, and messages that are to outlive the log."""
+
+    @property
+    def kept_log(self) -> Log: ...
 
     def event(
-        self, action: Action, group: Group, consumer: int, start: int, end: int, attempt: int, due: int = 0
+        self,
+        action: Action,
+        group: Group,
+        consumer: int,
+        start: int,
+        end: int,
+        attempt: int,
+        due: int = 0,
+        flags: int = 0,
     ) -> None: ...
+
+    def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]: ...
 
 
 class Group:
@@ -83,6 +114,7 @@ class Group:
         "consumers",
         "definition",
         "expected",
+        "kept",
         "limits",
         "lost_count",
         "partition",
@@ -96,6 +128,8 @@ class Group:
         self.definition = definition
         self.partition = partition
         self.pull_log = PullLog(definition.start)
+        #: Where those are that it needs though the message log need not have them.
+        self.kept = Kept()
         self.consumers: dict[str, Consumer] = {}
         #: Suspended pulls, the longest waiting first.
         self.waiters: dict[Waiter, None] = {}
@@ -141,8 +175,9 @@ class Group:
                 break
             if self.pull_log.ready:
                 start, end, attempt = self.pull_log.returned.head()
-                if start >= self.partition.start and len(self.pull_log.returned) > 1:
-                    gathered = self._take_apart(log, consumer, count, size, journal, delivery)
+                frame = self._frame_apart(log, journal.kept_log, start)
+                if frame is not None:
+                    gathered = self._take_apart(frame, consumer, count, size, journal, delivery)
                     if gathered:
                         continue
                     if gathered is None:
@@ -152,7 +187,9 @@ class Group:
             else:
                 break
             if start < self.partition.start:
-                self._skip(start, min(self.partition.start, max(end, start + 1)), journal)
+                end = min(self.partition.start, max(end, start + 1))
+                # What is kept comes in its turn.
+                self._skip(start, self.kept.next_after(start, end) if self.pull_log.returned else end, journal)
                 continue
             if start >= self.partition.visible or start >= end:
                 break
@@ -183,27 +220,40 @@ class Group:
                 break
         return delivery if delivery.count else None
 
+    def frame_of(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
+        """The frame that has a message that was handed out, not verified; None: it cannot be found."""
+        frame = self.partition.whole_frame(log, sequence) if sequence >= self.partition.start else None
+        return frame or self.kept.frame(kept_log, sequence)
+
+    def _frame_apart(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
+        """The frame in which rows that came back lie apart from others, or from where they were."""
+        if self.definition.delivery == "at_most_once":
+            return None
+        if sequence < self.partition.start:
+            return self.kept.frame(kept_log, sequence)
+        return self.partition.whole_frame(log, sequence) if len(self.pull_log.returned) > 1 else None
+
     def _take_apart(
-        self, log: Log, consumer: Consumer, count: int, size: int, journal: Journal, delivery: Delivery
+        self, frame: FrameView, consumer: Consumer, count: int, size: int, journal: Journal, delivery: Delivery
     ) -> bool | None:
         """Rows that came back and lie apart in one frame, as one piece; None: there is no room. False: not so."""
-        returned = self.pull_log.returned
-        frame = self.partition.whole_frame(log, returned.first)
-        if frame is None or self.definition.delivery == "at_most_once":
-            return False
         room = count - delivery.count
         heads: list[Range] = []
         rows = 0
         mask = np.zeros(frame.count, bool)
-        for start, end, attempt in returned.heads(frame.base + frame.count, min(room, APART_MAX)):
+        for start, end, attempt in self.pull_log.returned.heads(frame.end, min(room, APART_MAX)):
             # All rows of a piece are on the same attempt.
             if rows >= room or (heads and attempt != heads[0].attempt):
                 break
-            end = min(end, start + room - rows)
-            mask[start - frame.base : end - frame.base] = True
-            heads.append(Range(start, end, attempt))
-            rows += end - start
-        if len(heads) < 2:
+            first, last = rows_of(frame, start, min(end, start + room - rows))
+            if first == last:
+                break
+            mask[first:last] = True
+            heads.append(Range(start, start + last - first, attempt))
+            rows += last - first
+            if heads[-1].end < end:
+                break
+        if not heads or (len(heads) < 2 and heads[0].start >= self.partition.start):
             return False
         try:
             piece = slice_mask(frame, mask)
@@ -226,7 +276,11 @@ class Group:
 
     def _at_limit(self, consumer: Consumer) -> bool:
         limits, pull_log = self.limits, self.pull_log
-        return pull_log.ranges_of(consumer.id) >= limits.consumer_ranges or len(pull_log.waiting) >= limits.retry_ranges
+        return (
+            pull_log.ranges_of(consumer.id) >= limits.consumer_ranges
+            or len(pull_log.waiting) >= limits.retry_ranges
+            or len(self.kept) >= limits.kept_messages
+        )
 
     def _after_hole(self, start: int, end: int) -> int:
         index = self.partition.consume_log.find(start)
@@ -266,42 +320,103 @@ class Group:
         if start >= end:
             return 0
         journal.event(_ACK, self, consumer.id, start, end, 0)
+        if self.kept:
+            self.kept.settled()
         return self.pull_log.acked(consumer.id, start, end)
 
     def nack(
         self,
         consumer: Consumer,
-        start: int,
-        end: int,
-        epoch: int,
+        ranges: list[tuple[int, int, int]],
         journal: Journal,
         now: int,
-        delay: float | None,
+        failure: Failure = FAILURE,
     ) -> int:
-        """[start, end) failed and waits ``delay`` seconds (None: as the group retries); how many it held."""
-        start, end = self.partition.clip_to_epoch(start, end, epoch)
+        """(start, end, epoch) ranges failed: they wait, or are dead letters; how many sequences it held."""
         held = self.pull_log.held.get(consumer.id)
-        pieces = held.overlap(start, end) if held is not None else []
-        for piece in pieces:
-            seconds = self.retry.wait(piece.attempt, self._chance(piece)) if delay is None else delay
-            due = due_time(now, seconds)
-            if self.logs_pulls:
-                journal.event(Action.NACK, self, consumer.id, piece.start, piece.end, piece.attempt, due)
-            self.pull_log.nacked(consumer.id, piece.start, piece.end, due)
-        return sum(piece.end - piece.start for piece in pieces)
+        if held is None:
+            return 0
+        old = self._old(now)
+        over: list[Range] = []
+        count = 0
+        for first, last, epoch in ranges:
+            for piece in held.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
+                count += piece.end - piece.start
+                for part, dies in self._fates(piece, failure, old):
+                    if dies:
+                        over.append(part)
+                    else:
+                        self._wait(consumer, part, now, failure, journal)
+        if over:
+            for piece in journal.bury(self, consumer.id, over, failure.reason):
+                # There was no room for it.
+                self._wait(consumer, piece, now, FAILURE, journal)
+        return count
+
+    def _wait(self, consumer: Consumer, piece: Range, now: int, failure: Failure, journal: Journal) -> None:
+        delay = failure.delay
+        seconds = self.retry.wait(piece.attempt, self._chance(piece)) if delay is None else delay
+        due = due_time(now, seconds)
+        if self.logs_pulls:
+            flags = 0 if failure.counted else FLAG_UNCOUNTED
+            journal.event(Action.NACK, self, consumer.id, *piece, due, flags)
+        self.pull_log.nacked(consumer.id, piece.start, piece.end, due, now, counted=failure.counted)
+
+    def _old(self, now: int) -> int:
+        """Below this messages are too old to be tried again."""
+        expires = self.retry.expires
+        if expires is None:
+            return 0
+        log = self.partition.consume_log
+        index = log.find_time(now - round(expires * 1_000_000))
+        # Those before the first record have outlived retention; how old they are is not known here.
+        return 0 if index == 0 else log.record(index).base if index < len(log) else self.partition.next
+
+    def _fates(self, piece: Range, failure: Failure, old: int) -> Iterator[tuple[Range, bool]]:
+        """The parts of what failed, and whether each is a dead letter."""
+        if failure.reject or not failure.counted:
+            yield piece, failure.reject
+            return
+        start, end, attempt = piece
+        for first, last, before in [*self.pull_log.resent.overlap(start, end), Range(end, end, 0)]:
+            # Those between were never dead; for those that were attempts count from then on.
+            for low, high, made in ((start, first, attempt), (first, last, attempt - before)):
+                over = self.retry.attempts is not None and made >= self.retry.attempts
+                middle = high if over else min(max(low, old), high)
+                if low < middle:
+                    yield Range(low, middle, attempt), True
+                if middle < high:
+                    yield Range(middle, high, attempt), False
+            start = last
 
     def _chance(self, piece: Range) -> float:
         """From 0 to 1, the same for the same failure of the same rows."""
         return float(xxh3_64_intdigest(b"%d-%d-%d" % (self.id, piece.start, piece.attempt))) / 2**64
 
-    def offline(self, consumer: Consumer, journal: Journal) -> int:
-        """The consumer is lost or left: what it held waits for the others; how many sequences."""
+    def lost(self, consumer: Consumer, journal: Journal, now: int) -> int:
+        """Nobody heard from the consumer: what it held was an attempt, for some the last; how many sequences.
+
+        What ends those who handle it must not go round for ever.
+        """
+        held = self.pull_log.held.get(consumer.id)
+        count = 0
+        if held is not None:
+            count = held.count
+            over = [part for piece in held for part, dies in self._fates(piece, FAILURE, 0) if dies]
+            if over:
+                reason = Reason("ConsumerLost", f"consumer {consumer.client} was lost while it held the message")
+                journal.bury(self, consumer.id, over, reason)
+        self.offline(consumer, journal, now)
+        return count
+
+    def offline(self, consumer: Consumer, journal: Journal, now: int) -> int:
+        """The consumer left: what it held waits for the others; how many sequences."""
         consumer.online = False
         if consumer.id in self.pull_log.held and self.logs_pulls:
             journal.event(Action.OFFLINE, self, consumer.id, 0, 0, 0)
-        return self.pull_log.offline(consumer.id)
+        return self.pull_log.offline(consumer.id, now)
 
-    def reclaim(self, consumer: Consumer, holds: list[tuple[int, int, int]], journal: Journal) -> None:
+    def reclaim(self, consumer: Consumer, holds: list[tuple[int, int, int]], journal: Journal, now: int) -> None:
         """An attaching consumer names what is in its hands (R13): that stays, what else it was handed comes back."""
         claimed = []
         for start, end, epoch in holds:
@@ -312,7 +427,7 @@ class Group:
         kept = [piece for start, end in claimed for piece in (recorded.overlap(start, end) if recorded else [])]
         free = [piece for start, end in claimed for piece in self.pull_log.returned.overlap(start, end)]
         fresh = [(max(start, self.pull_log.next), end) for start, end in claimed if end > self.pull_log.next]
-        self.offline(consumer, journal)
+        self.offline(consumer, journal, now)
         for start, end, attempt in [*kept, *free]:
             self._record(consumer, start, end, max(attempt, 1), journal)
         for start, end in fresh:
@@ -325,28 +440,35 @@ class Group:
 
     # --- replay ---------------------------------------------------------------------------------
 
-    def forget_strangers(self) -> None:
+    def forget_strangers(self, now: int) -> None:
         """What is in the hands of consumers that nobody knows any more goes back to the group."""
         known = {consumer.id for consumer in self.consumers.values()}
         for consumer_id in self.pull_log.held.keys() - known:
-            self.pull_log.offline(consumer_id)
+            self.pull_log.offline(consumer_id, now)
 
-    def replay(self, action: int, consumer: int, start: int, end: int, attempt: int, due: int = 0) -> None:
+    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
         """Apply an event of the action log."""
-        if start >= end and action in (Action.PULL, Action.ACK, Action.NACK, Action.SKIP):
+        start, end, attempt = piece
+        if start >= end and action not in (Action.OFFLINE, Action.RESET):
             return
         if action == Action.PULL:
             self.pull_log.pulled(consumer, start, end, attempt)
         elif action == Action.ACK:
             self.pull_log.acked(consumer, start, end)
         elif action == Action.NACK:
-            self.pull_log.nacked(consumer, start, end, due)
+            self.pull_log.nacked(consumer, start, end, due, time, counted=not flags & FLAG_UNCOUNTED)
         elif action == Action.OFFLINE:
-            self.pull_log.offline(consumer)
+            self.pull_log.offline(consumer, time)
         elif action == Action.RESET:
             self.pull_log.reset(start)
         elif action == Action.SKIP:
             self.lost_count += self.pull_log.skipped(start, end)
+        elif action == Action.BURY:
+            self.pull_log.buried(consumer, start, end, attempt, time)
+        elif action == Action.REVIVE:
+            self.pull_log.revived(start, end)
+        elif action == Action.PURGE:
+            self.pull_log.purged(start, end)
 
     # --- waiting --------------------------------------------------------------------------------
 

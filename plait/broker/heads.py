@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from plait.frame.builder import FrameParts
 from plait.storage.action_log import ConsumerDefinition, Definition, head_frames
 from plait.storage.catalog import PartitionRow, catalog_frame
+from plait.storage.kept import head_frame
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -40,6 +41,11 @@ class Heads:
         rows = [partition.row for partition in self._broker.partitions.values()]
         starts = range(0, len(rows), HEAD_ROWS)
         return [self.catalog(rows[start : start + HEAD_ROWS], previous_end) for start in starts]
+
+    def of_kept_segment(self, previous_end: int) -> list[FrameParts]:
+        """Nothing but where the segment before ended: groups go by their numbers here."""
+        broker = self._broker
+        return [head_frame(broker.clock.now(), broker.message_log.durable, broker.epoch, previous_end)]
 
     def of_action_segment(self, previous_end: int) -> list[FrameParts]:
         """All groups and consumers."""

@@ -100,7 +100,7 @@ class Membership:
         if retry is not None and retry != group.retry:
             self._change_retry(group, client, retry)
         self._drop_waiters(group, consumer)
-        group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker)
+        group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker, broker.clock.now())
         consumer.online = consumer.connected = True
         self._online.add(consumer)
         consumer.heard = now
@@ -161,7 +161,7 @@ class Membership:
         self._broker.sessions.pop(consumer.session, None)
         self._online.discard(consumer)
         consumer.connected = False
-        group.offline(consumer, self._broker)
+        group.offline(consumer, self._broker, self._broker.clock.now())
         group.consumers.pop(consumer.client, None)
         self._broker.event(Action.FORGET_CONSUMER, group, consumer.id, 0, 0, 0)
         self._broker.wake_group(group)
@@ -189,7 +189,7 @@ class Membership:
         self._broker.sessions.pop(consumer.session, None)
         self._online.discard(consumer)
         consumer.connected = False
-        returned = group.offline(consumer, self._broker)
+        returned = group.lost(consumer, self._broker, self._broker.clock.now())
         self._broker.wake_group(group)
         return returned
 

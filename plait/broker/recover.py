@@ -1,4 +1,4 @@
-"""Start-up: the last whole checkpoint, then what the two first-hand logs hold after it (R2, R3, R18)."""
+"""Start-up: the last whole checkpoint, then what the first-hand logs hold after it (R2, R3, R18)."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from plait.broker import state
 from plait.broker.group import Consumer, Group
 from plait.broker.partition import Partition
 from plait.broker.sends import replay_frame
+from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.storage.action_log import (
     DEFINITIONS,
@@ -19,11 +20,14 @@ from plait.storage.action_log import (
     Action,
     ConsumerDefinition,
     GroupDefinition,
+    presumed_kept,
     read_definitions,
     read_events,
 )
 from plait.storage.catalog import CATALOG, PartitionRow, read_rows
 from plait.storage.consume_log import RECORD, ConsumeLog
+from plait.storage.kept import is_head, note_of
+from plait.storage.ranges import Range
 from plait.storage.recovery import Damage, LogScan, settle
 
 if TYPE_CHECKING:
@@ -60,10 +64,11 @@ class Recovery:
         loaded = broker.checkpoints.load()
         manifest = loaded.manifest if loaded else None
         rebuild: list[Partition] = []
-        message_start, action_start = broker.message_log.start, broker.action_log.start
+        message_start, kept_start, action_start = (log.start for log in broker.logs)
         durable = 0
         if loaded is not None and manifest is not None:
             message_start, action_start = manifest.message_offset, manifest.action_offset
+            kept_start = manifest.kept_offset
             durable = manifest.durable
             self._epoch_max = manifest.epoch
             broker.next_partition = manifest.next_partition
@@ -82,17 +87,22 @@ class Recovery:
         for offset, frame in messages:
             self._message(offset, frame)
         settle(broker.disk, broker.message_log, messages)
+        kept = LogScan(broker.kept_log, kept_start, kept_start, stamps_durable=False)
+        copies = [(offset, frame) for offset, frame in kept if not is_head(frame)]
+        settle(broker.disk, broker.kept_log, kept)
         actions = LogScan(broker.action_log, action_start, action_start, stamps_durable=False)
         for offset, frame in actions:
-            if frame.durable > messages.end:
+            if frame.durable > messages.end or presumed_kept(frame) > kept.end:
                 actions.stop_before(offset, "rests on messages that were lost")
                 break
             self._action(frame)
         settle(broker.disk, broker.action_log, actions)
+        for offset, frame in copies:
+            self._kept(offset, frame)
         for group in self._groups.values():
-            group.forget_strangers()
-        untouched = messages.end == message_start and actions.end == action_start
-        damages = [*messages.damages, *actions.damages]
+            group.forget_strangers(broker.clock.now())
+        untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
+        damages = [*messages.damages, *kept.damages, *actions.damages]
         rejected = broker.checkpoints.rejected
         clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
         # Every start writes a checkpoint, so each one that does not read back hides at most one epoch.
@@ -197,7 +207,18 @@ class Recovery:
                 self._definition(definition, frame.epoch)
         elif frame.partition == EVENTS:
             for event in read_events(frame).tolist():
-                self._event(event)
+                self._event(event, frame.store_time)
+
+    def _kept(self, offset: int, frame: FrameView) -> None:
+        """A group's messages are here; whether it needs them still, its events say."""
+        try:
+            group = self._groups.get(note_of(frame).group)
+        except FrameError:
+            return
+        if group is not None and frame.partition == group.partition.id:
+            group.kept.add(frame.sequences(), offset)
+            group.kept.settled()
+            self._broker.touch(group.partition)
 
     def _definition(self, definition: GroupDefinition | ConsumerDefinition, epoch: int) -> None:
         broker = self._broker
@@ -227,7 +248,7 @@ class Recovery:
             owner.consumers[definition.client] = Consumer(definition.id, owner, definition.client, heard)
             broker.touch(owner.partition)
 
-    def _event(self, event: tuple[Any, ...]) -> None:
+    def _event(self, event: tuple[Any, ...], written: int) -> None:
         action, flags, attempt, group_id, consumer, epoch, start, end, time = event
         time, due = (0, time) if flags & FLAG_DUE else (time, 0)
         self._events += 1
@@ -239,7 +260,7 @@ class Recovery:
             self._groups.pop(group_id)
             self._broker.remove_group(group)
         elif action == Action.FORGET_CONSUMER:
-            group.pull_log.offline(consumer)
+            group.pull_log.offline(consumer, written)
             for client, member in list(group.consumers.items()):
                 if member.id == consumer:
                     del group.consumers[client]
@@ -247,4 +268,5 @@ class Recovery:
             group.used = max(group.used, time)
             # Rows may have been lost to damage and their sequences given to others since: the event is not about those.
             limit = group.partition.stored_until(epoch)
-            group.replay(action, consumer, min(start, limit), min(end, limit), attempt, due)
+            piece = Range(min(start, limit), min(end, limit), attempt)
+            group.replay(action, flags, consumer, piece, due, written)

@@ -1,7 +1,8 @@
 """Retention (R21): a subject's age and size limits move its logical start; a segment goes when every partition allows.
 
-Both first-hand logs are kept from the oldest checkpoint on, whatever the limits say. Groups that had not finished what
-expired get a recorded event, and their ``lost`` count shows it.
+The first-hand logs are kept from the oldest checkpoint on, whatever the limits say. What a group has begun with and
+not finished is copied to the kept log first. Groups that had not come to what expired get a recorded event, and their
+``lost`` count shows it.
 """
 
 from __future__ import annotations
@@ -39,10 +40,26 @@ class Retention:
             return []
         removed = broker.message_log.remove_before(min(needed, oldest.message_offset))
         broker.action_log.remove_before(oldest.action_offset)
+        broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset))
         if removed:
             for partition in broker.partitions.values():
                 self._compact(partition)
         return removed
+
+    def _kept_from(self) -> int:
+        """The kept log is needed from here on; dead letters that are too old go first."""
+        broker = self._broker
+        needed, seconds = broker.kept_log.end, broker.config.dead_seconds
+        for partition in broker.partitions.values():
+            for group in partition.groups.values():
+                if not group.kept:
+                    continue
+                if seconds is not None:
+                    broker.dead_letters.expire(group, broker.clock.now() - int(seconds * 1_000_000))
+                broker.dead_letters.tidy(group)
+                first = group.kept.first_offset
+                needed = needed if first is None else min(needed, first)
+        return needed
 
     def _head(self, partition: Partition) -> Record | None:
         """The first record that is still needed."""
@@ -62,15 +79,17 @@ class Retention:
         start = min(start, partition.visible)
         if start <= partition.start:
             return
+        behind = [group for group in partition.groups.values() if group.pull_log.floor < start]
+        if not all(self._broker.dead_letters.keep(group, group.pull_log.open_below(start)) for group in behind):
+            # There is no room to keep them: nothing goes until there is.
+            return
         partition.start = start
         self._broker.touch(partition)
-        for group in partition.groups.values():
-            pull_log = group.pull_log
-            if pull_log.floor < start and (
-                pull_log.next < start or pull_log.returned.overlap(0, start) or pull_log.waiting.overlap(0, start)
-            ):
-                self._broker.event(Action.SKIP, group, 0, 0, start, 0)
-                group.lost_count += pull_log.skipped(0, start)
+        for group in behind:
+            following = group.pull_log.next
+            if following < start:
+                self._broker.event(Action.SKIP, group, 0, following, start, 0)
+                group.lost_count += group.pull_log.skipped(following, start)
 
     def _by_time(self, partition: Partition) -> int:
         seconds = partition.row.settings.retention_seconds

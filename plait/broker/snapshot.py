@@ -131,13 +131,14 @@ class Snapshots:
             shards[shard] = state.encode_partitions(states)
         for index in sorted({shard_of(p) for p in producers}):
             shards[state.producer_shard(index)] = state.encode_producers(broker.producers, index)
-        message_end, action_end = broker.message_log.written, broker.action_log.written
+        message_end, kept_end, action_end = (log.written for log in broker.logs)
         self._last_message_end = message_end
         self._last_time = broker.clock.monotonic()
         manifest = Manifest(
             number=number,
             message_offset=message_end,
             action_offset=action_end,
+            kept_offset=kept_end,
             durable=message_end,
             epoch=broker.epoch,
             action_index=broker.action_index,

@@ -15,8 +15,9 @@ from plait.broker.partition import Partition
 from plait.limits import ServerLimits
 from plait.storage.action_log import GroupDefinition
 from plait.storage.catalog import PartitionRow
+from plait.storage.kept import Kept
 from plait.storage.producers import ProducerTable
-from plait.storage.pull_log import PullLog
+from plait.storage.pull_log import PullLog, PullLogState
 from plait.storage.ranges import Range
 from plait.storage.waiting import Due
 
@@ -42,6 +43,10 @@ class GroupState(msgspec.Struct, array_like=True):
     lost_count: int
     used: int
     waiting: list[Due] = []
+    dead: list[Range] = []
+    failing: list[Range] = []
+    resent: list[Range] = []
+    kept: bytes = b""
 
 
 class PartitionState(msgspec.Struct, array_like=True):
@@ -88,18 +93,22 @@ def dump_partition(partition: Partition, generation: int, flushed: int) -> Parti
 
 
 def _dump_group(group: Group) -> GroupState:
-    next_sequence, returned, held, waiting = group.pull_log.dump(durable_holds=group.logs_pulls)
+    log = group.pull_log.dump(durable_holds=group.logs_pulls)
     consumers = [ConsumerState(c.id, c.client) for c in group.consumers.values()]
     return GroupState(
         group.definition,
-        next_sequence,
-        returned,
-        held,
+        log.next,
+        log.returned,
+        log.held,
         consumers,
         group.redelivered_count,
         group.lost_count,
         group.used,
-        waiting,
+        log.waiting,
+        log.dead,
+        log.failing,
+        log.resent,
+        group.kept.dump(),
     )
 
 
@@ -107,7 +116,10 @@ def load_groups(state: PartitionState, partition: Partition, limits: ServerLimit
     """The groups of a partition as a checkpoint has them; their consumers have yet to come back."""
     for entry in state.groups:
         group = Group(entry.definition, partition, limits)
-        group.pull_log = PullLog.load(entry.next, entry.returned, entry.held, entry.waiting)
+        group.pull_log = PullLog.load(
+            PullLogState(entry.next, entry.returned, entry.held, entry.waiting, entry.dead, entry.failing, entry.resent)
+        )
+        group.kept = Kept.load(entry.kept)
         group.redelivered_count = entry.redelivered_count
         group.lost_count = entry.lost_count
         group.used = entry.used

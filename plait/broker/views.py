@@ -51,6 +51,7 @@ class GroupView(msgspec.Struct, frozen=True):
     lost: int
     online: int
     consumers: list[ConsumerView]
+    dead: int = 0
 
 
 def subject_view(broker: Broker, partition: Partition) -> SubjectView:
@@ -93,4 +94,5 @@ def group_view(group: Group) -> GroupView:
         group.lost_count,
         sum(consumer.online for consumer in consumers),
         consumers,
+        log.dead.count,
     )

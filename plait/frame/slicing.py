@@ -14,7 +14,7 @@ from plait.errors import FrameError
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
 from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, VARIABLE, Codec, Column, label
 from plait.frame.header import U32, pack_stamp
-from plait.frame.tables import slice_runs
+from plait.frame.tables import runs_of_rows, slice_runs
 from plait.frame.view import FrameView, select_rows
 
 #: With more separate row ranges than this the rows are gathered: many tiny buffers cost more than one copy.
@@ -31,7 +31,9 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
     if not 0 <= start < stop <= frame.count:
         raise FrameError(f"rows {start}:{stop} are outside a frame of {frame.count}")
     frame.verify()
-    if frame.has(Column.SELECTION) or frame.compressed:
+    if frame.has(Column.SELECTION):
+        raise FrameError("rows of a selection lie apart; select them by a mask")
+    if frame.compressed:
         return _selected(frame, [(start, stop)], np.arange(start, stop))
     columns: list[Encoded] = []
     producer, first, previous = frame.producer, frame.first + start, frame.previous
@@ -63,7 +65,26 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
 
 
 def slice_mask(frame: FrameView, mask: npt.NDArray[np.bool_]) -> FrameParts:
-    """The rows of an original frame where ``mask`` is true; their sequences stay what they were."""
+    """The rows of a frame where ``mask`` is true; their sequences stay what they were."""
+    frame.verify()
+    return _selected(frame, *_spans(frame, mask))
+
+
+def keep_mask(frame: FrameView, mask: npt.NDArray[np.bool_], note: bytes) -> FrameParts:
+    """The same, for a place where the rest of the frame is not: nothing is compressed, and no run is of others' rows.
+
+    ``note`` stands beside them; ``read_note`` finds it.
+    """
+    frame.verify()
+    return _selected(frame, *_spans(frame, mask), note=note)
+
+
+def read_note(frame: FrameView) -> bytes:
+    """What ``keep_mask`` put beside the rows."""
+    return bytes(frame.stored(Column.NOTE).data)
+
+
+def _spans(frame: FrameView, mask: npt.NDArray[np.bool_]) -> tuple[list[_Span], npt.NDArray[np.int64]]:
     if len(mask) != frame.count:
         raise FrameError(f"a mask of {len(mask)} rows does not fit a frame of {frame.count}")
     mask = np.asarray(mask, bool)
@@ -74,24 +95,23 @@ def slice_mask(frame: FrameView, mask: npt.NDArray[np.bool_]) -> FrameParts:
         edges.append(len(mask))
     if not edges:
         raise FrameError("a selection needs at least one row")
-    frame.verify()
-    spans = list(zip(edges[::2], edges[1::2], strict=True))
-    bitmap = np.packbits(mask, bitorder="little").tobytes() if len(spans) > 1 else b""
-    return _selected(frame, spans, np.flatnonzero(mask), bitmap)
+    return list(zip(edges[::2], edges[1::2], strict=True)), np.flatnonzero(mask)
 
 
-def _selected(frame: FrameView, spans: list[_Span], rows: npt.NDArray[np.int64], bitmap: bytes = b"") -> FrameParts:
+def _selected(
+    frame: FrameView, spans: list[_Span], rows: npt.NDArray[np.int64], *, note: bytes | None = None
+) -> FrameParts:
     """The rows, which are those of the spans, with the selection beside them."""
-    if frame.has(Column.SELECTION):
-        raise FrameError("a selection of rows cannot be sliced again")
+    selected = frame.selection()
+    count, originals = (frame.count, rows) if selected is None else (selected.count, selected.rows[rows])
     columns: list[Encoded] = []
     if frame.has(Column.RUNS):
-        columns.append((Column.RUNS, _RAW, [frame.runs().tobytes()]))
-    selection = U32.pack(frame.count) + U32.pack(spans[0][0]) + bitmap
-    columns.append((Column.SELECTION, _RAW, [selection]))
+        runs = frame.runs() if note is None else runs_of_rows(frame.runs(), originals)
+        columns.append((Column.RUNS, _RAW, [runs.tobytes()]))
+    columns.append((Column.SELECTION, _RAW, [_selection(count, originals)]))
     for number, (codec, data) in frame.columns():
         if number in VARIABLE:
-            if codec == _RAW:
+            if codec == _RAW or (note is not None and number in COMPRESSIBLE):
                 columns.append((number, _RAW, _gather_variable(frame, number, spans, rows)))
             elif number in COMPRESSIBLE and codec in (Codec.ZSTD, Codec.LZ4):
                 columns.append((number, Codec(codec), [data]))
@@ -99,6 +119,8 @@ def _selected(frame: FrameView, spans: list[_Span], rows: npt.NDArray[np.int64],
                 raise _unsliceable(number, codec)
         elif number in FIXED_WIDTHS:
             columns.append(_cut_fixed(number, codec, data, frame.count, spans, rows))
+    if note is not None:
+        columns.append((Column.NOTE, _RAW, [note]))
     stamp = pack_stamp(frame.partition, frame.base, frame.store_time, frame.durable, frame.epoch)
     return assemble(
         columns,
@@ -109,6 +131,17 @@ def _selected(frame: FrameView, spans: list[_Span], rows: npt.NDArray[np.int64],
         flags=frame.flags,
         stamp=stamp,
     )
+
+
+def _selection(count: int, rows: npt.NDArray[np.int64]) -> bytes:
+    """Which of ``count`` rows these are."""
+    first, last = int(rows[0]), int(rows[-1])
+    head = U32.pack(count) + U32.pack(first)
+    if last - first + 1 == len(rows):
+        return head
+    mask = np.zeros(count, bool)
+    mask[rows] = True
+    return head + np.packbits(mask, bitorder="little").tobytes()
 
 
 def _cut_variable(data: memoryview, count: int, start: int, stop: int, number: int) -> list[Buffer]:

@@ -84,3 +84,18 @@ def slice_runs(table: UInt64s, start: int, stop: int) -> UInt64s:
     kept[0, 2] -= skipped
     kept[-1, 2] -= np.uint64(ends[high - 1] - stop)
     return kept
+
+
+def runs_of_rows(table: UInt64s, rows: npt.NDArray[np.int64]) -> UInt64s:
+    """A run table for the same number of rows, in which only ``rows`` are told whose they are."""
+    counts = table[:, 2].astype(np.int64)
+    used = np.zeros(len(table), bool)
+    used[np.searchsorted(np.cumsum(counts), rows, "right")] = True
+    # Neighbours that nobody asks about become one.
+    begins = np.ones(len(table), bool)
+    begins[1:] = used[1:] | used[:-1]
+    starts = np.flatnonzero(begins)
+    short = table[starts]
+    short[:, 2] = np.add.reduceat(counts, starts)
+    short[~used[starts]] *= np.array([0, 0, 1, 0], np.uint64)
+    return short

@@ -10,6 +10,7 @@ import msgspec
 from plait import names
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
+from plait.server import admin_dead
 from plait.storage.catalog import SubjectSettings
 
 if TYPE_CHECKING:
@@ -117,6 +118,11 @@ _OPERATIONS: dict[str, Operation] = {
     "group.list": Operation(ListGroups, _list_groups),
     "group.describe": Operation(OfGroup, _describe_group),
     "group.reset": Operation(ResetGroup, _reset_group, changes=True),
+    "dlq.queues": Operation(admin_dead.ListQueues, admin_dead.list_queues),
+    "dlq.list": Operation(admin_dead.ListLetters, admin_dead.list_letters),
+    "dlq.reasons": Operation(admin_dead.Page, admin_dead.count_reasons),
+    "dlq.resend": Operation(admin_dead.ChangeLetters, admin_dead.resend, changes=True),
+    "dlq.purge": Operation(admin_dead.ChangeLetters, admin_dead.purge, changes=True),
     "server.describe": Operation(Nothing, _describe_server),
 }
 

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plait import names
-from plait.broker.group import Delivery
+from plait.broker.group import Delivery, Failure
 from plait.broker.membership import resolve_start
 from plait.broker.partition import Batch
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, StaleRoute, VersionMismatch
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
-from plait.retry import WAIT_SECONDS_MAX
+from plait.reason import Reason
+from plait.retry import ATTEMPTS_MAX, WAIT_SECONDS_MAX
 from plait.server import admin
 from plait.version import VERSION
 from plait.wire import messages as m
@@ -155,8 +156,12 @@ class Handlers:
         )
         connection.attached(consumer)
         partition = consumer.group.partition
+        retry = consumer.group.retry
+        # Whose age may end it can fail for the last time on any attempt.
+        reasons_from = 1 if retry.expires is not None else retry.attempts or ATTEMPTS_MAX
         connection.answer(
-            correlation, m.Attached(consumer.session, partition.id, partition.row.name, consumer.group.name)
+            correlation,
+            m.Attached(consumer.session, partition.id, partition.row.name, consumer.group.name, reasons_from),
         )
 
     def _pull(self, connection: Connection, correlation: int, pull: m.Pull, _: memoryview) -> None:
@@ -189,7 +194,8 @@ class Handlers:
         delay = nack.delay
         if delay is not None and not 0 <= delay <= WAIT_SECONDS_MAX:
             raise InvalidArgument(f"a delay of {delay} seconds is not possible; use 0 to {WAIT_SECONDS_MAX:.0f}")
-        self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()), delay)
+        failure = Failure(delay, nack.reason or Reason(), nack.reject, nack.counted)
+        self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()), failure)
         self._server.arm_timer()
 
     def _detach(self, connection: Connection, correlation: int, detach: m.Detach, _: memoryview) -> None:

@@ -118,8 +118,7 @@ class Server:
         """Let go of the files and of the directory."""
         self.threads.shutdown(wait=False)
         if hasattr(self, "broker"):
-            self.broker.message_log.close()
-            self.broker.action_log.close()
+            self.broker.close()
         if isinstance(self.disk, RealDisk):
             self.disk.unlock()
 
@@ -200,6 +199,7 @@ class Server:
             "message_log_end": broker.message_log.end,
             "message_log_durable": broker.message_log.durable,
             "action_log_end": broker.action_log.end,
+            "kept_log_end": broker.kept_log.end,
             "disk_free": free,
             "disk_total": total,
         }
@@ -275,8 +275,7 @@ class Server:
         """Sync every flush interval; who waits for a sync does not wait for this."""
         while True:
             await asyncio.sleep(self.config.flush_seconds)
-            logs = self.broker.message_log, self.broker.action_log
-            if any(each.written != each.durable for each in logs):
+            if any(each.written != each.durable for each in self.broker.logs):
                 self._syncs.begin()
 
     async def _in_thread(self, call: Callable[[], None]) -> bool:
@@ -337,7 +336,7 @@ class Server:
                 work = self.broker.begin_checkpoint()
                 if await self._in_thread(work.run):
                     self.broker.end_checkpoint(work)
-            for first_hand in (self.broker.message_log, self.broker.action_log):
+            for first_hand in self.broker.logs:
                 await self._prepare(first_hand.prepare_next)
 
     async def _prepare(self, call: Callable[[], None]) -> None:

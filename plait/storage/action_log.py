@@ -1,8 +1,9 @@
 """The action log: every pull, ack, nack, reset and offline event in order, and the names their numbers stand for.
 
 A first-hand log, in the same frames as messages. One frame holds the events of one loop turn; its stamp's ``durable``
-field is the message-log end it presumes (R3), and replay stops at the first frame that presumes more than was
-recovered. ``partition`` tells the two kinds of frame apart: events are fixed 40-byte records, definitions msgpack.
+field is the message-log end it presumes (R3), its ``producer`` field that of the kept log, and replay stops at the
+first frame that presumes more than was recovered. ``partition`` tells the two kinds of frame apart: events are fixed
+40-byte records, definitions msgpack.
 """
 
 from __future__ import annotations
@@ -39,10 +40,17 @@ class Action(IntEnum):
     SKIP = 6
     FORGET_CONSUMER = 7
     FORGET_GROUP = 8
+    #: Out of attempts: what was handed out is a dead letter.
+    BURY = 9
+    #: Dead letters are handed out again, or forgotten.
+    REVIVE = 10
+    PURGE = 11
 
 
 #: The time of an event is when its rows are due, not when it happened.
 FLAG_DUE = 1
+#: Nobody had begun with what came back: it was no attempt.
+FLAG_UNCOUNTED = 2
 
 EVENT = np.dtype(
     [
@@ -127,14 +135,22 @@ class ActionBuffer:
     def define(self, definition: Definition) -> None:
         self._definitions.append(_encoder.encode(definition))
 
-    def drain(self, *, index: int, presumed: int, epoch: int, time: int) -> list[FrameParts]:
-        """Frames for what is buffered, definitions first; ``presumed`` is the message-log end they rest on."""
+    def drain(self, *, index: int, presumed: int, kept: int, epoch: int, time: int) -> list[FrameParts]:
+        """Frames for what is buffered, definitions first.
+
+        ``presumed`` and ``kept`` are the ends of the message log and of the kept log that they rest on.
+        """
         stamp = (presumed, epoch, time)
         definitions, self._definitions = self._definitions, []
         events, self._events = self._events, []
         frames = _frames(definitions, DEFINITIONS, DEFINITIONS_MAX, index, stamp)
-        frames += _frames(events, EVENTS, EVENTS_MAX, index + len(frames), stamp)
+        frames += _frames(events, EVENTS, EVENTS_MAX, index + len(frames), stamp, kept=kept)
         return frames
+
+
+def presumed_kept(frame: FrameView) -> int:
+    """The kept-log end that an action frame rests on."""
+    return frame.producer
 
 
 def head_frames(
@@ -146,12 +162,18 @@ def head_frames(
 
 
 def _frames(
-    rows: list[bytes], kind: int, rows_max: int, index: int, stamp: tuple[int, int, int], previous_end: int = 0
+    rows: list[bytes],
+    kind: int,
+    rows_max: int,
+    index: int,
+    stamp: tuple[int, int, int],
+    previous_end: int = 0,
+    kept: int = 0,
 ) -> list[FrameParts]:
     presumed, epoch, time = stamp
     frames = []
     for start in range(0, len(rows), rows_max):
-        frame = build_frame(rows[start : start + rows_max], producer=0, first=index, previous=previous_end)
+        frame = build_frame(rows[start : start + rows_max], producer=kept, first=index, previous=previous_end)
         frame.stamp_with(pack_stamp(kind, index, time, presumed, epoch))
         frames.append(frame)
         index += 1

@@ -1,4 +1,4 @@
-"""Checkpoints: atomic snapshots of derived state, and how far the two first-hand logs are applied in it.
+"""Checkpoints: atomic snapshots of derived state, and how far the first-hand logs are applied in it.
 
 State is divided into shards; a checkpoint writes only the shards that changed (R1) and a manifest that names the file,
 size and checksum of every shard. The manifest is written, synced, renamed and its directory synced, last: until then
@@ -37,6 +37,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     #: Everything before these offsets is in the state.
     message_offset: int
     action_offset: int
+    kept_offset: int = 0
     #: Message-log bytes below this were durable.
     durable: int
     epoch: int

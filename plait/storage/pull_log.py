@@ -1,22 +1,37 @@
 """What a group has been handed, and what came of it: the state that the action log's events add up to.
 
 A shared group's position is one scan sequence, ``next``, plus exceptions: what each consumer holds (its *pull log*),
-what was returned and is to be handed out again, and what failed and waits for its next attempt. The same methods run
-when an event happens and when it is replayed, so after a crash the state is exactly what the durable events say.
+what was returned and is to be handed out again, what failed and waits for its next attempt, and what is out of
+attempts. The same methods run when an event happens and when it is replayed, so after a crash the state is exactly
+what the durable events say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
+
 from plait.storage.ranges import Range, Ranges
 from plait.storage.waiting import Due, Waiting
+
+
+class PullLogState(msgspec.Struct, array_like=True):
+    """A pull log in a checkpoint."""
+
+    next: int
+    returned: list[Range]
+    held: dict[int, list[Range]]
+    waiting: list[Due]
+    dead: list[Range]
+    failing: list[Range]
+    resent: list[Range]
 
 
 class PullLog:
     """A group's position in one partition."""
 
-    __slots__ = ("held", "next", "returned", "waiting")
+    __slots__ = ("dead", "failing", "held", "next", "resent", "returned", "waiting")
 
     def __init__(self, start: int) -> None:
         #: Everything below was handed out at least once, or skipped.
@@ -27,6 +42,12 @@ class PullLog:
         self.held: dict[int, Ranges] = {}
         #: Unacked, in nobody's hands, and not due yet.
         self.waiting = Waiting()
+        #: Out of attempts: handed out no more, until somebody asks for it.
+        self.dead = Ranges()
+        #: When each range failed first, in seconds since 1970 (in place of an attempt).
+        self.failing = Ranges()
+        #: What was dead and is handed out again; attempts count from where they stood then.
+        self.resent = Ranges()
 
     # --- events ---------------------------------------------------------------------------------
 
@@ -35,9 +56,12 @@ class PullLog:
         fresh = end - max(start, self.next)
         self._pass(start, end)
         again = self.returned.remove(start, end)
-        if self.waiting and max(fresh, 0) + _count(again) < end - start:
+        if self.waiting and max(fresh, 0) + count_of(again) < end - start:
             # It was due: replay, which has no clock, learns it from here.
             self.waiting.remove(start, end)
+        if self.dead:
+            # A reset went back before it: it is alive again.
+            self.dead.remove(start, end)
         held = self.held.get(consumer)
         if held is None:
             held = self.held[consumer] = Ranges()
@@ -45,32 +69,44 @@ class PullLog:
 
     def acked(self, consumer: int, start: int, end: int) -> int:
         """[start, end) is done, whoever was to get it next; how many sequences that settled."""
-        self._pass(start, end)
-        settled = self.returned.remove(start, end)
-        held = self.held.get(consumer)
-        if held is not None:
-            settled += held.remove(start, end)
-            if not held:
-                del self.held[consumer]
-        if self.waiting and _count(settled) < end - start:
-            # It came late: the next attempt is called off (R11).
-            settled += self.waiting.remove(start, end)
-        return _count(settled)
+        settled = self._settle(consumer, start, end)
+        if self.dead:
+            # It came late: its consumer was taken for lost once too often.
+            settled += count_of(self.dead.remove(start, end))
+        if self.failing:
+            self.failing.remove(start, end)
+            self.resent.remove(start, end)
+        return settled
 
-    def nacked(self, consumer: int, start: int, end: int, due: int = 0) -> list[Range]:
-        """A consumer gives [start, end) back, to be handed out when ``due`` (0: at once); what it really held."""
+    def nacked(self, consumer: int, start: int, end: int, due: int, time: int, *, counted: bool = True) -> list[Range]:
+        """A consumer gives [start, end) back at ``time``, to be handed out when ``due`` (0: at once); what it held.
+
+        Not ``counted``: nobody began with it, so that was no attempt.
+        """
         held = self.held.get(consumer)
         if held is None:
             return []
         pieces = held.remove(start, end)
-        for piece in pieces:
+        for begin, stop, attempt in pieces:
+            attempt -= not counted
             if due:
-                self.waiting.add(*piece, due)
+                self.waiting.add(begin, stop, attempt, due)
             else:
-                self.returned.add(*piece)
+                self.returned.add(begin, stop, attempt)
+            if counted:
+                self._failed(begin, stop, time)
         if not held:
             del self.held[consumer]
         return pieces
+
+    def _failed(self, start: int, end: int, time: int) -> None:
+        """Remember since when, unless it is known."""
+        known = self.failing.overlap(start, end)
+        for first, last, _ in known:
+            if start < first:
+                self.failing.add(start, first, time // 1_000_000)
+            start = last
+        self.failing.add(start, end, time // 1_000_000)
 
     def pulled_heads(self, consumer: int, heads: list[Range]) -> None:
         """``heads``, which are the lowest of ``returned``, went to a consumer once more."""
@@ -96,29 +132,72 @@ class PullLog:
                 self.returned = due
         return bool(self.returned)
 
-    def offline(self, consumer: int) -> int:
+    def offline(self, consumer: int, time: int) -> int:
         """A consumer is gone: everything it held is returned; how many sequences."""
         held = self.held.pop(consumer, None)
         if held is None:
             return 0
         for piece in held:
             self.returned.add(*piece)
+            self._failed(piece.start, piece.end, time)
         return held.count
 
+    def buried(self, consumer: int, start: int, end: int, attempt: int, time: int) -> None:
+        """[start, end), which a consumer held, is out of attempts."""
+        self._settle(consumer, start, end)
+        self._failed(start, end, time)
+        self.resent.remove(start, end)
+        self.dead.add(start, end, attempt)
+
+    def revived(self, start: int, end: int) -> int:
+        """What is dead in [start, end) is handed out again, and attempts count anew; how many sequences."""
+        pieces = self.dead.remove(start, end)
+        for piece in pieces:
+            self.returned.add(*piece)
+            self.resent.add(*piece)
+        return count_of(pieces)
+
+    def purged(self, start: int, end: int) -> int:
+        """What is dead in [start, end) is forgotten; how many sequences."""
+        pieces = self.dead.remove(start, end)
+        for first, last, _ in pieces:
+            self.failing.remove(first, last)
+        return count_of(pieces)
+
     def reset(self, sequence: int) -> None:
-        """The group goes on from ``sequence``; what was held or returned is forgotten."""
+        """The group goes on from ``sequence``; what was held or returned is forgotten, what is dead stays."""
         self.next = sequence
         self.returned.clear()
         self.held.clear()
         self.waiting.clear()
+        self.resent.clear()
+        self.failing = Ranges(piece for start, end, _ in self.dead for piece in self.failing.overlap(start, end))
 
     def skipped(self, start: int, end: int) -> int:
         """[start, end) can never be handed out: expired or damaged; how many sequences were not done yet."""
-        lost = _count(self.returned.remove(start, end)) + _count(self.waiting.remove(start, end))
+        pieces = [*self.returned.remove(start, end), *self.waiting.remove(start, end)]
+        for first, last, _ in pieces if self.failing else ():
+            self.failing.remove(first, last)
+            self.resent.remove(first, last)
+        lost = count_of(pieces)
         if start <= self.next < end:
             lost += end - self.next
             self.next = end
         return lost
+
+    def _settle(self, consumer: int, start: int, end: int) -> int:
+        """[start, end) is in nobody's hands, and nobody is to get it; how many sequences that is new for."""
+        self._pass(start, end)
+        settled = self.returned.remove(start, end)
+        held = self.held.get(consumer)
+        if held is not None:
+            settled += held.remove(start, end)
+            if not held:
+                del self.held[consumer]
+        if self.waiting and count_of(settled) < end - start:
+            # It came late: the next attempt is called off (R11).
+            settled += self.waiting.remove(start, end)
+        return count_of(settled)
 
     def _pass(self, start: int, end: int) -> None:
         """Move the scan past ``end``; what it jumps over was lost with an event and is handed out again."""
@@ -131,7 +210,7 @@ class PullLog:
 
     @property
     def floor(self) -> int:
-        """Everything below is done."""
+        """Everything below is done, or dead."""
         firsts = [held.first for held in self.held.values() if held]
         if self.returned:
             firsts.append(self.returned.first)
@@ -143,37 +222,47 @@ class PullLog:
     def held_count(self) -> int:
         return sum(held.count for held in self.held.values())
 
+    def open_below(self, end: int) -> list[Range]:
+        """What was handed out and is neither done nor dead, below ``end``; in no order."""
+        pieces = [*self.returned.overlap(0, end), *self.waiting.overlap(0, end)]
+        for held in self.held.values():
+            pieces += held.overlap(0, end)
+        return pieces
+
     def ranges_of(self, consumer: int) -> int:
         """Exceptions to the scan position that one consumer makes: what bounds the group's memory."""
         held = self.held.get(consumer)
         return len(held) if held is not None else 0
 
-    def dump(self, *, durable_holds: bool) -> tuple[int, list[Range], dict[int, list[Range]], list[Due]]:
+    def dump(self, *, durable_holds: bool) -> PullLogState:
         """For a checkpoint. A broadcast group logs no pulls: what it holds counts as returned."""
-        waiting = list(self.waiting)
-        if durable_holds:
-            return self.next, list(self.returned), {k: list(v) for k, v in self.held.items()}, waiting
-        returned = Ranges(self.returned)
-        for held in self.held.values():
-            for piece in held:
-                returned.add(*piece)
-        return self.next, list(returned), {}, waiting
+        returned, held = self.returned, self.held
+        if not durable_holds:
+            returned, held = Ranges(returned), {}
+            for ranges in self.held.values():
+                for piece in ranges:
+                    returned.add(*piece)
+        return PullLogState(
+            self.next,
+            list(returned),
+            {consumer: list(ranges) for consumer, ranges in held.items()},
+            list(self.waiting),
+            list(self.dead),
+            list(self.failing),
+            list(self.resent),
+        )
 
     @classmethod
-    def load(
-        cls,
-        next_sequence: int,
-        returned: Iterable[tuple[int, int, int]],
-        held: dict[int, list[Range]],
-        waiting: list[Due],
-    ) -> PullLog:
+    def load(cls, state: PullLogState) -> PullLog:
         """The state of a checkpoint."""
-        log = cls(next_sequence)
-        log.waiting = Waiting(waiting)
-        log.returned = Ranges(returned)
-        log.held = {consumer: Ranges(ranges) for consumer, ranges in held.items()}
+        log = cls(state.next)
+        log.waiting = Waiting(state.waiting)
+        log.returned = Ranges(state.returned)
+        log.held = {consumer: Ranges(ranges) for consumer, ranges in state.held.items()}
+        log.dead, log.failing, log.resent = Ranges(state.dead), Ranges(state.failing), Ranges(state.resent)
         return log
 
 
-def _count(pieces: list[Range]) -> int:
+def count_of(pieces: Iterable[Range]) -> int:
+    """How many sequences the ranges hold."""
     return sum(piece.end - piece.start for piece in pieces)

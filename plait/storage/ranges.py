@@ -131,6 +131,14 @@ class Ranges:
             heads[-1] = Range(heads[-1].start, end, heads[-1].attempt)
         return heads
 
+    def after(self, start: int, count: int) -> list[Range]:
+        """The lowest ranges from ``start`` on, at most ``count``; the first one is cut there."""
+        low = bisect_right(self._ends, start, self._gone)
+        found = self._slice(low, low + count)
+        if found and found[0].start < start:
+            found[0] = Range(start, found[0].end, found[0].attempt)
+        return found
+
     def overlap(self, start: int, end: int) -> list[Range]:
         """The parts of [start, end) that are in the set."""
         return self._cut(*self._between(start, end), start, end)

@@ -60,8 +60,8 @@ def positions(node: Node) -> dict[str, object]:
         position = group.pull_log.dump(durable_holds=group.logs_pulls)
         if not group.logs_pulls:
             # Attempts are counted by pull events, of which it has none.
-            position = position[0], Ranges((r.start, r.end, 0) for r in position[1]), {}
-            position = position[0], [tuple(r) for r in position[1]], {}
+            returned = [tuple(r) for r in Ranges((r.start, r.end, 0) for r in position.returned)]
+            position = position.next, returned, position.dead
         found[name] = position, sorted(group.consumers), group.definition
     return found
 

@@ -79,7 +79,8 @@ def test_only_visible_rows_expire():
     assert node.bodies("orders") == [b"not yet"]
 
 
-def test_what_a_consumer_holds_it_may_still_ack_and_what_comes_back_is_gone():
+@pytest.mark.parametrize("end", [None, "restart", "killed", "power_lost"])
+def test_what_a_consumer_holds_outlives_its_time(end: str | None):
     node = Node(retention_seconds=10.0)
     consumer = node.attach("orders", "g")
     fill(node, 30)
@@ -90,9 +91,22 @@ def test_what_a_consumer_holds_it_may_still_ack_and_what_comes_back_is_gone():
     assert group.lost_count == 0, "everything that expired is in somebody's hands"
     node.ack(consumer, (0, 5))
     node.nack(consumer, (5, 25))
-    assert node.pull(consumer).ranges == [(20, 25, 2), (25, 30, 1)]
-    assert group.lost_count == 15
-    assert group_view(group).lost == 15
+    node.turn()
+    if end is not None:
+        node.sync()
+        node = getattr(node, end)()
+        node.retention.run()
+        consumer = node.attach("orders", "g", holds=[])
+    got = node.pull(consumer)
+    assert sorted(got.ranges)[-1] == (25, 30, 1)
+    assert sorted(row.sequence for row in got.rows) == list(range(5, 30))
+    assert all(row.body.startswith(b"%03d:" % row.sequence) for row in got.rows)
+    assert {attempt for start, _, attempt in got.ranges if start < 25} == {2}
+    assert group_view(consumer.group).lost == 0
+    for first, last, _ in got.ranges:
+        node.ack(consumer, *((first, last, epoch) for _, epoch in node.partition("orders").epochs))
+    node.retention.run()
+    assert len(consumer.group.kept) == 0, "nothing is kept for nobody"
 
 
 def test_a_group_that_was_overtaken_goes_on_at_the_start():

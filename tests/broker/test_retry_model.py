@@ -1,20 +1,24 @@
-"""Retries against a plain model that knows every message by itself, with crashes between any two steps."""
+"""Retries and dead letters against a plain model of every message by itself, with crashes between any two steps."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from plait.broker.dead_letters import Choice
 from plait.broker.group import Consumer
+from plait.frame.columns import Column
+from plait.reason import Reason
 from plait.retry import Retry
+from plait.storage.kept import HISTORY_MAX
 from tests.support.broker_node import Node, Producer
 
 CLIENTS = st.sampled_from(["a", "b", "c"])
 #: Two steps, then the last one again and again; without chance, so that the model can know.
-RETRY = Retry(steps=(2, 8), jitter=0)
+RETRY = Retry(steps=(2, 8), jitter=0, attempts=3)
 LOST_SECONDS = 5.0
 
 
@@ -28,6 +32,19 @@ class Message:
     #: It must not come before the first, and has to come after the second (microseconds).
     due: tuple[int, int] = (0, 0)
     done: bool = False
+    #: It is a dead letter: why, and after how many attempts it was resent before.
+    dead: str | None = None
+    resent: list[int] = field(default_factory=list)
+
+    @property
+    def to_come(self) -> bool:
+        """It is handed out once its time has come."""
+        return not self.done and self.holder is None and self.dead is None
+
+    @property
+    def last(self) -> bool:
+        """If this attempt fails, there is no other."""
+        return self.attempt - (self.resent[-1] if self.resent else 0) >= RETRY.attempts
 
 
 class Retrying(RuleBasedStateMachine):
@@ -64,7 +81,8 @@ class Retrying(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5))
     def send(self, count: int) -> None:
-        assert self.node.send("orders", *[b"x"] * count, producer=self.producer).acknowledged
+        bodies = [b"%d" % (len(self.messages) + number) for number in range(count)]
+        assert self.node.send("orders", *bodies, producer=self.producer).acknowledged
         self.messages += [Message() for _ in range(count)]
 
     @rule(client=CLIENTS, count=st.integers(1, 8))
@@ -77,15 +95,14 @@ class Retrying(RuleBasedStateMachine):
                 message = self.messages[sequence]
                 assert not message.done, f"{sequence} is done"
                 assert message.holder is None, f"{sequence} is in the hands of {message.holder}"
+                assert message.dead is None, f"{sequence} is dead"
                 assert message.due[0] <= now, f"{sequence} comes early"
                 assert attempt == message.attempt + 1, f"{sequence} is on attempt {attempt}"
                 message.attempt, message.holder = attempt, client
                 got += 1
         if got < count:
             late = [
-                sequence
-                for sequence, message in enumerate(self.messages)
-                if not message.done and message.holder is None and message.due[1] <= now
+                sequence for sequence, message in enumerate(self.messages) if message.to_come and message.due[1] <= now
             ]
             assert late == [], "there was room for these"
 
@@ -106,14 +123,73 @@ class Retrying(RuleBasedStateMachine):
     @precondition(lambda self: any(message.holder for message in self.messages))
     @rule(data=st.data(), delay=st.none() | st.sampled_from([None, 0.0, 0.5, 30.0]))
     def fail(self, data: st.DataObject, delay: float | None) -> None:
-        consumer, chosen = self._choose(data)
+        self._fail(*self._choose(data), delay)
+
+    def _fail(self, consumer: Consumer, chosen: list[int], delay: float | None) -> None:
         now = self.node.clock.now()
-        assert self.node.nack(consumer, *self._ranges(chosen), delay=delay)
+        assert self.node.nack(consumer, *self._ranges(chosen), delay=delay, reason=Reason("Failed"))
         for sequence in chosen:
             message = self.messages[sequence]
+            if message.last:
+                message.holder, message.dead = None, "Failed"
+                continue
             wait = RETRY.wait(message.attempt, 0.0) if delay is None else delay
             micros = round(wait * 1_000_000)
             message.holder, message.due = None, (now + micros, now + micros + micros // 32)
+
+    @precondition(lambda self: any(message.holder for message in self.messages))
+    @rule(data=st.data())
+    def reject(self, data: st.DataObject) -> None:
+        self._reject(*self._choose(data))
+
+    def _reject(self, consumer: Consumer, chosen: list[int]) -> None:
+        assert self.node.nack(consumer, *self._ranges(chosen), reject=True, reason=Reason("Rejected"))
+        for sequence in chosen:
+            self.messages[sequence].holder, self.messages[sequence].dead = None, "Rejected"
+
+    @precondition(lambda self: any(message.holder for message in self.messages))
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        """Nobody had begun with them: that was no attempt."""
+        consumer, chosen = self._choose(data)
+        assert self.node.nack(consumer, *self._ranges(chosen), counted=False)
+        for sequence in chosen:
+            message = self.messages[sequence]
+            message.holder, message.due, message.attempt = None, (0, 0), message.attempt - 1
+
+    @precondition(lambda self: any(message.dead for message in self.messages))
+    @rule(data=st.data(), kind=st.none() | st.sampled_from(["Failed", "Rejected"]), purge=st.booleans())
+    def resend_or_purge(self, data: st.DataObject, kind: str | None, purge: bool) -> None:
+        dead = [sequence for sequence, message in enumerate(self.messages) if message.dead]
+        self._take_out(data.draw(st.none() | st.lists(st.sampled_from(dead), unique=True, min_size=1)), kind, purge)
+
+    @precondition(lambda self: any(message.dead for message in self.messages))
+    @rule(client=CLIENTS, fates=st.lists(st.sampled_from(["fail", "reject"]), min_size=1, max_size=4))
+    def resend_in_vain(self, client: str, fates: list[str]) -> None:
+        """What was resent fails again, and again."""
+        for fate in fates:
+            self._take_out(None, None, purge=False)
+            self.pull(client, 1000)
+            if in_hands := self._in_hands(client):
+                if fate == "fail":
+                    self._fail(self._consumer(client), in_hands, 0.0)
+                else:
+                    self._reject(self._consumer(client), in_hands)
+
+    def _take_out(self, chosen: list[int] | None, kind: str | None, purge: bool) -> None:
+        dead = [sequence for sequence, message in enumerate(self.messages) if message.dead]
+        group, letters = self.node.partition("orders").groups["g"], self.node.broker.dead_letters
+        found, following = letters.page(group, Choice(chosen, kind), -1, 1000)
+        assert following is None
+        meant = [s for s in (dead if chosen is None else sorted(chosen)) if kind in (None, self.messages[s].dead)]
+        assert sorted(s for part in found for s in part.sequences.tolist()) == meant
+        assert (letters.purge if purge else letters.resend)(group, found) == len(meant)
+        self.node.turn()
+        for sequence in meant:
+            message = self.messages[sequence]
+            message.dead, message.done, message.due = None, purge, (0, 0)
+            if not purge:
+                message.resent.append(message.attempt)
 
     @rule(data=st.data())
     def ack_late(self, data: st.DataObject) -> None:
@@ -122,7 +198,7 @@ class Retrying(RuleBasedStateMachine):
         if waiting and self.consumers:
             sequence = data.draw(st.sampled_from(waiting))
             assert self.node.ack(next(iter(self.consumers.values())), *self._ranges([sequence]))
-            self.messages[sequence].done = True
+            self.messages[sequence].done, self.messages[sequence].dead = True, None
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 2.5]))
     def time_passes(self, seconds: float) -> None:
@@ -133,7 +209,7 @@ class Retrying(RuleBasedStateMachine):
     @rule(client=CLIENTS, early=st.sampled_from([1, 1000]))
     def look_before_it_is_due(self, client: str, early: int) -> None:
         now = self.node.clock.now()
-        moments = [m.due[0] for m in self.messages if not m.done and m.holder is None and m.due[0] > now + early]
+        moments = [m.due[0] for m in self.messages if m.to_come and m.due[0] > now + early]
         if moments:
             self.time_passes((min(moments) - early - now) / 1_000_000)
             self.pull(client, 1000)
@@ -141,7 +217,7 @@ class Retrying(RuleBasedStateMachine):
     @rule(client=CLIENTS)
     def look_when_it_is_due(self, client: str) -> None:
         now = self.node.clock.now()
-        moments = [m.due[1] for m in self.messages if not m.done and m.holder is None and m.due[1] > now]
+        moments = [m.due[1] for m in self.messages if m.to_come and m.due[1] > now]
         if moments:
             self.time_passes((min(moments) - now) / 1_000_000)
             self.pull(client, 1000)
@@ -158,6 +234,9 @@ class Retrying(RuleBasedStateMachine):
         self.node.membership.disconnected(consumer, consumer.session)
         self.node.membership.lose_silent()
         self.node.later(0)
+        for sequence in self._in_hands(client):
+            if self.messages[sequence].last:
+                self.messages[sequence].holder, self.messages[sequence].dead = None, "ConsumerLost"
         self._back(client)
 
     @rule(client=CLIENTS)
@@ -203,11 +282,23 @@ class Retrying(RuleBasedStateMachine):
             return
         log = group.pull_log
         held = sum(1 for message in self.messages if message.holder is not None)
-        open_count = sum(1 for message in self.messages if not message.done)
+        open_count = sum(1 for message in self.messages if not message.done and not message.dead)
         ahead = self.node.partition("orders").visible - log.next
         assert log.held_count == held
         assert log.returned.count + log.waiting.count + ahead == open_count - held
         assert group.lost_count == 0
+        letters, _ = self.node.broker.dead_letters.page(group, Choice(), -1, 1000)
+        found = {s: (part.death.reason.type, part) for part in letters for s in part.sequences.tolist()}
+        assert {s: kind for s, (kind, _) in found.items()} == {
+            s: message.dead for s, message in enumerate(self.messages) if message.dead
+        }
+        for sequence, (_, part) in found.items():
+            message = self.messages[sequence]
+            assert part.death.attempts == message.attempt
+            assert [past.attempts for past in part.death.history] == message.resent[-HISTORY_MAX:]
+            assert part.death.first_time <= part.death.last_time
+            row = part.frame.sequences().tolist().index(sequence)
+            assert part.frame.rows(Column.BODY, row, row + 1) == [b"%d" % sequence]
 
     def teardown(self) -> None:
         """In the end everything that is not done is handed out, once."""
@@ -220,7 +311,9 @@ class Retrying(RuleBasedStateMachine):
         got: list[int] = []
         while ranges := self.node.pull(last, 1000).ranges:
             got += [sequence for start, end, _ in ranges for sequence in range(start, end)]
-        assert sorted(got) == [sequence for sequence, message in enumerate(self.messages) if not message.done]
+        assert sorted(got) == [
+            sequence for sequence, message in enumerate(self.messages) if not message.done and not message.dead
+        ]
 
 
 TestRetrying = Retrying.TestCase

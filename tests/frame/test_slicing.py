@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from plait.errors import FrameError
 from plait.frame import FrameView, build_frame, slice_mask, slice_rows
+from plait.frame.arrow import record_batch
 from plait.frame.columns import ORIGINAL_SIZE_MAX, Codec, Column
 from plait.frame.header import HEADER_SIZE
-from plait.frame.slicing import SPANS_MAX
+from plait.frame.slicing import SPANS_MAX, keep_mask, read_note
+from plait.frame.tables import expand_runs, runs_of_rows
 from plait.limits import FRAME_SIZE_MAX
 from tests.frame.samples import NOW, Draft, drafts, full_draft, relaxed, resign, rows_of, with_column
 
@@ -121,12 +123,47 @@ def test_masks_of_numbers_select_what_is_not_zero():
 
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
-def test_a_selection_is_not_sliced_again(compression: str | None):
-    masked = FrameView(slice_mask(full_draft(5, compression).view(), np.array([True, False] * 2 + [True])).tobytes())
-    with pytest.raises(FrameError, match="cannot be sliced again"):
+@pytest.mark.parametrize("chosen", [[0], [1, 2], [0, 2], [0, 1, 2]])
+def test_rows_of_a_selection_are_selected_again(compression: str | None, chosen: list[int]):
+    whole = full_draft(5, compression).view()
+    once = np.array([True, False] * 2 + [True])
+    masked = FrameView(slice_mask(whole, once).tobytes())
+    again = np.isin(np.arange(3), chosen)
+    direct = np.zeros(5, bool)
+    direct[np.flatnonzero(once)[chosen]] = True
+    assert slice_mask(masked, again).tobytes() == slice_mask(whole, direct).tobytes()
+
+
+def test_rows_of_a_selection_have_no_range():
+    masked = FrameView(slice_mask(full_draft(5).view(), np.array([True, False] * 2 + [True])).tobytes())
+    with pytest.raises(FrameError, match="lie apart"):
         slice_rows(masked, 0, 1)
-    with pytest.raises(FrameError, match="cannot be sliced again"):
-        slice_mask(masked, np.array([True] * 3))
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_kept_rows_need_nothing_of_the_others(compression: str | None):
+    whole = full_draft(50, compression).view()
+    mask = np.isin(np.arange(50), [3, 30, 31])
+    kept = FrameView(keep_mask(whole, mask, b"why").tobytes()).validate()
+    sliced = FrameView(slice_mask(whole, mask).tobytes())
+    assert read_note(kept) == b"why"
+    assert not kept.compressed
+    assert kept.sequences().tolist() == sliced.sequences().tolist()
+    assert [ids.tolist() for ids in kept.message_ids()] == [ids.tolist() for ids in sliced.message_ids()]
+    assert record_batch(kept) == record_batch(sliced)
+    assert not FrameView(slice_mask(kept, np.array([True, False, True])).tobytes()).has(Column.NOTE)
+
+
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=30), data=st.data())
+def test_a_shortened_run_table_says_the_same_of_the_rows_it_is_for(counts: list[int], data: st.DataObject):
+    total = sum(counts)
+    table = np.array([(10 + i, 100 * i + 1, count, 7) for i, count in enumerate(counts)], np.uint64)
+    rows = np.array(sorted(data.draw(st.sets(st.integers(0, total - 1), min_size=1))))
+    short = runs_of_rows(table, rows)
+    assert int(short[:, 2].sum()) == total
+    assert len(short) <= min(len(table), 2 * len(rows) + 1)
+    for full, brief in zip(expand_runs(table), expand_runs(short), strict=True):
+        assert full[rows].tolist() == brief[rows].tolist()
 
 
 @pytest.mark.parametrize("position", [HEADER_SIZE - 30, 20, HEADER_SIZE + 2, -1])

@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from plait.broker import Broker, BrokerConfig, Membership, Retention
-from plait.broker.group import Consumer, Delivery
+from plait.broker.group import Consumer, Delivery, Failure
 from plait.clock import ManualClock
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
@@ -152,7 +152,7 @@ class Writer:
         self.turn()
 
     def nack(self, consumer: Consumer, start: int, end: int) -> None:
-        self.broker.nack(consumer, [(start, end, self.broker.epoch)], None, 0.0)
+        self.broker.nack(consumer, [(start, end, self.broker.epoch)], None, Failure(0.0))
         self.turn()
 
     def kill(self) -> None:

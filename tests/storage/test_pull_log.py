@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from plait.storage.pull_log import PullLog
+from plait.storage.pull_log import PullLog, PullLogState
 from plait.storage.ranges import Range
 
 CONSUMERS = st.integers(1, 3)
@@ -25,9 +25,24 @@ class PullLogMachine(RuleBasedStateMachine):
         self.next = START
         self.held: dict[int, tuple[int, int]] = {}
         self.returned: dict[int, int] = {}
+        #: Sequence → attempt, and sequence → since when it fails, in seconds.
+        self.dead: dict[int, int] = {}
+        self.failing: dict[int, int] = {}
+        self.resent: dict[int, int] = {}
         #: Sequence → (when it is due, attempt).
         self.waiting: dict[int, tuple[int, int]] = {}
         self.now = 0
+
+    @property
+    def time(self) -> int:
+        return self.now * 1_000_000
+
+    def _failed(self, sequence: int) -> None:
+        self.failing.setdefault(sequence, self.now)
+
+    def _forget(self, sequence: int) -> None:
+        self.failing.pop(sequence, None)
+        self.resent.pop(sequence, None)
 
     def _pass(self, start: int, end: int) -> None:
         if end > self.next:
@@ -39,7 +54,10 @@ class PullLogMachine(RuleBasedStateMachine):
         start = self.next
         self.log.pulled(consumer, start, start + count, 1)
         self.next += count
-        self.held.update(dict.fromkeys(range(start, start + count), (consumer, 1)))
+        for sequence in range(start, start + count):
+            self.held[sequence] = (consumer, 1)
+            # Dead letters from before a reset are alive again.
+            self.dead.pop(sequence, None)
 
     @rule(consumer=CONSUMERS)
     def pull_returned(self, consumer: int) -> None:
@@ -58,7 +76,9 @@ class PullLogMachine(RuleBasedStateMachine):
         start = self.next + ahead
         self._pass(start, start + count)
         self.log.pulled(consumer, start, start + count, 1)
-        self.held.update(dict.fromkeys(range(start, start + count), (consumer, 1)))
+        for sequence in range(start, start + count):
+            self.held[sequence] = (consumer, 1)
+            self.dead.pop(sequence, None)
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def ack(self, consumer: int, start: int, count: int) -> None:
@@ -72,25 +92,67 @@ class PullLogMachine(RuleBasedStateMachine):
             if self.held.get(sequence, (0, 0))[0] == consumer:
                 del self.held[sequence]
                 settled += 1
+            if self.dead.pop(sequence, None) is not None:
+                settled += 1
+            self._forget(sequence)
         assert self.log.acked(consumer, start, start + count) == settled
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
     def nack(self, consumer: int, start: int, count: int) -> None:
-        pieces = self.log.nacked(consumer, start, start + count)
+        pieces = self.log.nacked(consumer, start, start + count, 0, self.time)
         expected = {s: a for s, (c, a) in self.held.items() if c == consumer and start <= s < start + count}
         assert {s: p.attempt for p in pieces for s in range(p.start, p.end)} == expected
         for sequence, attempt in expected.items():
             del self.held[sequence]
             self.returned[sequence] = attempt
+            self._failed(sequence)
+
+    @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES)
+    def give_back(self, consumer: int, start: int, count: int) -> None:
+        """Nobody had begun with it."""
+        self.log.nacked(consumer, start, start + count, 0, self.time, counted=False)
+        for sequence, (holder, attempt) in list(self.held.items()):
+            if holder == consumer and start <= sequence < start + count:
+                del self.held[sequence]
+                self.returned[sequence] = attempt - 1
+
+    @rule(consumer=CONSUMERS)
+    def bury(self, consumer: int) -> None:
+        held = self.log.held.get(consumer)
+        if held:
+            start, end, attempt = held.head()
+            self.log.buried(consumer, start, end, attempt, self.time)
+            for sequence in range(start, end):
+                del self.held[sequence]
+                self._failed(sequence)
+                self.resent.pop(sequence, None)
+                self.dead[sequence] = attempt
+
+    @rule(start=SEQUENCES, count=SIZES)
+    def resend(self, start: int, count: int) -> None:
+        found = {s: a for s, a in self.dead.items() if start <= s < start + count}
+        assert self.log.revived(start, start + count) == len(found)
+        for sequence, attempt in found.items():
+            del self.dead[sequence]
+            self.returned[sequence] = self.resent[sequence] = attempt
+
+    @rule(start=SEQUENCES, count=SIZES)
+    def purge(self, start: int, count: int) -> None:
+        found = [s for s in self.dead if start <= s < start + count]
+        assert self.log.purged(start, start + count) == len(found)
+        for sequence in found:
+            del self.dead[sequence]
+            self._forget(sequence)
 
     @rule(consumer=CONSUMERS, start=SEQUENCES, count=SIZES, due=DUES)
     def fail(self, consumer: int, start: int, count: int, due: int) -> None:
         due += self.now
-        self.log.nacked(consumer, start, start + count, due)
+        self.log.nacked(consumer, start, start + count, due, self.time)
         for sequence, (holder, attempt) in list(self.held.items()):
             if holder == consumer and start <= sequence < start + count:
                 del self.held[sequence]
                 self.waiting[sequence] = (due, attempt)
+                self._failed(sequence)
 
     @rule(moments=DUES)
     def time_passes(self, moments: int) -> None:
@@ -136,10 +198,11 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(consumer=CONSUMERS)
     def offline(self, consumer: int) -> None:
         gone = {s: a for s, (c, a) in self.held.items() if c == consumer}
-        assert self.log.offline(consumer) == len(gone)
+        assert self.log.offline(consumer, self.time) == len(gone)
         for sequence, attempt in gone.items():
             del self.held[sequence]
             self.returned[sequence] = attempt
+            self._failed(sequence)
 
     @rule(start=SEQUENCES, count=SIZES)
     def skip(self, start: int, count: int) -> None:
@@ -151,6 +214,8 @@ class PullLogMachine(RuleBasedStateMachine):
         for sequence in late:
             del self.waiting[sequence]
         lost = len(expired) + len(late)
+        for sequence in [*expired, *late]:
+            self._forget(sequence)
         if start <= self.next < end:
             lost += end - self.next
             self.next = end
@@ -159,16 +224,17 @@ class PullLogMachine(RuleBasedStateMachine):
     @rule(sequence=SEQUENCES)
     def reset(self, sequence: int) -> None:
         self.log.reset(sequence)
-        self.next, self.held, self.returned, self.waiting = sequence, {}, {}, {}
+        self.next, self.held, self.returned, self.waiting, self.resent = sequence, {}, {}, {}, {}
+        self.failing = {s: since for s, since in self.failing.items() if s in self.dead}
 
     @rule()
     def checkpoint(self) -> None:
-        self.log = PullLog.load(*self.log.dump(durable_holds=True))
+        self.log = PullLog.load(self.log.dump(durable_holds=True))
         self.log.waiting.release(self.now)
 
     @rule()
     def checkpoint_of_a_broadcast_group(self) -> None:
-        self.log = PullLog.load(*self.log.dump(durable_holds=False))
+        self.log = PullLog.load(self.log.dump(durable_holds=False))
         self.log.waiting.release(self.now)
         self.returned.update({s: attempt for s, (_, attempt) in self.held.items()})
         self.held = {}
@@ -184,6 +250,13 @@ class PullLogMachine(RuleBasedStateMachine):
             for s in range(r.start, r.end)
         }
         assert held == self.held
+        for found, known in (
+            (self.log.dead, self.dead),
+            (self.log.failing, self.failing),
+            (self.log.resent, self.resent),
+        ):
+            assert {s: r.attempt for r in found for s in range(r.start, r.end)} == known
+        assert not self.dead.keys() & (self.held.keys() | self.returned.keys() | self.waiting.keys())
         assert self.log.held_count == len(self.held)
         assert self.log.floor == min([self.next, *self.held, *self.returned, *self.waiting])
         waiting = {
@@ -210,16 +283,25 @@ def test_the_same_events_lead_to_the_same_state():
     events = [
         lambda log: log.pulled(1, 0, 10, 1),
         lambda log: log.acked(1, 0, 4),
-        lambda log: log.nacked(1, 4, 6),
+        lambda log: log.nacked(1, 4, 6, 0, 7_000_000),
         lambda log: log.pulled(2, 4, 6, 2),
-        lambda log: log.offline(1),
+        lambda log: log.buried(1, 6, 8, 1, 8_000_000),
+        lambda log: log.offline(1, 9_000_000),
     ]
     lived, replayed = PullLog(0), PullLog(0)
     for number, event in enumerate(events):
         event(lived)
         if number == 2:
-            replayed = PullLog.load(*lived.dump(durable_holds=True))
+            replayed = PullLog.load(lived.dump(durable_holds=True))
         elif number > 2:
             event(replayed)
     assert replayed.dump(durable_holds=True) == lived.dump(durable_holds=True)
-    assert lived.dump(durable_holds=True) == (10, [Range(6, 10, 1)], {2: [Range(4, 6, 2)]}, [])
+    assert lived.dump(durable_holds=True) == PullLogState(
+        next=10,
+        returned=[Range(8, 10, 1)],
+        held={2: [Range(4, 6, 2)]},
+        waiting=[],
+        dead=[Range(6, 8, 1)],
+        failing=[Range(4, 6, 7), Range(6, 8, 8), Range(8, 10, 9)],
+        resent=[],
+    )

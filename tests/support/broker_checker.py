@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from plait.broker.dead_letters import Choice
 from plait.broker.group import Group
 from plait.clock import ManualClock
 from plait.testing.disk import SimulatedDisk
@@ -147,15 +148,23 @@ def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_
     name = None if group.definition.broadcast else group.name
     consumer = node.attach(key[0], name, client, delivery=group.definition.delivery)
     got: list[int] = []
+    kept = {sequence for _, sequences in group.kept.by_offset() for sequence in sequences.tolist()}
+    letters, _ = node.broker.dead_letters.page(group, Choice(), -1, 10_000)
+    dead = {sequence for found in letters for sequence in found.sequences.tolist()}
+    assert dead <= group_told.rejected, f"{key}: dead letters that nobody rejected"
+    assert all(found.frame is not None for found in letters), f"{key}: dead letters that cannot be read"
+    assert node.broker.dead_letters.resend(group, letters) == len(dead)
     # Whatever failed has waited long enough.
     node.later(800.0)
-    while ranges := node.pull(consumer, BATCH, BATCH).ranges:
-        for start, end, _ in ranges:
+    while (pulled := node.pull(consumer, BATCH, BATCH)).ranges:
+        for row in pulled.rows:
+            assert told.rows.get((row.producer, row.number)) == (key[0], row.body), f"{key}: {row} is not what was sent"
+        for start, end, _ in pulled.ranges:
             got += range(start, end)
             node.broker.ack(consumer, [(start, end, epoch) for _, epoch in group.partition.epochs], None)
     assert len(set(got)) == len(got), f"{key}: handed out twice"
     rows = {row.sequence for row in node.stored(key[0])}
-    assert rows.issuperset(got), f"{key}: rows that do not exist"
+    assert (rows | kept).issuperset(got), f"{key}: rows that do not exist"
     if all_written:
         assert group_told.done.isdisjoint(got), f"{key}: done rows come again"
     doubtful = {sequence for sequence in group_told.doubtful if sequence < recovered_end}

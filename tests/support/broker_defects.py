@@ -58,11 +58,16 @@ def presume_nothing(patch: Patch) -> None:
     """R3: an event is replayed whether or not its messages were recovered."""
     drain = ActionBuffer.drain
 
-    def naive(self: ActionBuffer, *, index: int, presumed: int, epoch: int, time: int) -> Any:
-        return drain(self, index=index, presumed=0, epoch=epoch, time=time)
+    def naive(self: ActionBuffer, *, index: int, presumed: int, kept: int, epoch: int, time: int) -> Any:
+        return drain(self, index=index, presumed=0, kept=kept, epoch=epoch, time=time)
 
     patch.setattr(ActionBuffer, "drain", naive)
     patch.setattr(Partition, "stored_until", lambda self, epoch: 1 << 60)
+
+
+def presume_nothing_kept(patch: Patch) -> None:
+    """R3: an event is replayed whether or not what it says was kept was recovered."""
+    patch.setattr("plait.broker.recover.presumed_kept", lambda frame: 0)
 
 
 def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
@@ -135,7 +140,7 @@ def hand_out_at_once(patch: Patch) -> None:
 
 def ignore_holds(patch: Patch) -> None:
     """R13: what a client says it holds is sent to it again."""
-    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal: self.offline(consumer, journal))
+    patch.setattr(Group, "reclaim", lambda self, consumer, holds, journal, now: self.offline(consumer, journal, now))
 
 
 def answer_acks_at_once(patch: Patch) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from plait.broker import Broker, BrokerConfig, Membership, Retention
-from plait.broker.group import Consumer, Delivery, Group
+from plait.broker.group import Consumer, Delivery, Failure, Group
 from plait.broker.partition import Batch, Partition
 from plait.clock import ManualClock
 from plait.errors import PlaitError
@@ -25,7 +25,7 @@ from plait.testing.cached_file import Keep
 from plait.testing.disk import SimulatedDisk
 
 #: Small enough that a few dozen messages fill several segments.
-SMALL_SEGMENTS = {"message_segment_size": 8192, "action_segment_size": 4096}
+SMALL_SEGMENTS = {"message_segment_size": 8192, "action_segment_size": 4096, "kept_segment_size": 4096}
 NO_WATERMARKS = {"disk_free_min": 0, "disk_used_max": 1.0}
 
 
@@ -241,10 +241,13 @@ class Node:
         self.turn()
         return answered
 
-    def nack(self, consumer: Consumer, *ranges: tuple[int, ...], delay: float | None = 0.0) -> list[bool]:
+    def nack(
+        self, consumer: Consumer, *ranges: tuple[int, ...], delay: float | None = 0.0, **failure: Any
+    ) -> list[bool]:
         """The same for failures, which come back at once unless ``delay`` says otherwise (None: by the policy)."""
         answered: list[bool] = []
-        self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True), delay)
+        said = Failure(delay, **failure)
+        self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True), said)
         self.turn()
         return answered
 

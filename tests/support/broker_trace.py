@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.broker import BrokerConfig
-from plait.broker.group import Consumer
+from plait.broker.dead_letters import Choice
+from plait.broker.group import Consumer, Failure
 from plait.clock import ManualClock
 from plait.errors import GroupBusy
+from plait.reason import Reason
 from plait.storage.catalog import SubjectSettings
 from plait.testing.disk import SimulatedDisk
 from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS, Node, Producer, Pulled, Sent
@@ -39,6 +41,8 @@ class GroupTold:
     durable: bool = False
     ack_asked: set[int] = field(default_factory=set)
     ack_acknowledged: set[int] = field(default_factory=set)
+    #: Rows that may be dead letters.
+    rejected: set[int] = field(default_factory=set)
     #: Rows that left the broker.
     handed: set[int] = field(default_factory=set)
     #: Rows below this may count as handed out.
@@ -114,6 +118,7 @@ class Trace:
             self._pull: 34,
             self._ack: 30,
             self._nack: 6,
+            self._resend: 2,
             self._detach: 3,
             self._lose: 3,
             self._commit_only: 10,
@@ -288,7 +293,17 @@ class Trace:
             return
         consumer, rows = self._hands.pop(self._rng.randrange(len(self._hands)))
         if consumer in self._consumers:
-            self.node.broker.nack(consumer, rows, None, self._rng.choice([0.0, 0.0, 0.5, None]))
+            delay, reject = self._rng.choice([(0.0, False), (0.0, False), (0.5, False), (None, False), (None, True)])
+            told = self.told.groups[consumer.group.partition.row.subject, consumer.group.name]
+            told.rejected |= {start for start, _, _ in rows} if reject else set()
+            self.node.broker.nack(consumer, rows, None, Failure(delay, Reason("Broken"), reject))
+
+    def _resend(self) -> None:
+        groups = [c.group for c in self._consumers if c.group.pull_log.dead]
+        if groups:
+            group = self._rng.choice(groups)
+            letters, _ = self.node.broker.dead_letters.page(group, Choice(), -1, 5)
+            self.node.broker.dead_letters.resend(group, letters)
 
     def _detach(self) -> None:
         if self._consumers:

@@ -1,0 +1,221 @@
+"""Management of dead letters, page by page: what is asked for at once is bounded, whatever there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from plait.broker.dead_letters import Choice, Letters
+from plait.broker.group import Group
+from plait.errors import InvalidArgument
+from plait.frame.columns import Column
+from plait.frame.view import FrameView
+from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX, MIB
+from plait.reason import Reason
+from plait.storage.kept import Death
+
+if TYPE_CHECKING:
+    from plait.server.host import Server
+
+#: Bodies of one page, about; one is always there.
+PAGE_BYTES = 8 * MIB
+
+
+class ListQueues(msgspec.Struct, forbid_unknown_fields=True):
+    """The dead letter queues of a subject, or of all."""
+
+    subject: str | None = None
+
+
+class Select(msgspec.Struct, forbid_unknown_fields=True):
+    """Which letters are meant: those that match everything that is given."""
+
+    sequences: list[int] | None = None
+    type: str | None = None
+    handler: str | None = None
+    before: int | None = None
+
+
+class Page(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a group's letters: the next ``limit`` that come after a sequence, as far as they are meant."""
+
+    subject: str
+    group: str
+    select: Select = Select()
+    after: int = -1
+    limit: int = DEAD_LIST_MAX
+
+
+class ListLetters(Page, forbid_unknown_fields=True):
+    """Letters to be looked at."""
+
+    bodies: bool = False
+
+
+class ChangeLetters(Page, forbid_unknown_fields=True):
+    """Letters to be resent or purged; with ``dry_run`` they are only counted."""
+
+    dry_run: bool = False
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """How many dead letters a group has."""
+
+    subject: str
+    group: str
+    count: int
+
+
+class PastView(msgspec.Struct, frozen=True):
+    """A death before the last."""
+
+    attempts: int
+    time: int
+    reason: Reason
+
+
+class LetterView(msgspec.Struct, frozen=True, kw_only=True):
+    """A dead letter. Where it does not read back, only its sequence and attempts are known."""
+
+    sequence: int
+    attempts: int
+    producer: int = 0
+    producer_sequence: int = 0
+    key: str | None = None
+    tags: bytes = b""
+    headers: bytes = b""
+    body: bytes | None = None
+    size: int = 0
+    send_time: int | None = None
+    store_time: int = 0
+    first_time: int = 0
+    last_time: int = 0
+    reason: Reason = Reason()
+    history: list[PastView] = []
+
+
+class ReasonView(msgspec.Struct):
+    """How many letters have one kind of reason; ``text`` is that of one of them."""
+
+    type: str
+    handler: str
+    text: str
+    count: int
+    first_time: int
+    last_time: int
+
+
+def list_queues(server: Server, request: ListQueues) -> list[QueueView]:
+    broker = server.broker
+    if request.subject is not None:
+        partitions = [broker.partition_of(request.subject, create=False)]
+    else:
+        partitions = [partition for _, partition in sorted(broker.subjects.items())]
+    return [
+        QueueView(partition.row.subject, name, group.pull_log.dead.count)
+        for partition in partitions
+        for name, group in sorted(partition.groups.items())
+        if group.pull_log.dead
+    ]
+
+
+def list_letters(server: Server, request: ListLetters) -> dict[str, Any]:
+    group, found, following = _page(server, request, DEAD_LIST_MAX)
+    letters: list[LetterView] = []
+    for part in found:
+        letters += _views(group, part, bodies=request.bodies)
+    letters.sort(key=lambda letter: letter.sequence)
+    size = 0
+    for index, letter in enumerate(letters):
+        size += len(letter.body or b"")
+        if size > PAGE_BYTES and index:
+            return {"letters": letters[:index], "next": letters[index - 1].sequence}
+    return {"letters": letters, "next": following}
+
+
+def count_reasons(server: Server, request: Page) -> dict[str, Any]:
+    _, found, following = _page(server, request, DEAD_PAGE_MAX)
+    reasons: dict[tuple[str, str], ReasonView] = {}
+    for sequences, _, death in found:
+        known = death or Death(0, 0, 0, Reason("Unreadable"))
+        reason = known.reason
+        view = reasons.get((reason.type, reason.handler))
+        if view is None:
+            view = ReasonView(reason.type, reason.handler, reason.text, 0, known.last_time, known.last_time)
+            reasons[reason.type, reason.handler] = view
+        view.count += len(sequences)
+        view.first_time = min(view.first_time, known.last_time)
+        view.last_time = max(view.last_time, known.last_time)
+    return {"reasons": list(reasons.values()), "next": following}
+
+
+def resend(server: Server, request: ChangeLetters) -> dict[str, Any]:
+    group, found, following = _page(server, request, DEAD_PAGE_MAX)
+    count = _count(found) if request.dry_run else server.broker.dead_letters.resend(group, found)
+    return {"count": count, "next": following}
+
+
+def purge(server: Server, request: ChangeLetters) -> dict[str, Any]:
+    group, found, following = _page(server, request, DEAD_PAGE_MAX)
+    count = _count(found) if request.dry_run else server.broker.dead_letters.purge(group, found)
+    return {"count": count, "next": following}
+
+
+def _page(server: Server, request: Page, limit: int) -> tuple[Group, list[Letters], int | None]:
+    if not 1 <= request.limit <= limit:
+        raise InvalidArgument(f"a page of {request.limit} dead letters is not possible; use 1 to {limit}")
+    group = server.membership.group(request.subject, request.group)
+    select = request.select
+    if select.sequences is not None and any(not 0 <= sequence < 1 << 62 for sequence in select.sequences):
+        raise InvalidArgument("a sequence of a dead letter is a number from 0 on")
+    choice = Choice(select.sequences, select.type, select.handler, select.before)
+    return group, *server.broker.dead_letters.page(group, choice, request.after, request.limit)
+
+
+def _count(found: list[Letters]) -> int:
+    return sum(len(letters.sequences) for letters in found)
+
+
+def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterView]:
+    """Each letter of a frame; a page has few enough to look at one by one."""
+    sequences, frame, death = letters
+    if frame is None or death is None:
+        attempts = [group.pull_log.dead.overlap(s, s + 1)[0].attempt for s in sequences.tolist()]
+        return [LetterView(sequence=s, attempts=a) for s, a in zip(sequences.tolist(), attempts, strict=True)]
+    rows = np.searchsorted(frame.sequences(), sequences).tolist()
+    producers, numbers = frame.message_ids()
+    offsets, _ = frame.variable(Column.BODY)
+    sizes = np.diff(offsets)
+    keys, tags, headers = (_texts(frame, column) for column in (Column.KEY, Column.TAGS, Column.HEADERS))
+    stored = frame.binary(Column.BODY) if bodies else None
+    sent = frame.fixed(Column.SEND_TIME) if frame.has(Column.SEND_TIME) else None
+    history = [PastView(past.attempts, past.last_time, past.reason) for past in death.history]
+    return [
+        LetterView(
+            sequence=sequence,
+            attempts=death.attempts,
+            producer=int(producers[row]),
+            producer_sequence=int(numbers[row]),
+            key=keys[row].decode() or None,
+            tags=tags[row],
+            headers=headers[row],
+            body=None if stored is None else stored[row].as_py(),
+            size=int(sizes[row]),
+            send_time=None if sent is None else int(sent[row]),
+            store_time=frame.store_time,
+            first_time=death.first_time,
+            last_time=death.last_time,
+            reason=death.reason,
+            history=history,
+        )
+        for sequence, row in zip(sequences.tolist(), rows, strict=True)
+    ]
+
+
+def _texts(frame: FrameView, column: Column) -> list[bytes]:
+    if not frame.has(column):
+        return [b""] * frame.count
+    rows: list[bytes] = frame.binary(column).to_pylist()
+    return rows

@@ -1,0 +1,350 @@
+"""Dead letters: when messages become some, what they tell, and that they outlast everything until they are settled."""
+
+from __future__ import annotations
+
+import errno
+from typing import Any
+
+import pytest
+
+from plait.broker.dead_letters import Choice, Letters
+from plait.broker.group import Consumer, Group
+from plait.frame.columns import Column
+from plait.limits import ServerLimits
+from plait.reason import Reason
+from plait.retry import Retry
+from tests.support.broker_node import Node, Producer
+
+ONCE = Retry(attempts=1)
+
+
+def begin(count: int, *, retry: Retry = ONCE, **settings: Any) -> tuple[Node, Consumer]:
+    """A consumer with messages in its hands, in frames of ten."""
+    node = Node(**settings)
+    consumer = node.attach("orders", "g", retry=retry)
+    for first in range(0, count, 10):
+        node.send("orders", *(b"body %d" % n for n in range(first, min(first + 10, count))))
+    assert sum(end - start for start, end, _ in node.pull(consumer).ranges) == count
+    return node, consumer
+
+
+def letters(node: Node, group: Group, **choice: Any) -> list[Letters]:
+    found, following = node.broker.dead_letters.page(group, Choice(**choice), -1, 10_000)
+    assert following is None
+    return found
+
+
+def dead(node: Node, group: Group, **choice: Any) -> list[int]:
+    return sorted(s for part in letters(node, group, **choice) for s in part.sequences.tolist())
+
+
+def bodies(found: list[Letters]) -> dict[int, bytes]:
+    read: dict[int, bytes] = {}
+    for sequences, frame, _ in found:
+        assert frame is not None
+        rows = dict(zip(frame.sequences().tolist(), frame.binary(Column.BODY).to_pylist(), strict=True))
+        read.update({s: rows[s] for s in sequences.tolist()})
+    return read
+
+
+def resend(node: Node, group: Group, **choice: Any) -> int:
+    count = node.broker.dead_letters.resend(group, letters(node, group, **choice))
+    node.turn()
+    return count
+
+
+def test_the_last_attempt_that_fails_makes_a_dead_letter_with_its_reason():
+    node, consumer = begin(3, retry=Retry(attempts=2, steps=(5,), jitter=0))
+    first = node.clock.now()
+    node.nack(consumer, (0, 2), delay=None, reason=Reason("ValueError", "first", "on_order"))
+    node.later(5.2)
+    assert node.pull(consumer).ranges == [(0, 2, 2)]
+    node.nack(consumer, (0, 1), delay=None, reason=Reason("KeyError", "'id'", "on_order"))
+    node.ack(consumer, (1, 2), (2, 3))
+    [letter] = letters(node, consumer.group)
+    death = letter.death
+    assert death is not None
+    assert letter.sequences.tolist() == [0]
+    assert death.reason == Reason("KeyError", "'id'", "on_order")
+    assert (death.attempts, death.last_time) == (2, node.clock.now())
+    assert 0 <= first - death.first_time < 1_000_000, "seconds are told"
+    node.later(10_000)
+    assert node.pull(consumer).ranges == [], "it is handed out no more"
+    assert consumer.group.pull_log.floor == 3, "and holds nothing up"
+
+
+def test_without_a_limit_messages_are_tried_for_ever():
+    node, consumer = begin(1, retry=Retry(attempts=None, steps=(1,), jitter=0))
+    for attempt in range(2, 60):
+        node.nack(consumer, (0, 1), delay=None)
+        node.later(1.5)
+        assert node.pull(consumer).ranges == [(0, 1, attempt)]
+
+
+def test_a_message_that_is_too_old_is_not_tried_again():
+    node, consumer = begin(10, retry=Retry(attempts=100, expires=60.0))
+    node.clock.advance(40)
+    node.send("orders", *(b"body %d" % n for n in range(10, 20)))
+    node.pull(consumer)
+    node.nack(consumer, (5, 15), delay=0.0)
+    assert dead(node, consumer.group) == []
+    node.clock.advance(30)
+    node.membership.session(consumer.session)
+    node.pull(consumer)
+    node.nack(consumer, (5, 15), delay=0.0)
+    assert dead(node, consumer.group) == [5, 6, 7, 8, 9], "these were stored more than a minute ago"
+    assert node.pull(consumer).ranges == [(10, 15, 3)]
+
+
+def test_who_ends_its_consumers_ends_as_a_dead_letter():
+    node, consumer = begin(2, retry=Retry(attempts=3))
+    for life in range(3):
+        node.clock.advance(6)
+        assert [count for _, count in node.membership.lose_silent()] == [2]
+        node.turn()
+        if life < 2:
+            consumer = node.attach("orders", "g", f"c{life + 2}")
+            assert node.pull(consumer).ranges == [(0, 2, life + 2)]
+    [letter] = letters(node, node.group("orders", "g"))
+    assert letter.sequences.tolist() == [0, 1]
+    assert letter.death is not None
+    assert letter.death.reason.type == "ConsumerLost"
+    assert "c3" in letter.death.reason.text
+
+
+def test_what_is_given_back_in_order_does_not_use_up_attempts():
+    node, consumer = begin(2, retry=Retry(attempts=2))
+    for _ in range(5):
+        node.nack(consumer, (0, 2), counted=False)
+        assert node.pull(consumer).ranges == [(0, 2, 1)]
+    node = node.killed()
+    consumer = node.attach("orders", "g", holds=[(0, 2, 1)])
+    node.nack(consumer, (0, 2, 1), counted=False)
+    assert node.pull(consumer).ranges == [(0, 2, 1)], "also when it is read back"
+
+
+@pytest.mark.parametrize("end", ["restart", "killed", "power_lost"])
+def test_dead_letters_are_there_after_any_end(end: str):
+    node, consumer = begin(40, flush="sync")
+    node.nack(consumer, (3, 5), (17, 18), delay=None, reason=Reason("A"))
+    node.checkpoint()
+    node.nack(consumer, (5, 6), (30, 40), delay=None, reason=Reason("B"))
+    before = [(part.sequences.tolist(), part.death) for part in letters(node, consumer.group)]
+    node = getattr(node, end)()
+    group = node.group("orders", "g")
+    assert [(part.sequences.tolist(), part.death) for part in letters(node, group)] == before
+    expected = [3, 4, 5, 17, *range(30, 40)]
+    assert bodies(letters(node, group)) == {n: b"body %d" % n for n in expected}
+    assert dead(node, group, type="A") == [3, 4, 17]
+
+
+def test_a_resent_letter_is_the_same_message_and_goes_to_its_own_group_only():
+    node, consumer = begin(5)
+    other = node.attach("orders", "other")
+    before = {row.sequence: row for row in node.pull(other).rows}
+    node.ack(other, (0, 5))
+    node.nack(consumer, (2, 4), delay=None)
+    assert resend(node, consumer.group) == 2
+    got = node.pull(consumer)
+    assert got.ranges == [(2, 4, 2)], "attempts go on counting"
+    assert got.rows == [before[2], before[3]]
+    assert node.pull(other).ranges == []
+    assert resend(node, consumer.group) == 0, "nothing is resent twice"
+
+
+def test_a_resent_letter_has_all_attempts_again_and_tells_of_its_deaths():
+    node, consumer = begin(2, retry=Retry(attempts=2, steps=(1,), jitter=0))
+    for life in range(3):
+        for _ in range(2):
+            assert dead(node, consumer.group) == []
+            node.nack(consumer, (0, 1), delay=None, reason=Reason(f"Life{life}"))
+            node.later(1.5)
+            node.pull(consumer)
+        assert dead(node, consumer.group) == [0]
+        [letter] = letters(node, consumer.group)
+        assert letter.death is not None
+        assert [past.reason.type for past in letter.death.history] == [f"Life{n}" for n in range(life)]
+        assert [past.attempts for past in letter.death.history] == [2 * n + 2 for n in range(life)]
+        resend(node, consumer.group)
+        assert node.pull(consumer).ranges == [(0, 1, 2 * life + 3)]
+
+
+def test_dead_letters_outlive_the_retention_of_their_subject():
+    node, consumer = begin(30, retention_seconds=60.0)
+    node.nack(consumer, (3, 5), (9, 12), delay=None)
+    node.ack(consumer, (0, 3), (5, 9), (12, 30))
+    node.clock.advance(100)
+    for _ in range(4):
+        node.send("orders", b"x" * 6000)
+    for _ in range(6):
+        node.checkpoint()
+    assert node.retention.run(), "segments are gone"
+    assert node.partition("orders").start == 30
+    node = node.killed()
+    consumer = node.attach("orders", "g", holds=[])
+    group = consumer.group
+    assert bodies(letters(node, group)) == {n: b"body %d" % n for n in (3, 4, 9, 10, 11)}
+    assert resend(node, group, sequences=[4, 9, 11]) == 3
+    got = node.pull(consumer, 3)
+    assert {row.sequence: row.body for row in got.rows} == {4: b"body 4", 9: b"body 9", 11: b"body 11"}
+    assert group.lost_count == 0
+    node.nack(consumer, (9, 10, 1), delay=None, reason=Reason("Again"))
+    assert dead(node, group, type="Again") == [9]
+    assert bodies(letters(node, group, type="Again")) == {9: b"body 9"}
+
+
+def test_a_letter_whose_consumer_comes_back_and_acks_is_settled():
+    node, consumer = begin(1)
+    node.clock.advance(6)
+    node.membership.lose_silent()
+    assert dead(node, consumer.group) == [0]
+    late = node.attach("orders", "g")
+    node.ack(late, (0, 1))
+    assert dead(node, late.group) == []
+    assert dead(node.killed(), late.group) == []
+
+
+def test_purged_letters_are_gone_and_their_segments_go():
+    node, consumer = begin(200)
+    for first in range(0, 200, 10):
+        node.nack(consumer, (first, first + 10), delay=None)
+    assert len(node.broker.kept_log.segments) > 1
+    assert node.broker.dead_letters.purge(consumer.group, letters(node, consumer.group)) == 200
+    node.turn()
+    for _ in range(6):
+        node.checkpoint()
+    node.retention.run()
+    assert len(node.broker.kept_log.segments) == 1
+    assert dead(node.killed(), node.group("orders", "g")) == []
+
+
+def test_letters_go_when_they_are_older_than_the_server_keeps_them():
+    node, consumer = begin(30, dead_seconds=86_400.0, retention_seconds=None)
+    node.nack(consumer, (0, 10), delay=None)
+    node.clock.advance(50_000)
+    node.nack(consumer, (10, 20), delay=None)
+    node.clock.advance(50_000)
+    node.retention.run()
+    node.turn()
+    assert dead(node, consumer.group) == list(range(10, 20))
+    assert dead(node.killed(), node.group("orders", "g")) == list(range(10, 20))
+
+
+def test_a_reset_keeps_dead_letters_and_brings_to_life_what_it_goes_back_to():
+    node, consumer = begin(20)
+    node.nack(consumer, (2, 4), (15, 16), delay=None)
+    node.membership.detach(consumer)
+    node.membership.reset("orders", "g", ["sequence", 10])
+    node.turn()
+    consumer = node.attach("orders", "g", "c2")
+    assert dead(node, consumer.group) == [2, 3, 15]
+    assert node.pull(consumer).ranges == [(10, 20, 1)]
+    assert dead(node, consumer.group) == [2, 3]
+
+
+def test_pages_go_through_all_letters_once():
+    node, consumer = begin(100)
+    node.nack(consumer, *((n, n + 1) for n in range(0, 100, 3)), delay=None)
+    for choice in (Choice(), Choice(sequences=list(range(100)))):
+        got: list[int] = []
+        after: int | None = -1
+        while after is not None:
+            page, after = node.broker.dead_letters.page(consumer.group, choice, after, 7)
+            got += sorted(s for part in page for s in part.sequences.tolist())
+        assert got == list(range(0, 100, 3))
+
+
+def test_letters_are_chosen_by_handler_and_time_as_well():
+    node, consumer = begin(10)
+    node.nack(consumer, (0, 2), delay=None, reason=Reason("A", "", "one"))
+    node.clock.advance(1)
+    moment = node.clock.now()
+    node.nack(consumer, (2, 4), delay=None, reason=Reason("A", "", "two"))
+    group = consumer.group
+    assert dead(node, group, type="A", handler="two") == [2, 3]
+    assert dead(node, group, before=moment) == [0, 1]
+    assert dead(node, group, type="B") == []
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4"])
+def test_of_a_compressed_frame_only_what_died_is_kept(compression: str):
+    node = Node(message_segment_size=1 << 20)
+    producer = Producer(5)
+    sent = producer.frame("orders", *(b"%03d" % n + b"x" * 500 for n in range(500)), compression=compression)
+    node.submit(sent)
+    node.turn()
+    consumer = node.attach("orders", "g", retry=ONCE)
+    node.pull(consumer)
+    node.nack(consumer, (7, 8), delay=None)
+    assert bodies(letters(node, consumer.group)) == {7: b"007" + b"x" * 500}
+    assert node.broker.kept_log.end < 2000
+
+
+def test_letters_of_many_producers_keep_their_ids():
+    node = Node()
+    sent = [node.submit(Producer(100 + n).frame("orders", b"%d" % n)) for n in range(20)]
+    node.turn()
+    assert {s.sequence for s in sent} == set(range(20))
+    consumer = node.attach("orders", "g", retry=ONCE)
+    node.pull(consumer)
+    node.nack(consumer, (4, 5), (11, 13), delay=None)
+    [letter] = letters(node, consumer.group)
+    assert letter.frame is not None
+    producers, numbers = letter.frame.message_ids()
+    assert producers.tolist() == [104, 111, 112]
+    assert numbers.tolist() == [1, 1, 1]
+    assert len(letter.frame.runs()) <= 7
+
+
+def test_without_room_for_letters_messages_wait_and_nothing_is_lost():
+    node, consumer = begin(5)
+    node.disk.fail("allocate", error=errno.ENOSPC, path="kept/*")
+    assert node.nack(consumer, (0, 5), delay=None) == [True]
+    assert dead(node, consumer.group) == []
+    assert consumer.group.pull_log.waiting.count == 5
+    node.later(10)
+    assert node.pull(consumer).ranges == [(0, 5, 2)]
+    node.nack(consumer, (0, 5), delay=None)
+    assert dead(node, consumer.group) == [0, 1, 2, 3, 4], "there is room again"
+
+
+def test_a_letter_that_does_not_read_back_is_told_and_the_others_are_there():
+    node, consumer = begin(30)
+    for first in (0, 10, 20):
+        node.nack(consumer, (first, first + 1), delay=None, reason=Reason("A"))
+    node.checkpoint()
+    offset = node.group("orders", "g").kept.offset(10)
+    assert offset is not None
+    segment = node.broker.kept_log.segment_at(offset)
+    node.disk.flip_bit(f"kept/{segment.base:020d}.log", offset - segment.base + 90, 3)
+    group = consumer.group
+    assert dead(node, group) == [0, 10, 20]
+    assert dead(node, group, type="A") == [0, 20]
+    [broken] = [part for part in letters(node, group) if part.frame is None]
+    assert broken.sequences.tolist() == [10]
+    assert resend(node, group, sequences=[10]) == 1
+    assert node.pull(consumer).bodies == [b"body 10"], "the message log has it still"
+
+
+def test_a_group_with_too_many_kept_messages_gets_nothing_new():
+    node, consumer = begin(10, limits=ServerLimits(kept_messages=5))
+    node.send("orders", b"new")
+    node.nack(consumer, (0, 5), delay=None)
+    assert node.pull(consumer).ranges == []
+    node.broker.dead_letters.purge(consumer.group, letters(node, consumer.group))
+    node.retention.run()
+    assert node.pull(consumer).bodies == [b"new"]
+
+
+def test_a_broadcast_has_dead_letters_too():
+    node = Node()
+    consumer = node.attach("orders", None, retry=ONCE)
+    node.send("orders", b"a", b"b")
+    node.pull(consumer)
+    node.nack(consumer, (0, 1), delay=None)
+    node.ack(consumer, (1, 2))
+    name = consumer.group.name
+    assert dead(node, consumer.group) == [0]
+    again = node.killed()
+    assert dead(again, again.group("orders", name)) == [0]
+    assert again.pull(again.attach("orders", None)).ranges == []
