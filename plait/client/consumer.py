@@ -150,23 +150,34 @@ class Consumer:
         if self._attached and link is not None and not link.closed:
             try:
                 async with asyncio.timeout(self._limits.request_seconds):
-                    for ranges in self._unbegun():
-                        link.call(m.Nack(self._session, ranges, *UNBEGUN), _ignore)
+                    await self._give_back(link)
                     await link.request(m.Detach(self._session))
             except (PlaitError, TimeoutError):
                 # The broker notices by itself.
                 pass
         self._wake()
 
-    def _unbegun(self) -> list[list[EpochRange]]:
-        """What was pulled ahead and nobody began with: it is given back as if it had not been delivered."""
+    async def _give_back(self, link: Link) -> None:
+        """What was pulled ahead and nobody began with goes back as if it had not been delivered."""
         if not self._tracks:
-            return []
+            return
+        ranges = self._unbegun()
+        while ranges or self._pulls:
+            # It ends the pulls that wait at the broker, too: they would only bring the same rows again. What such a
+            # pull brought just before comes before the answer.
+            await link.request(m.Nack(self._session, ranges, *UNBEGUN))
+            ranges = self._unbegun()
+            if not ranges:
+                break
+
+    def _unbegun(self) -> list[EpochRange]:
+        """Rows that nobody began with, which are not ours any more."""
         pieces = [*self._handed_over, *((d, d.taken, d.count) for d in self._buffer)]
         for delivered, start, stop in pieces:
             delivered.nack_rows(slice(start, stop), UNBEGUN)
-        ranges = [piece for d in dict.fromkeys(d for d, _, _ in pieces) for piece in d.collect()[1].get(UNBEGUN, [])]
-        return [ranges] if ranges else []
+        self._handed_over.clear()
+        self._empty_buffer()
+        return [piece for d in dict.fromkeys(d for d, _, _ in pieces) for piece in d.collect()[1].get(UNBEGUN, [])]
 
     def _stop(self) -> None:
         """Pull no more and hand out no more; who waits for rows gets none."""

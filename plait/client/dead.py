@@ -18,10 +18,9 @@ from plait.client.calls import Calls
 from plait.client.encoding import decode_headers, decode_tags
 from plait.client.types import HeaderValue, MessageId
 from plait.errors import DeadLetterNotFound, InvalidArgument
+from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX
 from plait.reason import Reason
 
-#: Letters that one request lists, resends or purges.
-PAGE_COUNT: Final = 1_000
 #: Sequences that one request names: they have to fit into the head of a packet.
 SEQUENCES_MAX: Final = 4_000
 #: With a rate, a page is what is due in this time...
@@ -216,7 +215,7 @@ class DeadAdmin(Calls):
                     group=group,
                     select=part,
                     after=after,
-                    limit=min(limit - len(found), PAGE_COUNT),
+                    limit=min(limit - len(found), DEAD_LIST_MAX),
                     bodies=bodies,
                 )
                 found += [_letter(subject, group, letter) for letter in page.letters]
@@ -236,7 +235,7 @@ class DeadAdmin(Calls):
         after: int | None = -1
         while after is not None:
             page: _Reasons = await self._run(
-                "dlq.reasons", _Reasons, subject=subject, group=group, after=after, limit=PAGE_COUNT
+                "dlq.reasons", _Reasons, subject=subject, group=group, after=after, limit=DEAD_PAGE_MAX
             )
             for part in page.reasons:
                 known = merged.setdefault((part.type, part.handler), part)
@@ -329,13 +328,13 @@ class Pace:
         """Wait for the time of the next page; how large it may be."""
         rate = self._rate
         if rate is None:
-            return PAGE_COUNT
+            return DEAD_PAGE_MAX
         loop = asyncio.get_running_loop()
         if self._begun is None:
             self._begun = loop.time()
         await asyncio.sleep(max(self._begun + self.count / rate - loop.time(), 0.0))
         behind = (loop.time() - self._begun) * rate - self.count
-        return max(1, min(int(min(behind, CATCH_UP_SECONDS * rate) + PACE_SECONDS * rate), PAGE_COUNT))
+        return max(1, min(int(min(behind, CATCH_UP_SECONDS * rate) + PACE_SECONDS * rate), DEAD_PAGE_MAX))
 
     def did(self, count: int) -> None:
         """So many were done."""

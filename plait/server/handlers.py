@@ -194,6 +194,9 @@ class Handlers:
         delay = nack.delay
         if delay is not None and not 0 <= delay <= WAIT_SECONDS_MAX:
             raise InvalidArgument(f"a delay of {delay} seconds is not possible; use 0 to {WAIT_SECONDS_MAX:.0f}")
+        if not nack.counted:
+            # Who gives back what it has not begun with does not want it again at once.
+            self._server.membership.end_pulls(consumer)
         failure = Failure(delay, nack.reason or Reason(), nack.reject, nack.counted)
         self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()), failure)
         self._server.arm_timer()
