@@ -29,7 +29,7 @@ class ListQueues(msgspec.Struct, forbid_unknown_fields=True):
     subject: str | None = None
 
 
-class Select(msgspec.Struct, forbid_unknown_fields=True):
+class Select(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which letters are meant: those that match everything that is given."""
 
     sequences: list[int] | None = None
