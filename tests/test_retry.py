@@ -70,6 +70,12 @@ def test_the_presets():
         ({"steps": (1,) * 65}, "65 steps are over the limit of 64"),
         ({"steps": 5}, "steps are 5; use a tuple of seconds"),
         ({"longest": WAIT_SECONDS_MAX + 1}, "longest is"),
+        ({"attempts": 0}, "attempts is 0; use 1 to 65535, or None"),
+        ({"attempts": 2.5}, "attempts is 2.5"),
+        ({"attempts": True}, "attempts is True"),
+        ({"expires": 0}, "expires is 0; use seconds, more than 0"),
+        ({"expires": float("nan")}, "expires is nan"),
+        ({"expires": "1h"}, "expires is '1h'"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(settings: dict[str, Any], reason: str):
@@ -78,8 +84,9 @@ def test_a_policy_that_cannot_work_is_refused(settings: dict[str, Any], reason: 
 
 
 def test_a_policy_reads_as_a_sentence():
-    assert str(plait.Retry()) == "1 s, then 2 times as long each time, at most 600 s, up to 20% longer"
-    assert str(plait.Retry.constant(5)) == "5 s"
+    assert str(plait.Retry()) == "1 s, then 2 times as long each time, at most 600 s, up to 20% longer, 16 attempts"
+    assert str(plait.Retry.constant(5, attempts=None)) == "5 s"
+    assert str(plait.Retry.constant(5, attempts=3, expires=60)) == "5 s, 3 attempts, within 60 s"
 
 
 @given(st.integers(0, 2**53), st.floats(0.000_001, WAIT_SECONDS_MAX))

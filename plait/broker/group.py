@@ -17,6 +17,7 @@ from plait.broker.partition import Partition
 from plait.broker.waiting import Waiter
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
+from plait.frame.columns import Column
 from plait.frame.slicing import slice_mask
 from plait.frame.view import FrameView
 from plait.limits import ServerLimits
@@ -229,8 +230,8 @@ class Group:
         """The frame in which rows that came back lie apart from others, or from where they were."""
         if self.definition.delivery == "at_most_once":
             return None
-        if sequence < self.partition.start:
-            return self.kept.frame(kept_log, sequence)
+        if self.kept and self.kept.offset(sequence) is not None:
+            return self.frame_of(log, kept_log, sequence)
         return self.partition.whole_frame(log, sequence) if len(self.pull_log.returned) > 1 else None
 
     def _take_apart(
@@ -253,7 +254,7 @@ class Group:
             rows += last - first
             if heads[-1].end < end:
                 break
-        if not heads or (len(heads) < 2 and heads[0].start >= self.partition.start):
+        if not heads or (len(heads) < 2 and not frame.has(Column.SELECTION)):
             return False
         try:
             piece = slice_mask(frame, mask)

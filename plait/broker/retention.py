@@ -25,6 +25,9 @@ class Retention:
         self._broker = broker
         #: Partition id → (its start, the first record kept): most partitions need no look into their consume log.
         self._heads: dict[int, tuple[int, Record]] = {}
+        #: The message log is needed from here on, once the kept log is durable up to there.
+        self._waiting = (0, 0)
+        self._needed = 0
 
     def run(self) -> list[int]:
         """Expire and delete; the bases of the deleted message-log segments."""
@@ -38,13 +41,22 @@ class Retention:
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
-        removed = broker.message_log.remove_before(min(needed, oldest.message_offset))
+        removed = broker.message_log.remove_before(min(self._certain(needed), oldest.message_offset))
         broker.action_log.remove_before(oldest.action_offset)
         broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset))
         if removed:
             for partition in broker.partitions.values():
                 self._compact(partition)
         return removed
+
+    def _certain(self, needed: int) -> int:
+        """What the message log is needed from, as far as what was copied from it is durable where it is now."""
+        log = self._broker.kept_log
+        for offset, end in (self._waiting, (needed, log.end)):
+            if log.durable >= end:
+                self._needed = offset
+        self._waiting = (needed, log.end)
+        return self._needed
 
     def _kept_from(self) -> int:
         """The kept log is needed from here on; dead letters that are too old go first."""

@@ -175,7 +175,7 @@ def test_dead_letters_outlive_the_retention_of_their_subject():
     node.ack(consumer, (0, 3), (5, 9), (12, 30))
     node.clock.advance(100)
     for _ in range(4):
-        node.send("orders", b"x" * 6000)
+        node.send("orders", b"x" * 7500)
     for _ in range(6):
         node.checkpoint()
     assert node.retention.run(), "segments are gone"

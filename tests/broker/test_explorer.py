@@ -13,7 +13,6 @@ from tests.support.broker_explorer import Explorer, Survive, either, kill, power
 CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
     (defects.finish_before_the_sync, "sync", either, 1),
     (defects.presume_nothing, "async", power_loss, 1),
-    (defects.presume_nothing_kept, "async", power_loss, 1),
     (defects.take_a_lost_life_for_a_clean_stop, "async", power_loss, 1),
     (defects.forget_runs, "async", kill, 1),
     (defects.forget_producers_with_the_process, "sync", either, 1),

@@ -109,6 +109,28 @@ def test_what_a_consumer_holds_outlives_its_time(end: str | None):
     assert len(consumer.group.kept) == 0, "nothing is kept for nobody"
 
 
+def test_the_log_goes_only_when_what_was_copied_from_it_is_durable():
+    node = Node(retention_seconds=10.0)
+    consumer = node.attach("orders", "g")
+    fill(node, 100)
+    consumer.heard = node.clock.monotonic()
+    node.pull(consumer, 25)
+    node.sync()
+    for _ in range(5):
+        node.checkpoint()
+    assert node.retention.run() == []
+    again = node.power_lost()
+    assert len(again.stored("orders")) == 100
+    node.turn()
+    node.sync()
+    assert node.retention.run() != []
+    again = node.power_lost()
+    again.clock.advance(6)
+    again.membership.lose_silent()
+    got = again.pull(again.attach("orders", "g", "c2"))
+    assert [row.sequence for row in got.rows][:25] == list(range(25))
+
+
 def test_a_group_that_was_overtaken_goes_on_at_the_start():
     node = Node(retention_seconds=10.0)
     node.attach("orders", "g")

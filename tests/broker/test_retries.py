@@ -12,7 +12,7 @@ from plait.retry import Retry
 from plait.storage.waiting import Waiting
 from tests.support.broker_node import Node
 
-FIVE = Retry.constant(5)
+FIVE = Retry.constant(5, attempts=None)
 
 
 def failed(node: Node, count: int = 3, *, delay: float | None = None) -> Consumer:
@@ -240,7 +240,7 @@ def test_the_policy_is_the_groups_and_survives():
     member = node.attach("orders", "g", "other")
     assert member.group.retry == FIVE, "who names none takes it as it is"
     with pytest.raises(GroupMismatch, match=r"retries by 5 s, this member asks for 10 s"):
-        node.attach("orders", "g", "third", retry=Retry.constant(10))
+        node.attach("orders", "g", "third", retry=Retry.constant(10, attempts=None))
     node.attach("orders", "g", "third", retry=FIVE)
 
 
@@ -248,27 +248,27 @@ def test_the_first_member_to_come_may_change_it():
     node = Node()
     first = node.attach("orders", "g", retry=FIVE)
     node.membership.detach(first)
-    node.attach("orders", "g", "other", retry=Retry.constant(10))
+    node.attach("orders", "g", "other", retry=Retry.constant(10, attempts=None))
     node.turn()
     for again in (node, node.killed()):
-        assert again.group("orders", "g").retry == Retry.constant(10)
+        assert again.group("orders", "g").retry == Retry.constant(10, attempts=None)
 
 
 def test_a_changed_policy_survives_two_starts():
     node = Node()
     node.membership.detach(node.attach("orders", "g", retry=FIVE))
     node.checkpoint()
-    node.attach("orders", "g", "other", retry=Retry.constant(10))
+    node.attach("orders", "g", "other", retry=Retry.constant(10, attempts=None))
     again = node.killed()
-    assert again.group("orders", "g").retry == Retry.constant(10)
-    assert again.killed().group("orders", "g").retry == Retry.constant(10)
+    assert again.group("orders", "g").retry == Retry.constant(10, attempts=None)
+    assert again.killed().group("orders", "g").retry == Retry.constant(10, attempts=None)
 
 
 def test_a_member_that_is_refused_changes_nothing():
     node = Node()
     node.attach("orders", "g", retry=FIVE)
     with pytest.raises(GroupBusy):
-        node.attach("orders", "g", retry=Retry.constant(10))
+        node.attach("orders", "g", retry=Retry.constant(10, attempts=None))
     assert node.group("orders", "g").retry == FIVE
 
 

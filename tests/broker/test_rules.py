@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
+from plait.broker.dead_letters import Choice
 from plait.errors import OutOfSequence, UnknownProducer
+from plait.retry import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.recovery import QUARANTINE
 from tests.broker.retention_rules import (
@@ -106,6 +108,41 @@ def r3_events_that_rest_on_lost_messages_are_not_replayed() -> None:
     again.clock.advance(6)
     again.membership.lose_silent()
     assert again.pull(again.attach("orders", "g", "c2")).bodies == [b"new 0", b"new 1", b"new 2"]
+
+
+def r3_a_death_without_its_letter_does_not_count() -> None:
+    node = Node(flush="async")
+    consumer = node.attach("orders", "g", retry=Retry(attempts=1))
+    node.send("orders", b"a", b"b")
+    node.pull(consumer)
+    node.sync()
+    node.nack(consumer, (0, 2), delay=None)
+    assert consumer.group.pull_log.dead.count == 2
+    # The system writes the action log back first; then the power fails.
+    node.broker.action_log.begin_sync().run()
+    again = node.power_lost()
+    assert again.group("orders", "g").pull_log.dead.count == 0
+    again.clock.advance(6)
+    again.membership.lose_silent()
+    letters, _ = again.broker.dead_letters.page(again.group("orders", "g"), Choice(), -1, 10)
+    assert [letter.frame is not None for letter in letters] == [True]
+
+
+def r21_what_a_group_has_begun_with_outlives_retention() -> None:
+    node = Node(retention_seconds=10.0)
+    consumer = node.attach("orders", "g")
+    node.send("orders", b"a", b"b", b"c")
+    node.pull(consumer)
+    node.nack(consumer, (0, 2), delay=60.0)
+    node.clock.advance(30.0)
+    node.membership.session(consumer.session)
+    node.retention.run()
+    assert node.partition("orders").start == 3
+    node.later(40.0)
+    assert node.pull(consumer).bodies == [b"a", b"b"]
+    node.nack(consumer, (2, 3))
+    assert node.pull(consumer).bodies == [b"c"]
+    assert consumer.group.lost_count == 0
 
 
 def r3_every_unclean_start_opens_a_new_epoch() -> None:
@@ -330,6 +367,7 @@ SCENARIOS: list[Callable[[], None]] = [
     r1_a_position_is_one_sequence_and_its_exceptions,
     r2_visible_is_what_was_acknowledged,
     r3_events_that_rest_on_lost_messages_are_not_replayed,
+    r3_a_death_without_its_letter_does_not_count,
     r3_every_unclean_start_opens_a_new_epoch,
     r7_a_refused_frame_is_not_overtaken,
     r7_runs_of_joined_frames_are_known_after_a_start,
@@ -341,6 +379,7 @@ SCENARIOS: list[Callable[[], None]] = [
     r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept,
     r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage,
     r21_the_start_moves_and_whoever_was_overtaken_can_see_it,
+    r21_what_a_group_has_begun_with_outlives_retention,
     r21_both_logs_are_kept_from_the_oldest_checkpoint_on,
     r21_a_segment_goes_when_all_its_partitions_allow,
 ]
@@ -351,6 +390,7 @@ DEFECTS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (r1_a_position_is_one_sequence_and_its_exceptions, defects.remember_every_sequence),
     (r2_visible_is_what_was_acknowledged, defects.finish_before_the_sync),
     (r3_events_that_rest_on_lost_messages_are_not_replayed, defects.presume_nothing),
+    (r3_a_death_without_its_letter_does_not_count, defects.presume_nothing_kept),
     (r3_every_unclean_start_opens_a_new_epoch, defects.take_a_lost_life_for_a_clean_stop),
     (r7_a_refused_frame_is_not_overtaken, defects.store_whatever_is_newer),
     (r7_runs_of_joined_frames_are_known_after_a_start, defects.forget_runs),
@@ -365,6 +405,7 @@ DEFECTS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (r18_damage_is_reported_and_skipped_and_a_torn_tail_cut_and_kept, defects.leave_the_torn_tail),
     (r18_what_a_power_loss_left_of_a_turn_is_not_taken_for_damage, defects.believe_frames_behind_missing_ones),
     (r21_the_start_moves_and_whoever_was_overtaken_can_see_it, defects.expire_silently),
+    (r21_what_a_group_has_begun_with_outlives_retention, defects.keep_nothing),
     (r21_both_logs_are_kept_from_the_oldest_checkpoint_on, defects.delete_what_checkpoints_need),
     (r21_a_segment_goes_when_all_its_partitions_allow, defects.ask_only_the_shortest_subject),
 ]

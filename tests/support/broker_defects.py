@@ -8,6 +8,7 @@ import pytest
 
 from plait.broker import recover, snapshot
 from plait.broker.broker import Broker, SyncWork
+from plait.broker.dead_letters import DeadLetters
 from plait.broker.group import Group
 from plait.broker.partition import Partition
 from plait.broker.retention import Retention
@@ -150,7 +151,7 @@ def answer_acks_at_once(patch: Patch) -> None:
 
 def forget_events(patch: Patch) -> None:
     """What the action log holds after the checkpoint is not replayed."""
-    patch.setattr(recover.Recovery, "_event", lambda self, event: None)
+    patch.setattr(recover.Recovery, "_event", lambda self, event, written: None)
 
 
 # --- damage -------------------------------------------------------------------------------------
@@ -214,6 +215,11 @@ def leave_segment_names_unsynced(patch: Patch) -> None:
 
 
 # --- retention ----------------------------------------------------------------------------------
+
+
+def keep_nothing(patch: Patch) -> None:
+    """R21: what expires is gone, whoever has begun with it."""
+    patch.setattr(DeadLetters, "keep", lambda self, group, pieces: True)
 
 
 def expire_silently(patch: Patch) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from plait import errors
 from plait.errors import PlaitError, ProtocolError
+from plait.reason import Reason
 from plait.retry import Retry
 from plait.wire import messages as m
 
@@ -25,7 +26,7 @@ GOLDEN: list[tuple[m.Message, str]] = [
     (m.Failure("disk_full", "no room", {"last": 5}), "93a96469736b5f66756c6ca76e6f20726f6f6d81a46c61737405"),
     (m.Done(), "90"),
     (m.Heartbeat(), "90"),
-    (m.Route("order.book"), "91aa6f726465722e626f6f6b"),
+    (m.Route("order.book", delayed=True), "92aa6f726465722e626f6f6bc3"),
     (m.Routed(5, "order.book"), "9205aa6f726465722e626f6f6b"),
     (m.Send(5, oneway=True), "9205c3"),
     (m.Sent(300), "91cd012c"),
@@ -33,11 +34,12 @@ GOLDEN: list[tuple[m.Message, str]] = [
         m.Attach("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
         "98a173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0",
     ),
-    (m.Attached(1, 2, "s", "g"), "940102a173a167"),
+    (m.Attached(1, 2, "s", "g", 16), "950102a173a16710"),
     (m.Pull(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
     (m.Pulled([(0, 10, 1)], more=True), "92919300" + "0a01c3"),
     (m.Ack(1, [(0, 10, 1)]), "92019193000a01"),
-    (m.Nack(1, [(0, 10, 1)]), "93019193000a01c0"),
+    (m.Nack(1, [(0, 10, 1)]), "96019193000a01c0c0c2c3"),
+    (m.Nack(1, [(0, 10, 1)], None, Reason("E", "t", "h"), True, False), "96019193000a01c093a145a174a168c3c2"),
     (m.Detach(1), "9101"),
     (m.Read("s", "latest", 10, 1000, 0.5), "95a173a66c61746573740acd03e8cb3fe0000000000000"),
     (m.ReadReply(1, "s", 10), "9301a1730a"),
@@ -62,6 +64,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int | None: st.none() | numbers,
     str | None: st.none() | texts,
     float | None: st.none() | st.floats(allow_nan=False),
+    Reason | None: st.none() | st.builds(Reason, texts, texts, texts),
     Retry | None: st.none() | st.builds(Retry, first=st.floats(0, 1e6), steps=st.tuples(st.floats(0, 1e6))),
     list[tuple[int, int, int]]: triples,
     m.Start: st.none() | texts | st.tuples(texts, numbers),
