@@ -80,6 +80,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     consumer_ranges: int = 10_000
     #: Separate ranges of one group that failed and wait for their next attempt; it gets nothing new above it.
     retry_ranges: int = 500_000
+    #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
+    schedule_settled: int = 1_000_000
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).

@@ -11,6 +11,7 @@ from plait.broker import state
 from plait.broker.group import Consumer, Group
 from plait.broker.partition import Partition
 from plait.broker.sends import replay_frame
+from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.storage.action_log import (
     DEFINITIONS,
@@ -22,6 +23,7 @@ from plait.storage.action_log import (
     read_definitions,
     read_events,
 )
+from plait.storage.buckets import SHARD_PREFIX
 from plait.storage.catalog import CATALOG, PartitionRow, read_rows
 from plait.storage.consume_log import RECORD, ConsumeLog
 from plait.storage.recovery import Damage, LogScan, settle
@@ -73,6 +75,8 @@ class Recovery:
             for shard, data in loaded.shards.items():
                 if shard.startswith("partitions-"):
                     rebuild.extend(self._load_partitions(data))
+                elif shard.startswith(SHARD_PREFIX):
+                    broker.schedules.filed.load(data)
                 else:
                     state.load_producers(broker.producers, data)
             broker.producers.order()
@@ -91,6 +95,7 @@ class Recovery:
         settle(broker.disk, broker.action_log, actions)
         for group in self._groups.values():
             group.forget_strangers()
+        broker.schedules.filed.recovered()
         untouched = messages.end == message_start and actions.end == action_start
         damages = [*messages.damages, *actions.damages]
         rejected = broker.checkpoints.rejected
@@ -166,6 +171,8 @@ class Recovery:
         if partition is None or frame.base < partition.next:
             return
         replay_frame(partition, broker.producers, offset, frame)
+        if partition.row.kind or frame.has(Column.SCHEDULE):
+            broker.schedules.filed.replay(partition, offset, frame)
         broker.touch(partition)
 
     def _define(self, row: PartitionRow) -> None:
@@ -231,6 +238,9 @@ class Recovery:
         action, flags, attempt, group_id, consumer, epoch, start, end, time = event
         time, due = (0, time) if flags & FLAG_DUE else (time, 0)
         self._events += 1
+        if action == Action.CANCEL:
+            self._broker.schedules.filed.replay_cancel(consumer, start, end, due, epoch)
+            return
         group = self._groups.get(group_id)
         if group is None:
             return

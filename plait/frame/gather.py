@@ -9,7 +9,7 @@ Ids are kept: a row of the new frame has the producer and the sequence that it h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from struct import Struct
 from typing import Any, Final
 
@@ -27,6 +27,9 @@ Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
 #: Records of type ``PLACE``.
 Places = npt.NDArray[Any]
+
+#: A frame's columns flat, and its place among them.
+FlatOf = Callable[[FrameView], tuple[bytes, Places]]
 
 #: Columns that are found through a place, in the order of their positions in it.
 _PLACED: Final = (
@@ -184,6 +187,32 @@ class Rows:
     def data(self, starts: Int64s, lengths: Int64s) -> bytes:
         """The bytes of ``spans`` one after another."""
         return take_spans(self._bytes, starts, lengths)
+
+
+def column_of(buffer: Buffer, place: Any, column: int) -> npt.NDArray[Any]:
+    """A raw fixed column of a frame, as it stands in the buffer."""
+    at = int(place["at"]) + int(place["positions"][_INDEX[column]])
+    return np.frombuffer(buffer, FIXED_TYPES[column], int(place["count"]), at)
+
+
+def row_sets(
+    buffer: Buffer, places: Places, index: Int64s, rows: Int64s, flat_of: FlatOf | None = None
+) -> tuple[list[Rows], Int64s]:
+    """Rows ``rows`` of the frames ``places[index]``, as sets, and which of them each row of the sets is.
+
+    ``flat_of`` flattens a frame, in place of ``flatten``: it may remember what comes out.
+    """
+    flat = (places["bits"][index] & FLATTEN_BIT) != 0
+    if not flat.any():
+        return [Rows(buffer, places[index], rows)], np.arange(len(rows))
+    plain = np.flatnonzero(~flat)
+    sets, which = [Rows(buffer, places[index[plain]], rows[plain])], [plain]
+    for number in np.unique(index[flat]).tolist():
+        mine = np.flatnonzero(index == number)
+        memory, place = (flat_of or flatten)(FrameView(buffer, int(places["at"][number])))
+        sets.append(Rows(memory, place[np.zeros(len(mine), np.int64)], rows[mine]))
+        which.append(mine)
+    return sets, np.concatenate(which)
 
 
 def take_spans(source: npt.NDArray[np.uint8], starts: Int64s, lengths: Int64s) -> bytes:

@@ -39,6 +39,8 @@ class Action(IntEnum):
     SKIP = 6
     FORGET_CONSUMER = 7
     FORGET_GROUP = 8
+    #: Of group 0: delayed rows of the schedule partition ``consumer`` shall never be due.
+    CANCEL = 12
 
 
 #: The time of an event is when its rows are due, not when it happened.

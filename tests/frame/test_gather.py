@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.frame.coalesce import coalesce
 from plait.frame.columns import ORIGINAL_SIZE_MAX, Column
-from plait.frame.gather import FLATTEN_BIT, NO_KEY_HASH, PLACE, Gathered, Places, Rows, flatten, place_of
+from plait.frame.gather import FLATTEN_BIT, NO_KEY_HASH, PLACE, Gathered, Places, place_of, row_sets
 from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from tests.frame.samples import Draft, Row, alike, drafts, full_draft, rows_of
@@ -31,15 +31,8 @@ def gathered(frames: list[FrameView], chosen: list[tuple[int, int]]) -> Gathered
     buffer, places = table(frames)
     index = np.array([frame for frame, _ in chosen])
     rows = np.array([row for _, row in chosen])
-    plain = np.flatnonzero((places["bits"][index] & FLATTEN_BIT) == 0)
-    sets, at = [Rows(buffer, places[index[plain]], rows[plain])], [plain]
-    for number, frame in enumerate(frames):
-        mine = np.flatnonzero((index == number) & (places["bits"][index] & FLATTEN_BIT > 0))
-        if len(mine):
-            flat, place = flatten(frame)
-            sets.append(Rows(flat, place[np.zeros(len(mine), int)], rows[mine]))
-            at.append(mine)
-    return Gathered(sets, np.argsort(np.concatenate(at)))
+    sets, which = row_sets(buffer, places, index, rows)
+    return Gathered(sets, np.argsort(which))
 
 
 def expected(frames: list[FrameView], chosen: list[tuple[int, int]], due: list[int]) -> list[Row]:
