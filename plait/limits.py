@@ -97,6 +97,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
     #: each); it gets nothing new above it.
     kept_messages: int = 500_000
+    #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
+    schedule_settled: int = 1_000_000
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).

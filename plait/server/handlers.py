@@ -93,10 +93,12 @@ class Handlers:
 
     def _route(self, connection: Connection, correlation: int, route: m.Route, _: memoryview) -> None:
         names.check("subject", route.subject)
-        known = route.subject in self._broker.subjects
+        before = self._broker.next_partition
         partition = self._broker.partition_of(route.subject)
+        if route.delayed:
+            partition = self._broker.schedules.partition_of(route.subject)
         answer = m.Routed(partition.id, partition.row.name)
-        if known and partition.id not in self._new:
+        if before == self._broker.next_partition and partition.id not in self._new:
             connection.answer(correlation, answer)
             return
 
