@@ -63,7 +63,7 @@ class DeadLetter(msgspec.Struct, frozen=True):
     store_time: datetime
     #: How often it was tried, over all its lives.
     attempts: int
-    #: When it failed for the first and for the last time.
+    #: When it failed for the first time (to the second) and for the last.
     first_time: datetime
     last_time: datetime
     reason: Reason
