@@ -10,9 +10,12 @@ from plait.client.app import App
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
 from plait.client.consumer import Consumer
-from plait.client.outcomes import RetryLater, Suspend
+from plait.client.dead import DeadHistory, DeadLetter, DeadQueue, DeadReason
+from plait.client.delay import DelayLevel
+from plait.client.outcomes import Reject, RetryLater, Suspend
 from plait.client.outgoing import Outgoing
 from plait.client.reader import Reader
+from plait.client.schedule import ScheduleCount, ScheduledMessage
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
 from plait.errors import (
     BufferFull,
@@ -20,6 +23,7 @@ from plait.errors import (
     CodecError,
     DamageError,
     DataDirError,
+    DeadLetterNotFound,
     DiskFull,
     Expired,
     FlowControl,
@@ -31,6 +35,7 @@ from plait.errors import (
     InvalidArgument,
     InvalidName,
     LimitExceeded,
+    NotScheduled,
     OutOfSequence,
     PlaitError,
     ProtocolError,
@@ -47,6 +52,7 @@ from plait.errors import (
     VersionMismatch,
 )
 from plait.limits import ClientLimits
+from plait.reason import Reason
 from plait.retry import Retry
 from plait.version import VERSION as __version__
 
@@ -63,6 +69,12 @@ __all__ = [
     "ConsumerInfo",
     "DamageError",
     "DataDirError",
+    "DeadHistory",
+    "DeadLetter",
+    "DeadLetterNotFound",
+    "DeadQueue",
+    "DeadReason",
+    "DelayLevel",
     "DiskFull",
     "Expired",
     "FlowControl",
@@ -77,6 +89,7 @@ __all__ = [
     "LimitExceeded",
     "Message",
     "MessageId",
+    "NotScheduled",
     "OutOfSequence",
     "Outgoing",
     "PartitionName",
@@ -84,10 +97,14 @@ __all__ = [
     "ProtocolError",
     "ReadOnly",
     "Reader",
+    "Reason",
     "Receipt",
     "Receipts",
+    "Reject",
     "Retry",
     "RetryLater",
+    "ScheduleCount",
+    "ScheduledMessage",
     "StaleRoute",
     "StaleSession",
     "StorageFailed",

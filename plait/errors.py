@@ -73,6 +73,20 @@ class GroupNotFound(PlaitError):
     exit_code = 4
 
 
+class DeadLetterNotFound(PlaitError):
+    """There is no such dead letter (any more)."""
+
+    code = "dead_letter_not_found"
+    exit_code = 4
+
+
+class NotScheduled(PlaitError):
+    """The message is not scheduled (any more): it was delivered or cancelled."""
+
+    code = "not_scheduled"
+    exit_code = 4
+
+
 class GroupMismatch(PlaitError):
     """A member asks for settings that differ from its group's; both values are named."""
 

@@ -33,6 +33,14 @@ TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).
 LOGICAL_PARTITIONS: Final = 1024
 
+# --- delays -------------------------------------------------------------------------------------
+#: What can be asked for as a delay. Less than this is within what delivery takes anyway...
+DELAY_SECONDS_MIN: Final = 0.01
+#: ...and more than two years is rather a mistake of units: 2 * 366 days.
+DELAY_SECONDS_MAX: Final = 2 * 366 * 86_400.0
+#: Scheduled messages that one listing answers with.
+SCHEDULE_PAGE_MAX: Final = 1_000
+
 # --- derived state ------------------------------------------------------------------------------
 #: Pairs of a producer and a partition remembered for idempotence; the longest silent producer goes first. One takes
 #: 1.9 kB when full: 1 GB at most. More than the subjects, so that one producer alone does not use them up.
@@ -89,6 +97,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
     #: each); it gets nothing new above it.
     kept_messages: int = 500_000
+    #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
+    schedule_settled: int = 1_000_000
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).

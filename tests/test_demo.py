@@ -34,6 +34,10 @@ def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, ""), out
     assert re.search(r"killed billing-0 \(SIGKILL\) with [1-9][\d,]* messages in its hands", out)
+    assert re.search(
+        r"failed 3 times became a dead letter \(ValueError: amount 'five' is no number \(.*invoice\)\)", out
+    )
+    assert re.search(r"950 delayed messages came [\d.]+ ms after their time .*, none early; 50 were cancelled", out)
     table = out[out.index("result") :]
     for group in ("billing", "audit"):
         row = next(line.split() for line in table.splitlines() if line.split()[:1] == [group])

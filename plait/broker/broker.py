@@ -17,6 +17,7 @@ import errno
 from collections import deque
 from collections.abc import Callable
 
+from plait.broker import subjects
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.dead_letters import DeadLetters
@@ -26,6 +27,7 @@ from plait.broker.heads import Heads
 from plait.broker.partition import Partition
 from plait.broker.recover import Recovery, RecoveryReport
 from plait.broker.retries import Retries
+from plait.broker.schedule import Schedules
 from plait.broker.sends import Appended, Appender, SendReply, Submission
 from plait.broker.snapshot import CheckpointWork, Snapshots
 from plait.broker.waiting import Deadlines, Waiter
@@ -34,23 +36,22 @@ from plait.errors import (
     DiskFull,
     FlowControl,
     FrameError,
-    LimitExceeded,
     PlaitError,
     ReadOnly,
     StorageFailed,
-    SubjectExists,
     SubjectNotFound,
 )
+from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.reason import Reason
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.action_log import FLAG_DUE, Action, ActionBuffer, Definition
-from plait.storage.catalog import PartitionRow, SubjectSettings
+from plait.storage.catalog import SCHEDULE, SubjectSettings
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
-from plait.storage.consume_log import ConsumeLog, OpenMaps
+from plait.storage.consume_log import OpenMaps
 from plait.storage.disk import Disk
 from plait.storage.kept import DIRECTORY as KEPT_DIRECTORY
 from plait.storage.log import Log
@@ -60,6 +61,7 @@ from plait.storage.ranges import Range
 MESSAGE_DIRECTORY = "message"
 #: Columns that frames get from the broker.
 _NOT_SENT_BITS = 1 << Column.RUNS | 1 << Column.SELECTION | 1 << Column.SCHEDULE | 1 << Column.NOTE
+_DELAYED_BIT = 1 << Column.DELIVER_AT
 #: Bytes zeroed ahead of what is written, where sends wait for syncs.
 ZERO_AHEAD = 1 * MIB
 
@@ -117,6 +119,7 @@ class Broker:
         )
         self._appender = Appender(self.message_log, self.producers)
         self.snapshots = Snapshots(self)
+        self.schedules = Schedules(self)
         self.heads = Heads(self)
         self.dead_letters = DeadLetters(self)
 
@@ -155,7 +158,7 @@ class Broker:
         self.commit()
         for partition in self.partitions.values():
             for waiter in [*partition.readers, *(w for g in partition.waiting for w in g.waiters)]:
-                self._time_out(waiter)
+                waiter.time_out()
         work = self.begin_checkpoint(clean=True)
         try:
             work.run()
@@ -193,13 +196,18 @@ class Broker:
 
     def add_partition(self, partition: Partition) -> None:
         self.partitions[partition.id] = partition
-        self.subjects[partition.row.subject] = partition
+        if partition.row.kind == SCHEDULE:
+            self.schedules.add(partition)
+        else:
+            self.subjects[partition.row.subject] = partition
 
     def drop_partition(self, partition: Partition) -> None:
         self.touch(partition)
         self.partitions.pop(partition.id, None)
         if self.subjects.get(partition.row.subject) is partition:
             del self.subjects[partition.row.subject]
+        if partition.row.kind == SCHEDULE:
+            self.schedules.remove(partition)
         for group in partition.groups.values():
             group.expected = 0
         self.group_count -= len(partition.groups)
@@ -229,51 +237,24 @@ class Broker:
 
     def create_subject(self, subject: str, settings: SubjectSettings | None = None) -> Partition:
         """A new subject, defined in the message log before its first row."""
-        if subject in self.subjects:
-            raise SubjectExists(f"subject {subject!r} exists already")
-        if len(self.subjects) >= self.limits.subjects:
-            raise LimitExceeded(f"this broker has its {self.limits.subjects} subjects; delete some or raise the limit")
-        self._refuse_when_full()
-        row = PartitionRow(self.next_partition, subject, subject, self.clock.now(), settings or SubjectSettings())
-        self._append_rows([row])
-        self.next_partition += 1
-        partition = Partition(row, ConsumeLog(self.disk, row.id, self.maps))
-        self.add_partition(partition)
-        self.touch(partition)
-        return partition
+        return subjects.create_subject(self, subject, settings)
 
     def update_subject(self, subject: str, settings: SubjectSettings) -> None:
         """Change what the subject says of itself."""
-        partition = self.partition_of(subject, create=False)
-        old = partition.row
-        row = PartitionRow(old.id, old.subject, old.name, old.created, settings)
-        self._append_rows([row])
-        partition.row = row
-        self.touch(partition)
+        subjects.update_subject(self, subject, settings)
 
     def delete_subject(self, subject: str) -> None:
         """The subject, its messages and its groups are gone."""
-        partition = self.partition_of(subject, create=False)
-        old = partition.row
-        self._append_rows([PartitionRow(old.id, old.subject, old.name, old.created, old.settings, deleted=True)])
-        for group in list(partition.groups.values()):
-            for waiter in list(group.waiters):
-                self._time_out(waiter)
-            for consumer in group.consumers.values():
-                self.sessions.pop(consumer.session, None)
-        for waiter in list(partition.readers):
-            self._time_out(waiter)
-        self.drop_partition(partition)
-        self.snapshots.drop_consume_log(partition)
+        subjects.delete_subject(self, subject)
 
-    def _append_rows(self, rows: list[PartitionRow]) -> None:
-        frame = self.heads.catalog(rows)
+    def append_own(self, frame: FrameParts) -> int:
+        """Append a frame of the broker's own to the message log; its offset."""
         try:
             self.message_log.place_for(frame.size)
         except OSError as error:
             raise self.disk_error(error) from error
-        self.message_log.append(frame.parts, frame.size)
         self._mark()
+        return self.message_log.append(frame.parts, frame.size)
 
     # --- sends ----------------------------------------------------------------------------------
 
@@ -282,12 +263,14 @@ class Broker:
         if self.failed is not None:
             raise self.failed
         if self.read_only or self._low_space:
-            self._refuse_when_full()
+            self.refuse_when_full()
         if self._syncs:
             self._refuse_when_busy()
         frame.validate()
         if frame.column_bits & _NOT_SENT_BITS:
             raise FrameError("a producer's frame holds its own rows only")
+        if frame.column_bits & _DELAYED_BIT or partition.row.kind:
+            self.schedules.check(partition, frame)
         waiting = self._pending.get(partition)
         if waiting is None:
             self._pending[partition] = [Submission(frame, reply)]
@@ -295,7 +278,8 @@ class Broker:
             waiting.append(Submission(frame, reply))
         self._mark()
 
-    def _refuse_when_full(self) -> None:
+    def refuse_when_full(self) -> None:
+        """Raise while nothing may be added to the message log."""
         if self.read_only:
             raise ReadOnly("this broker is read-only; sends are refused")
         if self._low_space:
@@ -334,6 +318,8 @@ class Broker:
                     if submission.reply is not None and id(submission.reply) not in answered:
                         appended.replies.append((submission.reply, None, refusal))
             self.touch(partition)
+        if self.schedules.ready:
+            self._deliver_due(now, appended)
         if self.failed is not None:
             return
         try:
@@ -341,6 +327,8 @@ class Broker:
         except OSError as error:
             self._fail(error)
             return
+        if self.schedules.by_subject:
+            self.schedules.take_in(appended)
         if not self._actions_stalled:
             # Otherwise their events are not in the log yet: they wait for the commit that brings them.
             commit.replies, self._replies = self._replies, []
@@ -351,6 +339,23 @@ class Broker:
             if self.config.flush == "sync":
                 return
         self._finish(commit)
+
+    def _deliver_due(self, now: int, appended: Appended) -> None:
+        self.write_messages()
+        if self._low_space:
+            self.schedules.hold()
+        elif self.failed is None:
+            try:
+                self.schedules.deliver(now, appended)
+            except OSError as error:
+                self.disk_error(error)
+
+    def write_messages(self) -> None:
+        """What was appended can be read from here on."""
+        try:
+            self.message_log.write()
+        except OSError as error:
+            self._fail(error)
 
     def _write(self, now: int) -> None:
         self._actions_stalled = False
@@ -468,7 +473,7 @@ class Broker:
             return
         waiter = Waiter(group.waiters, consumer, count, size, reply)
         group.partition.waiting[group] = None
-        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out)
+        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, Waiter.time_out)
 
     def read(
         self,
@@ -486,7 +491,7 @@ class Broker:
             reply(batch)
             return
         waiter = Waiter(partition.readers, None, count, size, reply, max(sequence, batch.end))
-        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, self._time_out)
+        self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, Waiter.time_out)
 
     def _deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
         if group.definition.delivery == "at_most_once":
@@ -503,11 +508,6 @@ class Broker:
             batch = partition.read(self.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size)
             if batch.count and waiter.leave():
                 waiter.reply(batch)
-
-    @staticmethod
-    def _time_out(waiter: Waiter) -> None:
-        if waiter.leave():
-            waiter.reply(None)
 
     def wake_group(self, group: Group) -> None:
         """There may be rows for a group: serve who waits."""
@@ -577,6 +577,12 @@ class Broker:
         self.touch(group.partition)
         self._mark()
 
+    def record(self, action: Action, partition: Partition, start: int, end: int, due: int) -> None:
+        """Record a decision about delayed rows."""
+        self._actions.event(action, 0, partition.id, start, end, 0, self.epoch, due, FLAG_DUE)
+        self.touch(partition)
+        self._mark()
+
     def define(self, definition: Definition) -> None:
         self._actions.define(definition)
         self._mark()
@@ -594,15 +600,16 @@ class Broker:
     @property
     def next_deadline(self) -> float | None:
         """When ``run_timers`` has something to do, on the monotonic clock."""
-        deadline, due = self.deadlines.next, self.retries.next
-        if due is None:
-            return deadline
-        # Wall time may jump: the server looks every second, whatever this says.
-        at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
-        return at if deadline is None else min(at, deadline)
+        deadlines = [self.deadlines.next, self.schedules.next_deadline]
+        if (due := self.retries.next) is not None:
+            # Wall time may jump: the server looks every second, whatever this says.
+            deadlines.append(self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def run_timers(self) -> None:
         """Hand out what has become due; answer the long polls whose time is up."""
         for group in self.retries.due(self.clock.now()):
             self.wake_group(group)
+        if self.schedules.look():
+            self._mark()
         self.deadlines.run(self.clock.monotonic())

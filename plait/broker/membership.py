@@ -173,6 +173,12 @@ class Membership:
             consumer.connected = False
             self._broker.sessions.pop(session, None)
 
+    def end_pulls(self, consumer: Consumer) -> None:
+        """It wants nothing more at present: its pulls that wait are answered with nothing."""
+        for waiter in [waiter for waiter in consumer.group.waiters if waiter.consumer is consumer]:
+            if waiter.leave():
+                waiter.reply(None)
+
     def _drop_waiters(self, group: Group, consumer: Consumer) -> None:
         for waiter in [waiter for waiter in group.waiters if waiter.consumer is consumer]:
             waiter.leave()

@@ -12,6 +12,7 @@ from plait.broker.group import Consumer, Group
 from plait.broker.partition import Partition
 from plait.broker.sends import replay_frame
 from plait.errors import FrameError
+from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.storage.action_log import (
     DEFINITIONS,
@@ -24,6 +25,7 @@ from plait.storage.action_log import (
     read_definitions,
     read_events,
 )
+from plait.storage.buckets import SHARD_PREFIX
 from plait.storage.catalog import CATALOG, PartitionRow, read_rows
 from plait.storage.consume_log import RECORD, ConsumeLog
 from plait.storage.kept import is_head, note_of
@@ -78,6 +80,8 @@ class Recovery:
             for shard, data in loaded.shards.items():
                 if shard.startswith("partitions-"):
                     rebuild.extend(self._load_partitions(data))
+                elif shard.startswith(SHARD_PREFIX):
+                    broker.schedules.filed.load(data)
                 else:
                     state.load_producers(broker.producers, data)
             broker.producers.order()
@@ -101,6 +105,7 @@ class Recovery:
             self._kept(offset, frame)
         for group in self._groups.values():
             group.forget_strangers(broker.clock.now())
+        broker.schedules.filed.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
         damages = [*messages.damages, *kept.damages, *actions.damages]
         rejected = broker.checkpoints.rejected
@@ -176,6 +181,8 @@ class Recovery:
         if partition is None or frame.base < partition.next:
             return
         replay_frame(partition, broker.producers, offset, frame)
+        if partition.row.kind or frame.has(Column.SCHEDULE):
+            broker.schedules.filed.replay(partition, offset, frame)
         broker.touch(partition)
 
     def _define(self, row: PartitionRow) -> None:
@@ -252,6 +259,9 @@ class Recovery:
         action, flags, attempt, group_id, consumer, epoch, start, end, time = event
         time, due = (0, time) if flags & FLAG_DUE else (time, 0)
         self._events += 1
+        if action == Action.CANCEL:
+            self._broker.schedules.filed.replay_cancel(consumer, start, end, due, epoch)
+            return
         group = self._groups.get(group_id)
         if group is None:
             return

@@ -12,6 +12,7 @@ import numpy as np
 from plait.broker.broker import Broker
 from plait.broker.partition import Partition
 from plait.storage.action_log import Action
+from plait.storage.catalog import SCHEDULE
 from plait.storage.consume_log import Record
 
 #: A consume log is rewritten when more than this many of its records, and more than half, are expired.
@@ -87,6 +88,9 @@ class Retention:
         return head
 
     def _expire(self, partition: Partition) -> None:
+        if partition.row.kind == SCHEDULE:
+            # Its start moves when its rows are filed: bodies that wait outlive the limits.
+            return
         start = max(partition.start, self._by_time(partition), self._by_size(partition))
         start = min(start, partition.visible)
         if start <= partition.start:

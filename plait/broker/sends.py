@@ -69,7 +69,8 @@ class Appender:
         run_size = 0
         for submission in submissions:
             frame = submission.frame
-            joinable = can_coalesce(frame)
+            # Rows of a schedule are found one by one, so a run table there has an entry a row.
+            joinable = can_coalesce(frame) and (frame.count == 1 or not partition.row.kind)
             if run and (
                 not joinable
                 or frame.column_bits != run[0].frame.column_bits

@@ -8,6 +8,7 @@ from plait.broker import state
 from plait.storage.checkpoint import KEEP, Checkpoints, Manifest
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog
+from plait.storage.filing import Filing
 from plait.storage.producers import shard_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class CheckpointWork:
         consume: list[tuple[ConsumeLog, int, bytes]],
         garbage: list[str],
         changed: Changed,
+        filing: Filing,
     ) -> None:
         self._checkpoints = checkpoints
         self.sync = sync
@@ -43,6 +45,7 @@ class CheckpointWork:
         self.consume = consume
         self._garbage = garbage
         self.changed = changed
+        self.filing = filing
         #: The checkpoint is durable.
         self.written = False
         #: Why it is not.
@@ -61,7 +64,8 @@ class CheckpointWork:
             disk = self._checkpoints.disk
             if self.consume:
                 disk.sync_directory(CONSUME_DIRECTORY)
-            self._checkpoints.write(self.manifest, self.shards)
+            shards = self.shards | self.filing.run()
+            self._checkpoints.write(self.manifest, shards, self.filing.dropped(self._checkpoints.last))
             self.written = True
             for path in self._garbage:
                 disk.remove(path)
@@ -151,8 +155,10 @@ class Snapshots:
         )
         garbage = [path for after, path in self._garbage if number > after + KEEP]
         self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
+        filing = broker.schedules.filed.begin(number)
+        changed = Changed(dirty, producers)
         self._work = CheckpointWork(
-            broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage, Changed(dirty, producers)
+            broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage, changed, filing
         )
         return self._work
 
@@ -164,6 +170,7 @@ class Snapshots:
 
     def _finish(self, work: CheckpointWork) -> None:
         self._work = None
+        self._broker.schedules.filed.end(work.filing, written=work.written)
         if work.written:
             for log, at, data in work.consume:
                 log.flushed_to(at, data)

@@ -38,6 +38,11 @@ class Waiter:
         del self._queue[self]
         return True
 
+    def time_out(self) -> None:
+        """Answer that there was nothing, unless it was answered."""
+        if self.leave():
+            self.reply(None)
+
 
 #: Calls of waiters that are done which may stand among the others.
 DONE_MAX = 1024

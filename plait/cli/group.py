@@ -55,6 +55,7 @@ def describe(subject: Subject, group: Group, /, *, server: Server = DEFAULT_SERV
             ("unacked", f"{found.unacked:,} in consumers' hands"),
             ("returned", f"{found.returned:,} to be handed out again"),
             ("waiting", f"{found.waiting:,} failed and wait for their next attempt"),
+            ("dead", f"{found.dead:,} failed for good (plait dlq)"),
             ("redelivered", f"{found.redelivered:,} so far"),
             ("lost", f"{found.lost:,} taken by retention or damage before they were done"),
         ]
@@ -90,7 +91,19 @@ def reset(
 
 def print_groups(groups: Iterable[GroupInfo]) -> None:
     """A line a group."""
-    columns = ("subject", "group", "kind", "lag", "unacked", "returned", "waiting", "redelivered", "lost", "online")
+    columns = (
+        "subject",
+        "group",
+        "kind",
+        "lag",
+        "unacked",
+        "returned",
+        "waiting",
+        "dead",
+        "redelivered",
+        "lost",
+        "online",
+    )
     rows = (
         (
             g.subject,
@@ -100,6 +113,7 @@ def print_groups(groups: Iterable[GroupInfo]) -> None:
             f"{g.unacked:,}",
             f"{g.returned:,}",
             f"{g.waiting:,}",
+            f"{g.dead:,}",
             f"{g.redelivered:,}",
             f"{g.lost:,}",
             str(g.online),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -28,6 +29,7 @@ _UNITS = {
     "gib": GIB,
     "tib": 1024 * GIB,
 }
+_LEVEL = re.compile(r"level[_ ]?(\d+)", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -39,6 +41,32 @@ def duration_of(text: str) -> float:
         return seconds_of(float(text))
     except ValueError:
         return seconds_of(text)
+
+
+def delay_of(text: str) -> Any:
+    """A delay in words: as ``duration_of``, or one of RocketMQ's levels, as in ``level3``."""
+    from plait.client.delay import DelayLevel
+
+    match = _LEVEL.fullmatch(text.strip())
+    if match is None:
+        return duration_of(text)
+    try:
+        return DelayLevel[f"LEVEL_{int(match[1])}"]
+    except KeyError:
+        raise InvalidArgument(f"delay {text!r}: there are levels 1 to {len(DelayLevel)}") from None
+
+
+def time_of(text: str) -> datetime:
+    """A time: ISO 8601, in UTC unless it says otherwise, or microseconds since 1970."""
+    from plait.client.arguments import to_datetime
+
+    if text.isdecimal():
+        return to_datetime(int(text))
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        raise InvalidArgument(f"time {text!r} is not understood; write it as in 2025-01-31T12:00:00Z") from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def size_of(text: str) -> int:

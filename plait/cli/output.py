@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import sys
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -76,6 +77,18 @@ def shown_body(body: bytes) -> str:
     return printable(body.decode("utf-8", "backslashreplace"))
 
 
+def text_or_base64(body: bytes) -> dict[str, str]:
+    """A body for programs: under ``body``, or under ``body_base64`` where it is not UTF-8."""
+    try:
+        return {"body": body.decode()}
+    except UnicodeDecodeError:
+        return {"body_base64": base64.b64encode(body).decode()}
+
+
+def shortened(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
 def words_of_size(size: int) -> str:
     amount = float(size)
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -97,4 +110,9 @@ def words_of_seconds(seconds: float | None) -> str:
 
 def words_of_time(micros: int) -> str:
     """A stored time in UTC, to the second."""
-    return datetime.fromtimestamp(micros / 1_000_000, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return words_of_moment(datetime.fromtimestamp(micros / 1_000_000, UTC))
+
+
+def words_of_moment(moment: datetime) -> str:
+    """The same of a time in UTC."""
+    return moment.strftime("%Y-%m-%d %H:%M:%SZ")

@@ -32,6 +32,8 @@ app.command("plait.cli.send:send", name="send", help="Send one message, or a lin
 app.command("plait.cli.tail:tail", name="tail", help="Print messages as they come.")
 app.command("plait.cli.subject:app", name="subject", help="List, describe, create and delete subjects.")
 app.command("plait.cli.group:app", name="group", help="List, describe and reset consumer groups.")
+app.command("plait.cli.dlq:app", name="dlq", help="List, show, resend and purge dead letters.")
+app.command("plait.cli.schedule:app", name="schedule", help="List, count, cancel and move delayed messages.")
 app.command("plait.cli.bench:bench", name="bench", help="Measure throughput and latency in a few seconds.")
 app.command("plait.cli.doctor:doctor", name="doctor", help="Check a data directory and say what is damaged.")
 

@@ -9,13 +9,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server
+from plait.cli.options import DEFAULT_SERVER, Output, Server, delay_of, time_of
 from plait.cli.output import print_json_line, print_table
 from plait.cli.progress import Steps
 from plait.errors import BufferFull, InvalidArgument, PlaitError, TooLarge
@@ -49,6 +49,12 @@ def send(
             help="Whether each line is a message: the default for standard input; a file is one message.",
         ),
     ] = None,
+    delay: Annotated[
+        str | None, Parameter(help="Deliver it so much later: 10s, 5m, or level3 of RocketMQ's levels.")
+    ] = None,
+    deliver_at: Annotated[
+        str | None, Parameter(help="Deliver it at this time, such as 2025-01-31T12:00 (UTC unless it says otherwise).")
+    ] = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
@@ -58,7 +64,11 @@ def send(
     from_stdin = (body in (None, "-") and file is None) or str(file) == "-"
     if lines is None:
         lines = from_stdin
-    sending = Sending(subject, key, tag, _headers(header), json=output == "json")
+    when = {
+        "delay": None if delay is None else delay_of(delay),
+        "deliver_at": None if deliver_at is None else time_of(deliver_at),
+    }
+    sending = Sending(subject, key, tag, _headers(header), when, json=output == "json")
     if not from_stdin and file is None:
         assert body is not None
         text = body.encode("utf-8", "surrogateescape")
@@ -83,9 +93,11 @@ class Sending:
         key: str | None,
         tags: list[str] | None,
         headers: Mapping[str, HeaderValue] | None,
+        when: dict[str, Any],
         *,
         json: bool,
     ) -> None:
+        self._when = when
         self._subject = subject
         self._key = key
         self._tags = tags
@@ -97,10 +109,13 @@ class Sending:
 
     async def one(self, client: Client, body: bytes) -> None:
         """Send one message and print its receipt."""
-        receipt = await client.send(self._subject, body, key=self._key, tags=self._tags, headers=self._headers)
+        receipt = await client.send(
+            self._subject, body, key=self._key, tags=self._tags, headers=self._headers, **self._when
+        )
         self._took(receipt)
         if not self._json:
-            print_table(("subject", "partition", "sequence", "message id"), [(self._subject, *_cells(receipt))])
+            place = ["sequence"] if receipt.deliver_at is None else ["number", "deliver at"]
+            print_table(["subject", "partition", *place, "message id"], [(self._subject, *_cells(receipt))])
 
     async def lines(self, client: Client, fd: int) -> None:
         """Send a message a line, as the lines come, and print what became of them."""
@@ -131,7 +146,9 @@ class Sending:
     async def _post(self, client: Client, line: bytes, tickets: deque[Ticket]) -> None:
         while True:
             try:
-                ticket = client.post(self._subject, line, key=self._key, tags=self._tags, headers=self._headers)
+                ticket = client.post(
+                    self._subject, line, key=self._key, tags=self._tags, headers=self._headers, **self._when
+                )
             except BufferFull:
                 if not tickets:
                     await client.flush()
@@ -146,14 +163,15 @@ class Sending:
         self._first = self._first or receipt
         self._last = receipt
         if self._json:
-            print_json_line(
-                {
-                    "subject": self._subject,
-                    "partition": str(receipt.partition),
-                    "sequence": receipt.sequence,
-                    "message_id": str(receipt.message_id),
-                }
-            )
+            fields: dict[str, Any] = {
+                "subject": self._subject,
+                "partition": str(receipt.partition),
+                "sequence": receipt.sequence,
+                "message_id": str(receipt.message_id),
+            }
+            if receipt.deliver_at is not None:
+                fields |= {"number": receipt.schedule, "deliver_at": receipt.deliver_at}
+            print_json_line(fields)
 
     def _summary(self, size: int, seconds: float) -> None:
         if self._count == 0:
@@ -168,16 +186,21 @@ class Sending:
             str(self._last.partition),
             f"{self._count:,}",
             f"{size:,}",
-            str(self._first.sequence),
-            str(self._last.sequence),
+            str(_number(self._first)),
+            str(_number(self._last)),
             f"{seconds:.2f}",
             rate,
         )
         print_table(columns, [row], right=columns[2:])
 
 
-def _cells(receipt: Receipt) -> tuple[str, str, str]:
-    return str(receipt.partition), str(receipt.sequence), str(receipt.message_id)
+def _number(receipt: Receipt) -> int | None:
+    return receipt.sequence if receipt.deliver_at is None else receipt.schedule
+
+
+def _cells(receipt: Receipt) -> list[str]:
+    when = [] if receipt.deliver_at is None else [receipt.deliver_at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")]
+    return [str(receipt.partition), str(_number(receipt)), *when, str(receipt.message_id)]
 
 
 def _headers(given: list[str] | None) -> dict[str, HeaderValue] | None:

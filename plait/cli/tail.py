@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,7 +10,7 @@ from cyclopts import Parameter
 
 from plait.cli.loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Server, duration_of
-from plait.cli.output import print_json_line, printable, shown_body
+from plait.cli.output import print_json_line, printable, shown_body, text_or_base64
 from plait.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -129,8 +128,6 @@ def fields_of(message: Message) -> dict[str, Any]:
         "store_time": message.store_time,
         "attempt": message.attempt,
     }
-    try:
-        fields["body"] = message.body.decode()
-    except UnicodeDecodeError:
-        fields["body_base64"] = base64.b64encode(message.body).decode()
-    return fields
+    if message.deliver_at is not None:
+        fields["deliver_at"] = message.deliver_at
+    return fields | text_or_base64(message.body)

@@ -1,4 +1,4 @@
-"""Management of subjects and groups."""
+"""Management of subjects and groups, dead letters and the schedule."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from plait.client.arguments import Duration, Start, seconds_of, start_of
-from plait.client.node import Node
+from plait.client.dead import DeadAdmin
+from plait.client.schedule import ScheduleAdmin
 from plait.retry import Retry
-from plait.wire import messages as m
 
 
 class SubjectInfo(msgspec.Struct, frozen=True):
@@ -54,6 +54,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     lost: int
     online: int
     consumers: list[ConsumerInfo]
+    #: Dead letters.
+    dead: int = 0
 
 
 class SubjectDetails(msgspec.Struct, frozen=True):
@@ -63,15 +65,8 @@ class SubjectDetails(msgspec.Struct, frozen=True):
     groups: list[GroupInfo]
 
 
-class Admin:
-    """What ``plait subject`` and ``plait group`` do, as methods."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    async def _run(self, operation: str, kind: Any, **arguments: Any) -> Any:
-        reply: m.AdminReply = await self._node.request(m.Admin(operation, arguments))
-        return msgspec.msgpack.decode(reply.result, type=kind)
+class Admin(DeadAdmin, ScheduleAdmin):
+    """What ``plait subject``, ``plait group``, ``plait dlq`` and ``plait schedule`` do, as methods."""
 
     async def subjects(self) -> list[SubjectInfo]:
         """All subjects by name."""

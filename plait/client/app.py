@@ -18,6 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
+from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -25,6 +26,7 @@ from plait import names
 from plait.client.arguments import Duration, Start, seconds_of, start_of, wait_of
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consumer import Consumer
+from plait.client.delay import Delay
 from plait.client.loops import new_event_loop
 from plait.client.outgoing import Outgoing, SendHook
 from plait.client.signature import Handler
@@ -211,15 +213,25 @@ class App:
         key: str | int | None = None,
         tags: Iterable[str] | None = None,
         headers: Mapping[str, str | int | float | bool] | None = None,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
         oneway: bool = False,
     ) -> Receipt:
         """``client.send``, from hooks and ``async def`` handlers."""
         client = self._own_client()
         if not self._send_hooks:
-            return await client.send(subject, body, key=key, tags=tags, headers=headers, oneway=oneway)
-        outgoing = Outgoing(
-            subject, body, key, [tags] if isinstance(tags, str) else list(tags or ()), dict(headers or {}), oneway
-        )
+            return await client.send(
+                subject,
+                body,
+                key=key,
+                tags=tags,
+                headers=headers,
+                delay=delay,
+                deliver_at=deliver_at,
+                oneway=oneway,
+            )
+        listed = [tags] if isinstance(tags, str) else list(tags or ())
+        outgoing = Outgoing(subject, body, key, listed, dict(headers or {}), oneway, delay, deliver_at)
         proceed: Callable[[], Awaitable[Receipt]] = partial(outgoing.send, client)
         for hook in reversed(self._send_hooks):
             proceed = partial(hook, outgoing, proceed)
@@ -233,9 +245,13 @@ class App:
         key: str | int | None = None,
         tags: Iterable[str] | None = None,
         headers: Mapping[str, str | int | float | bool] | None = None,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
     ) -> Ticket:
         """``client.post``, from hooks and ``async def`` handlers; shutdown waits for what is posted."""
-        return self._own_client().post(subject, body, key=key, tags=tags, headers=headers)
+        return self._own_client().post(
+            subject, body, key=key, tags=tags, headers=headers, delay=delay, deliver_at=deliver_at
+        )
 
     # --- running --------------------------------------------------------------------------------
 

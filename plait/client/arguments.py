@@ -14,8 +14,47 @@ Duration = float | timedelta | str
 #: "earliest", "latest", a sequence, a time, or "-5m" before now.
 Start = str | int | datetime | timedelta
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+def to_datetime(micros: int) -> datetime:
+    """Microseconds since 1970 as a time in UTC, exactly."""
+    return _EPOCH + timedelta(microseconds=micros)
+
+
+def micros_of(moment: Any, name: str) -> int:
+    """The same back."""
+    if not isinstance(moment, datetime):
+        raise InvalidArgument(f"{name} {moment!r} is a {type(moment).__name__}; use a datetime with a time zone")
+    if moment.tzinfo is None:
+        raise InvalidArgument(f"{name} {moment} has no time zone; add one")
+    return (moment - _EPOCH) // _MICROSECOND
+
+
+def moment_of(value: Any, name: str, now: int) -> int | None:
+    """A time in microseconds: a datetime, a duration from now, or ``-5m`` before it."""
+    if value is None:
+        return None
+    if isinstance(value, datetime):
+        return micros_of(value, name)
+    if isinstance(value, str):
+        text = value.strip()
+        if text.startswith("-"):
+            return now - round(seconds_of(text[1:]) * 1_000_000)
+        try:
+            return micros_of(_with_zone(datetime.fromisoformat(text)), name)
+        except ValueError:
+            pass
+    if isinstance(value, timedelta):
+        return now + value // _MICROSECOND
+    return now + round(seconds_of(value) * 1_000_000)
+
+
+def _with_zone(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def seconds_of(value: Any) -> float:
@@ -65,7 +104,7 @@ def start_of(value: Any, now: int) -> Any:
         except ValueError:
             pass
         else:
-            return ["time", int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1_000_000)]
+            return ["time", int(_with_zone(moment).timestamp() * 1_000_000)]
     raise InvalidArgument(
         f"start {value!r} is not understood; use 'earliest', 'latest', a sequence, a datetime or '-5m'"
     )

@@ -9,9 +9,10 @@ from typing import overload
 import numpy as np
 import pyarrow as pa
 
-from plait.client.arguments import Duration, wait_of
+from plait.client.arguments import Duration
 from plait.client.settling import Piece, Settling
-from plait.client.types import Message
+from plait.client.types import Message, Why
+from plait.client.words import FAILED, Failed, failed_of, rejected_of
 from plait.errors import InvalidArgument
 from plait.frame.arrow import SCHEMA, arrays, attempts
 
@@ -50,16 +51,21 @@ class Batch(Sequence[Message]):
         self._ack_soon()
         await self._settling.flush()
 
-    async def nack(self, delay: Duration | None = None) -> None:
+    async def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
         """All that were not acked failed: the group gets them again after ``delay``, or as it retries."""
-        self._nack_soon(None if delay is None else wait_of(delay))
+        self._nack_soon(failed_of(delay, reason))
+        await self._settling.flush()
+
+    async def reject(self, reason: Why | None = None) -> None:
+        """All that were not acked or nacked go to the group's dead letters at once."""
+        self._nack_soon(rejected_of(reason))
         await self._settling.flush()
 
     def _ack_soon(self) -> None:
         self._settling.ack_pieces(self._pieces)
 
-    def _nack_soon(self, delay: float | None = None) -> None:
-        self._settling.nack_pieces(self._pieces, delay)
+    def _nack_soon(self, failed: Failed = FAILED) -> None:
+        self._settling.nack_pieces(self._pieces, failed)
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)} messages>"
@@ -90,11 +96,19 @@ class ArrowBatch:
         self._settling.ack_pieces(self._pieces)
         await self._settling.flush()
 
-    async def nack(self, rows: Iterable[int] | None = None, delay: Duration | None = None) -> None:
+    async def nack(
+        self, rows: Iterable[int] | None = None, delay: Duration | None = None, reason: Why | None = None
+    ) -> None:
         """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries."""
-        seconds = None if delay is None else wait_of(delay)
+        await self._fail(rows, failed_of(delay, reason))
+
+    async def reject(self, rows: Iterable[int] | None = None, reason: Why | None = None) -> None:
+        """These rows (all: None) go to the group's dead letters at once."""
+        await self._fail(rows, rejected_of(reason))
+
+    async def _fail(self, rows: Iterable[int] | None, failed: Failed) -> None:
         if rows is None:
-            self._settling.nack_pieces(self._pieces, seconds)
+            self._settling.nack_pieces(self._pieces, failed)
         else:
             ends = np.cumsum([stop - start for _, start, stop in self._pieces])
             for row in rows:
@@ -102,7 +116,7 @@ class ArrowBatch:
                     raise InvalidArgument(f"row {row} is outside a batch of {len(self)}")
                 at = int(np.searchsorted(ends, row, "right"))
                 delivered, start, stop = self._pieces[at]
-                delivered.nack_row(start + row - (int(ends[at]) - (stop - start)), seconds)
+                delivered.nack_row(start + row - (int(ends[at]) - (stop - start)), failed)
         await self._settling.flush()
 
     def __repr__(self) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import secrets
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -16,14 +18,16 @@ import pyarrow as pa
 
 from plait import names
 from plait.client.admin import Admin
-from plait.client.arguments import Start, start_of
+from plait.client.arguments import Start, start_of, to_datetime
 from plait.client.consumer import Consumer
+from plait.client.delay import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.many import send_many
 from plait.client.node import Node
 from plait.client.producer import Producer
 from plait.client.reader import Reader
+from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
-from plait.client.types import Receipt, Receipts, Ticket
+from plait.client.types import PartitionName, Receipt, Receipts, Ticket
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.retry import Retry
@@ -47,6 +51,10 @@ if hasattr(os, "register_at_fork"):
 
 def _now() -> int:
     return time.time_ns() // 1000
+
+
+def _next_now() -> int:
+    return -(-time.time_ns() // 1000)
 
 
 def new_client_id() -> str:
@@ -92,7 +100,7 @@ class Client:
         self._spool = None if spool is None else spool_directory(spool, client_id)
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
-        self._producer = Producer(self._node, self.limits, _now, compression)
+        self._producer = Producer(self._node, self.limits, _now, _next_now, compression)
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._opened = False
         #: Management of subjects and groups.
@@ -160,12 +168,20 @@ class Client:
         key: str | int | None = None,
         tags: Iterable[str] | None = None,
         headers: Mapping[str, str | int | float | bool] | None = None,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
         oneway: bool = False,
     ) -> Receipt:
-        """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing."""
+        """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing.
+
+        It is delivered after ``delay`` (10 ms to 2 years), or not before ``deliver_at``; until then it can be cancelled
+        by its receipt.
+        """
         producer = self._producer
         if producer.closed is not None or not self._opened:
             self._check_open()
+        if delay is not None or deliver_at is not None:
+            return await self._send_later(subject, body, key, tags, headers, delay, deliver_at, oneway)
         queue = producer.queues.get(subject) or producer.queue(subject)
         if oneway:
             return await queue.send_oneway(body, key, tags, headers)
@@ -178,6 +194,29 @@ class Client:
             await future
         return batch.receipt(row)
 
+    async def _send_later(
+        self,
+        subject: str,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+        delay: Delay | None,
+        deliver_at: datetime | None,
+        oneway: bool,
+    ) -> Receipt:
+        if oneway:
+            raise InvalidArgument("a delayed message cannot be sent oneway: nobody would know whether it is scheduled")
+        producer = self._producer
+        # Counted from the call, however long the buffer takes.
+        due = due_of(delay, deliver_at, producer.next_now())
+        queue = producer.delayed_queue(subject)
+        if producer.buffered >= producer.buffer_bytes:
+            await producer.room()
+        batch, row = queue.send_at(due, body, key, tags, headers)
+        await batch.wait()
+        return batch.receipt(row)
+
     def post(
         self,
         subject: str,
@@ -186,12 +225,17 @@ class Client:
         key: str | int | None = None,
         tags: Iterable[str] | None = None,
         headers: Mapping[str, str | int | float | bool] | None = None,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
     ) -> Ticket:
         """Buffer a message and go on. ``await ticket`` gives the receipt; ``BufferFull`` when there is no room."""
         producer = self._producer
         if producer.buffered >= producer.buffer_bytes or producer.closed is not None or not self._opened:
             self._check_open()
             producer.refuse_when_full()
+        if delay is not None or deliver_at is not None:
+            due = due_of(delay, deliver_at, producer.next_now())
+            return producer.delayed_queue(subject).post_at(due, body, key, tags, headers)
         queue = producer.queues.get(subject) or producer.queue(subject)
         return queue.post(body, key, tags, headers)
 
@@ -201,10 +245,45 @@ class Client:
         bodies: Sequence[Any] | pa.Array | pa.ChunkedArray,
         *,
         keys: Sequence[str | int | None] | None = None,
+        delay: Delays | None = None,
+        deliver_at: DeliverAts | None = None,
     ) -> Receipts:
-        """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array."""
+        """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
+
+        ``delay`` and ``deliver_at`` are one for all, or one a row.
+        """
         self._check_open()
-        return await send_many(self._producer, subject, bodies, keys)
+        when = None
+        if delay is not None or deliver_at is not None:
+            when = functools.partial(dues_of, delay, deliver_at, self._producer.next_now())
+        return await send_many(self._producer, subject, bodies, keys, when)
+
+    async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
+        """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
+        self._check_open()
+        subject, number, deliver_at = place_of(scheduled)
+        return await self.admin.cancel_scheduled(subject, number, deliver_at)
+
+    async def reschedule(
+        self,
+        scheduled: Receipt | ScheduledMessage,
+        *,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
+    ) -> Receipt:
+        """Deliver a delayed message at another time; its new receipt. ``NotScheduled``: it is too late for that."""
+        self._check_open()
+        subject, number, at = place_of(scheduled)
+        if delay is None and deliver_at is None:
+            raise InvalidArgument("say when: reschedule(receipt, delay=...) or deliver_at=...")
+        due = to_datetime(due_of(delay, deliver_at, self._producer.next_now()))
+        new = await self.admin.reschedule(subject, number, at, to=due)
+        name = scheduled.partition if isinstance(scheduled, Receipt) else self._name_of(subject)
+        return Receipt(scheduled.message_id, name, None, due, new)
+
+    def _name_of(self, subject: str) -> PartitionName:
+        link = self._node.link
+        return PartitionName(subject, link.welcome.group if link and link.welcome else "")
 
     async def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""

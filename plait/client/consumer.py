@@ -21,6 +21,7 @@ from plait.client.node import Node
 from plait.client.settling import Piece, Settling
 from plait.client.spool import Spool
 from plait.client.types import Message, PartitionName
+from plait.client.words import UNBEGUN, EpochRange
 from plait.errors import Closed, FrameError, GroupBusy, InvalidArgument, PlaitError, StaleSession, Unavailable
 from plait.frame.view import frames_in
 from plait.limits import ClientLimits
@@ -86,6 +87,8 @@ class Consumer:
         #: Frames with rows that the user has not got yet.
         self._buffer: deque[Delivered] = deque()
         self._buffered_count = 0
+        #: Rows that were taken for a blocking caller who has not asked for them yet.
+        self._handed_over: deque[Piece] = deque()
         #: Messages of the buffer's first frame that iteration has made already, the next one last.
         self._ready: list[Message] = []
         #: Frames with rows that are not settled, oldest first.
@@ -147,11 +150,34 @@ class Consumer:
         if self._attached and link is not None and not link.closed:
             try:
                 async with asyncio.timeout(self._limits.request_seconds):
+                    await self._give_back(link)
                     await link.request(m.Detach(self._session))
             except (PlaitError, TimeoutError):
                 # The broker notices by itself.
                 pass
         self._wake()
+
+    async def _give_back(self, link: Link) -> None:
+        """What was pulled ahead and nobody began with goes back as if it had not been delivered."""
+        if not self._tracks:
+            return
+        ranges = self._unbegun()
+        while ranges or self._pulls:
+            # It ends the pulls that wait at the broker, too: they would only bring the same rows again. What such a
+            # pull brought just before comes before the answer.
+            await link.request(m.Nack(self._session, ranges, *UNBEGUN))
+            ranges = self._unbegun()
+            if not ranges:
+                break
+
+    def _unbegun(self) -> list[EpochRange]:
+        """Rows that nobody began with, which are not ours any more."""
+        pieces = [*self._handed_over, *((d, d.taken, d.count) for d in self._buffer)]
+        for delivered, start, stop in pieces:
+            delivered.nack_rows(slice(start, stop), UNBEGUN)
+        self._handed_over.clear()
+        self._empty_buffer()
+        return [piece for d in dict.fromkeys(d for d, _, _ in pieces) for piece in d.collect()[1].get(UNBEGUN, [])]
 
     def _stop(self) -> None:
         """Pull no more and hand out no more; who waits for rows gets none."""
@@ -191,7 +217,7 @@ class Consumer:
         self._link = link
         self._attached = True
         self._pulls = self._asked = 0
-        self._settling.attached(link, attached.session)
+        self._settling.attached(link, attached.session, attached.reasons_from)
         self._pull()
 
     async def _stay_attached(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -259,7 +285,7 @@ class Consumer:
 
     def _hand_back(self) -> None:
         if self._tracks and not self._settling.closed:
-            self._settling.nack_pieces([(d, d.taken, d.count) for d in self._buffer], 0.0)
+            self._settling.nack_pieces([(d, d.taken, d.count) for d in self._buffer], UNBEGUN)
             self._empty_buffer()
 
     def _empty_buffer(self) -> None:
@@ -530,7 +556,7 @@ def _time_out(future: asyncio.Future[bool]) -> None:
 
 
 def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
-    """The next attach comes after it, whatever the answer."""
+    """What is said next comes after it, whatever the answer."""
 
 
 class _Bridge:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from datetime import UTC, datetime
-from itertools import repeat
+from datetime import datetime
+from itertools import pairwise, repeat
 from operator import itemgetter
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from plait.client.arguments import to_datetime
 from plait.client.encoding import decode_headers, decode_tags
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Message, MessageId, PartitionName
+from plait.client.words import FAILED, EpochRange, Failed, Nacks
 from plait.errors import FrameError
 from plait.frame.arrow import keys as key_column
 from plait.frame.columns import Column
@@ -21,16 +23,8 @@ from plait.frame.view import FrameView
 #: Looked up once: Python 3.11 runs a function for each look at a member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
 
-#: (start, end, epoch) of sequences.
-EpochRange = tuple[int, int, int]
 #: Later than any word.
 NEVER = np.iinfo(np.int64).max
-#: What failed, by the seconds that it is to wait (None: as the group retries).
-Nacks = dict[float | None, list[EpochRange]]
-
-
-def to_datetime(micros: int) -> datetime:
-    return datetime.fromtimestamp(micros / 1_000_000, UTC)
 
 
 class Owner(Protocol):
@@ -39,8 +33,11 @@ class Owner(Protocol):
     def settle_soon(self, delivered: Delivered) -> None:
         """There is something to collect."""
 
-    def from_thread(self, delivered: Delivered, row: int, *, acked: bool, delay: float | None = None) -> None:
-        """A word from another thread."""
+    def from_thread(self, delivered: Delivered, row: int, failed: Failed | None) -> None:
+        """A word from another thread: how the row failed; None: it is done."""
+
+    #: From this attempt on reasons are wanted.
+    reasons_from: int
 
 
 class Delivered:
@@ -95,8 +92,8 @@ class Delivered:
         self.open_count = frame.count
         self.rows_done: npt.NDArray[np.bool_] | None = None
         self.acking: list[int | slice] = []
-        #: How many acks had been said before, rows, and the seconds they are to wait (None: as the group retries).
-        self.nacking: list[tuple[int, int | slice, float | None]] = []
+        #: How many acks had been said before, rows, and how they failed.
+        self.nacking: list[tuple[int, int | slice, Failed]] = []
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._tags: list[bytes] | None = None
         self._headers: list[bytes] | None = None
@@ -149,6 +146,11 @@ class Delivered:
             return None
         return to_datetime(int(self.frame.fixed(Column.SEND_TIME)[row]))
 
+    def deliver_at(self, row: int) -> datetime | None:
+        if not self.frame.has(Column.DELIVER_AT):
+            return None
+        return to_datetime(int(self.frame.fixed(Column.DELIVER_AT)[row]))
+
     @property
     def store_time(self) -> datetime:
         return to_datetime(self.frame.store_time)
@@ -176,16 +178,37 @@ class Delivered:
             acking.append(row)
         return ACKNOWLEDGED
 
-    def nack_row(self, row: int, delay: float | None = None) -> Acknowledgement:
+    def nack_row(self, row: int, failed: Failed = FAILED) -> Acknowledgement:
         owner = self.owner
         if owner is not None:
             owner.settle_soon(self)
-            self.nack_rows(row, delay)
+            self.nack_rows(row, failed)
         return ACKNOWLEDGED
 
-    def nack_rows(self, rows: int | slice, delay: float | None = None) -> None:
-        """Note a failure; ``collect`` tells of it."""
-        self.nacking.append((len(self.acking), rows, delay))
+    def nack_rows(self, rows: int | slice, failed: Failed = FAILED) -> None:
+        """Note a failure; ``collect`` tells of it. Reasons that nobody wants are left out, so that few words do."""
+        if failed.reason is None or failed.reject or self.owner is None or self.owner.reasons_from <= 1:
+            self.nacking.append((len(self.acking), rows, failed))
+            return
+        wanted, plain = self.owner.reasons_from, failed._replace(reason=None)
+        if not isinstance(rows, slice) or len(self._attempts) == 1:
+            first = rows.start if isinstance(rows, slice) else rows
+            self.nacking.append((len(self.acking), rows, failed if self.attempt(first) >= wanted else plain))
+            return
+        start, stop, _ = rows.indices(self.count)
+        late = self._attempt_numbers()[start:stop] >= wanted
+        edges = [start, *(np.flatnonzero(np.diff(late)) + start + 1).tolist(), stop]
+        for left, right in pairwise(edges):
+            if left < right:
+                self.nacking.append((len(self.acking), slice(left, right), failed if late[left - start] else plain))
+
+    def _attempt_numbers(self) -> npt.NDArray[np.int64]:
+        """``attempt`` of every row."""
+        starts, ends, numbers = np.array(self._attempts).T
+        sequences = self.frame.sequences()
+        at = np.maximum(np.searchsorted(starts, sequences, "right") - 1, 0)
+        within = (starts[at] <= sequences) & (sequences < ends[at])
+        return np.where(within, numbers[at], 1)
 
     def collect(self) -> tuple[list[EpochRange], Nacks]:
         """(acks, nacks) as sequence ranges of rows that were open, which they no longer are. The first word counts."""
@@ -193,27 +216,31 @@ class Delivered:
         nacking, self.nacking = self.nacking, []
         if not nacking:
             return self._settle(acking), {}
-        delays = list(dict.fromkeys(delay for _, _, delay in nacking))
-        if len(delays) == 1 and not acking:
-            return [], {delays[0]: self._settle([rows for _, rows, _ in nacking])}
-        return self._settle_mixed(acking, nacking, delays)
+        kinds = {failed: number for number, failed in enumerate(dict.fromkeys(failed for _, _, failed in nacking))}
+        if len(kinds) == 1 and not acking:
+            return [], {nacking[0][2]: self._settle([rows for _, rows, _ in nacking])}
+        return self._settle_mixed(acking, nacking, kinds)
 
     def _settle_mixed(
-        self,
-        acking: list[int | slice],
-        nacking: list[tuple[int, int | slice, float | None]],
-        delays: list[float | None],
+        self, acking: list[int | slice], nacking: list[tuple[int, int | slice, Failed]], kinds: dict[Failed, int]
     ) -> tuple[list[EpochRange], Nacks]:
         acked_by = self._first_words(acking)
-        nacked_by = self._first_words([rows for _, rows, _ in nacking])
+        nacked_by = np.minimum(self._first_words([rows for _, rows, _ in nacking]), len(nacking))
         # Behind the last one stand those of rows on which nothing was said.
-        before = np.array([*(count for count, _, _ in nacking), NEVER])[np.minimum(nacked_by, len(nacking))]
-        waits = np.array([*(delays.index(delay) for _, _, delay in nacking), -1])[np.minimum(nacked_by, len(nacking))]
+        before = np.array([*(count for count, _, _ in nacking), NEVER])[nacked_by]
+        how = np.array([*(kinds[failed] for _, _, failed in nacking), -1])[nacked_by]
         acked = acked_by < before
         if self.rows_done is None:
             self.rows_done = np.zeros(self.count, bool)
+        failed_rows = ~acked & (how >= 0) & ~self.rows_done
         acks = self._close(acked)
-        return acks, {delay: self._close(~acked & (waits == number)) for number, delay in enumerate(delays)}
+        self._close(failed_rows)
+        # By kind, all at once: every row may have failed in a way of its own.
+        rows = np.flatnonzero(failed_rows)
+        rows = rows[np.argsort(how[rows], kind="stable")]
+        parts = np.split(rows, np.flatnonzero(np.diff(how[rows])) + 1) if len(rows) else []
+        names = list(kinds)
+        return acks, {names[how[part[0]]]: self._row_ranges(part) for part in parts}
 
     def _first_words(self, words: list[int | slice]) -> npt.NDArray[np.int64]:
         """For each row which of the words was the first on it; ``NEVER``: none."""
@@ -264,11 +291,16 @@ class Delivered:
                 return [(base, base + self.count, epoch)]
             edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + base
             return [(start, end, epoch) for start, end in edges.reshape(-1, 2).tolist()]
-        sequences = self.frame.sequences()
-        if mask is not None:
-            sequences = sequences[mask]
-        if not len(sequences):
+        rows = np.arange(self.count) if mask is None else np.flatnonzero(mask)
+        return self._row_ranges(rows)
+
+    def _row_ranges(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
+        """The sequences of some rows, which ascend."""
+        if not len(rows):
             return []
+        epoch = self.epoch
+        selected = _SELECTION in self.frame.places
+        sequences = self.frame.sequences()[rows] if selected else rows + self.frame.base
         breaks = np.flatnonzero(np.diff(sequences) != 1) + 1
         starts = sequences[np.concatenate([[0], breaks])]
         ends = sequences[np.concatenate([breaks - 1, [len(sequences) - 1]])] + 1
@@ -288,10 +320,10 @@ class SharedDelivered(Delivered):
 
     def ack_row(self, row: int) -> Acknowledgement:
         if self.owner is not None:
-            self.owner.from_thread(self, row, acked=True)
+            self.owner.from_thread(self, row, None)
         return ACKNOWLEDGED
 
-    def nack_row(self, row: int, delay: float | None = None) -> Acknowledgement:
+    def nack_row(self, row: int, failed: Failed = FAILED) -> Acknowledgement:
         if self.owner is not None:
-            self.owner.from_thread(self, row, acked=False, delay=delay)
+            self.owner.from_thread(self, row, failed)
         return ACKNOWLEDGED

@@ -63,8 +63,8 @@ class Ticket:
             await self._ticket._batch.wait()
 
 
-#: Subject, body, key, tags, headers, size and ticket.
-_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int, Ticket]
+#: Subject, body, key, tags, headers, when it is due (None: at once), size and ticket.
+_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, int, Ticket]
 
 
 class Inbox:
@@ -88,6 +88,7 @@ class Inbox:
         key: str | int | None,
         tags: Iterable[str] | None,
         headers: Mapping[str, Any] | None,
+        due: int | None = None,
     ) -> Ticket:
         """From any thread. What is wrong with the row is raised here."""
         if subject not in self._known:
@@ -111,7 +112,7 @@ class Inbox:
                 raise BufferFull(
                     f"{waiting} bytes wait to be stored (limit {self._limit}); call client.flush() or use send()"
                 )
-            self._rows.append((subject, body, key, tags, headers, size, ticket))
+            self._rows.append((subject, body, key, tags, headers, due, size, ticket))
             self._size += size
             wake, self._scheduled = not self._scheduled, True
         if wake:
@@ -138,11 +139,14 @@ class Inbox:
         producer = self._producer
         taken = 0
         for _ in range(min(count, len(rows))):
-            subject, body, key, tags, headers, size, ticket = rows.popleft()
+            subject, body, key, tags, headers, due, size, ticket = rows.popleft()
             taken += size
             if producer.closed is not None:
                 ticket._error = producer.closed
                 continue
-            ticket._ticket = producer.queue(subject).post(body, key, tags, headers)
+            if due is None:
+                ticket._ticket = producer.queue(subject).post(body, key, tags, headers)
+            else:
+                ticket._ticket = producer.delayed_queue(subject).post_at(due, body, key, tags, headers)
         with self._lock:
             self._size -= taken

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
+from plait.client.delay import Dues
 from plait.client.encoding import encode_body, encode_key
 from plait.client.rows import hash_keys
-from plait.client.types import PendingBatch, Receipts
+from plait.client.types import PendingBatch, Receipts, ScheduledBatch
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame.builder import build_frame
 from plait.limits import BODY_SIZE_MAX, ClientLimits
@@ -24,11 +25,16 @@ SAMPLE_COUNT = 256
 
 
 async def send_many(
-    producer: Producer, subject: str, bodies: Sequence[Any] | pa.Array, keys: Sequence[str | int | None] | None
+    producer: Producer,
+    subject: str,
+    bodies: Sequence[Any] | pa.Array,
+    keys: Sequence[str | int | None] | None,
+    when: Callable[[int], Dues] | None = None,
 ) -> Receipts:
     """Store all bodies in order; the receipts once the broker has them.
 
-    Raises the first error; the bodies before the one it is about may be stored.
+    ``when`` says for so many rows when they are to be delivered. Raises the first error; the bodies before the one it
+    is about may be stored.
     """
     if isinstance(bodies, pa.ChunkedArray):
         bodies = bodies.combine_chunks()
@@ -37,7 +43,8 @@ async def send_many(
     total = len(bodies)
     if keys is not None and len(keys) != total:
         raise InvalidArgument(f"{len(keys)} keys do not fit {total} bodies")
-    queue = producer.queue(subject)
+    dues = None if when is None else when(total)
+    queue = producer.queue(subject) if dues is None else producer.delayed_queue(subject)
     limits = producer.limits
     queue.seal()
     batches: list[PendingBatch] = []
@@ -58,13 +65,15 @@ async def send_many(
         if producer.closed is not None:
             raise producer.closed
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
-        batch = PendingBatch()
+        due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
+        batch = PendingBatch() if due is None else ScheduledBatch(due)
         parts = build_frame(
             array,
             producer=producer.id,
             first=producer.take(count),
             previous=queue.last,
             send_time=producer.now(),
+            deliver_at=due,
             keys=None if texts is None else pa.array(texts, pa.string()),
             key_hashes=None if texts is None else hash_keys(texts, count),
             compression=producer.compression,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from plait.client.arguments import Duration, wait_of
+from plait.client.words import reason_of
+from plait.reason import Reason
 
 
 class RetryLater(Exception):
@@ -19,3 +21,23 @@ class Suspend(Exception):
     def __init__(self, delay: Duration) -> None:
         self.seconds = wait_of(delay)
         super().__init__(f"suspended for {self.seconds:g} s")
+
+
+class Reject(Exception):
+    """No attempt will ever succeed: the message goes to the dead letters at once.
+
+    ``reason`` is text, an exception or a ``plait.Reason``; without one it is what the exception was raised from.
+    """
+
+    def __init__(self, reason: str | BaseException | Reason = "") -> None:
+        self.reason = reason
+        # Checked here, where the traceback leads to whoever wrote it.
+        super().__init__(str(reason_of(reason)) if reason else "")
+
+    def told(self, handler: str) -> Reason | None:
+        """What the dead letter says."""
+        if isinstance(self.reason, str):
+            if not self.reason and self.__cause__ is not None:
+                return reason_of(self.__cause__, handler)
+            return reason_of(Reason("plait.Reject", self.reason), handler)
+        return reason_of(self.reason, handler)

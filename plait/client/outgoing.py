@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from plait.client.client import Client
+from plait.client.delay import Delay
 from plait.client.types import HeaderValue, Receipt
 
 
@@ -20,6 +22,8 @@ class Outgoing:
     tags: list[str]
     headers: dict[str, HeaderValue]
     oneway: bool
+    delay: Delay | None = None
+    deliver_at: datetime | None = None
 
     async def send(self, client: Client) -> Receipt:
         """Send it as it is now."""
@@ -29,6 +33,8 @@ class Outgoing:
             key=self.key,
             tags=self.tags or None,
             headers=self.headers or None,
+            delay=self.delay,
+            deliver_at=self.deliver_at,
             oneway=self.oneway,
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from plait import names
+from plait.client.delayed_queue import DelayedQueue
 from plait.client.queue import SubjectQueue
 from plait.client.types import PartitionName
 from plait.errors import BufferFull, Closed, PlaitError, Timeout
@@ -32,11 +33,20 @@ def new_producer_id() -> int:
 class Producer:
     """All sending of one client."""
 
-    def __init__(self, node: Node, limits: ClientLimits, clock_now: Callable[[], int], compression: str | None) -> None:
+    def __init__(
+        self,
+        node: Node,
+        limits: ClientLimits,
+        clock_now: Callable[[], int],
+        clock_next: Callable[[], int],
+        compression: str | None,
+    ) -> None:
         self.node = node
         self.limits = limits
         self.buffer_bytes = limits.buffer_bytes
         self.now = clock_now
+        #: The first microsecond that is not over: what delays are counted from, so that none ends early.
+        self.next_now = clock_next
         self.compression = compression
         self.id = new_producer_id()
         self.next = 1
@@ -47,6 +57,8 @@ class Producer:
         self.buffered = 0
         self.closed: PlaitError | None = None
         self.queues: dict[str, SubjectQueue] = {}
+        #: Those of delayed rows.
+        self.delayed: dict[str, DelayedQueue] = {}
         self._room: deque[asyncio.Future[None]] = deque()
         self._urgent: list[SubjectQueue] = []
         node.on_link.append(self._new_link)
@@ -61,6 +73,17 @@ class Producer:
             names.check("subject", subject)
             queue = self.queues[subject] = SubjectQueue(self, subject)
         return queue
+
+    def delayed_queue(self, subject: str) -> DelayedQueue:
+        """The queue of a subject's delayed rows."""
+        queue = self.delayed.get(subject)
+        if queue is None:
+            names.check("subject", subject)
+            queue = self.delayed[subject] = DelayedQueue(self, subject)
+        return queue
+
+    def _all(self) -> list[SubjectQueue]:
+        return [*self.queues.values(), *self.delayed.values()]
 
     def take(self, count: int) -> int:
         """The next ``count`` producer sequences; the first of them."""
@@ -77,7 +100,7 @@ class Producer:
         """Another producer id: the broker does not know this one any more (R9)."""
         self.id = new_producer_id()
         self.next = 1
-        for queue in self.queues.values():
+        for queue in self._all():
             queue.last = 0
 
     # --- the turn -------------------------------------------------------------------------------
@@ -139,19 +162,19 @@ class Producer:
     # --- connection -----------------------------------------------------------------------------
 
     def _new_link(self, link: Link) -> None:
-        for queue in self.queues.values():
+        for queue in self._all():
             queue.new_link(link)
 
-    async def route(self, subject: str) -> tuple[int, PartitionName]:
+    async def route(self, subject: str, *, delayed: bool = False) -> tuple[int, PartitionName]:
         """Where the subject's rows go."""
-        routed: m.Routed = await self.node.request(m.Route(subject))
+        routed: m.Routed = await self.node.request(m.Route(subject, delayed))
         link = self.node.link
         group = link.welcome.group if link and link.welcome else ""
         return routed.partition, PartitionName(routed.name, group)
 
     async def flush(self) -> None:
         """Until the fate of everything posted so far is known; raises the first error since the last flush."""
-        errors = [await queue.flush() for queue in list(self.queues.values())]
+        errors = [await queue.flush() for queue in self._all()]
         for error in errors:
             if error is not None:
                 raise error
@@ -175,6 +198,6 @@ class Producer:
     def abandon(self, error: PlaitError) -> None:
         """Settle everything that is open with an error."""
         self.closed = error
-        for queue in self.queues.values():
+        for queue in self._all():
             queue.abandon(error)
         self._wake_waiting()

@@ -95,7 +95,7 @@ class SubjectQueue:
         self._routing: asyncio.Task[None] | None = None
         self._frame_bytes = producer.limits.frame_bytes
         self._frame_count = producer.limits.frame_count
-        self._rows = OpenRows()
+        self._rows = self._new_rows()
         #: The row with which open rows go ahead, if no frame waits: half of what the last frame had.
         self._ahead = AHEAD_COUNT // 2 - 1
         self._oneway = OpenRows()
@@ -194,7 +194,7 @@ class SubjectQueue:
         """Add a row that leaves at the end of this turn, once, without an answer."""
         while self.name is None or self._partition is None:
             link = self._link
-            self._partition, self.name = await self.producer.route(self.subject)
+            self._partition, self.name = await self._find()
             self._routed(link)
         rows = self._oneway
         rows.add(body, key, tags, headers)
@@ -234,7 +234,7 @@ class SubjectQueue:
         rows = self._rows
         if not rows.bodies:
             return
-        self._rows = OpenRows()
+        self._rows = self._new_rows()
         self._ahead = max(AHEAD_COUNT, len(rows.bodies)) // 2 - 1
         producer = self.producer
         try:
@@ -300,10 +300,17 @@ class SubjectQueue:
         if self._routing is None:
             self._routing = self.producer.loop.create_task(self._route(), name=f"plait-route-{self.subject}")
 
+    def _new_rows(self) -> OpenRows:
+        return OpenRows()
+
+    async def _find(self) -> tuple[int, PartitionName]:
+        """Where its rows go."""
+        return await self.producer.route(self.subject)
+
     async def _route(self) -> None:
         link = self._link
         try:
-            self._partition, self.name = await self.producer.route(self.subject)
+            self._partition, self.name = await self._find()
             self._routed(link)
         except (Unavailable, Timeout):
             # The next link asks again.
@@ -477,7 +484,7 @@ class SubjectQueue:
             self._timer = None
         if self._routing is not None and error.code == "closed":
             self._routing.cancel()
-        rows, self._rows = self._rows, OpenRows()
+        rows, self._rows = self._rows, self._new_rows()
         frames, self._frames = self._frames, deque()
         self._under_way = 0
         self._broken = False

@@ -11,7 +11,7 @@ import pyarrow as pa
 from xxhash import xxh3_64_intdigest
 
 from plait.client.encoding import encode_body, encode_headers, encode_key, encode_tags
-from plait.client.types import PendingBatch
+from plait.client.types import PendingBatch, ScheduledBatch
 from plait.frame.builder import ONE_ROW_SIZE_MAX, FrameParts, build_frame, build_one
 
 #: What a row costs beside its bytes, about.
@@ -26,12 +26,18 @@ def hash_keys(keys: Iterable[str], count: int) -> npt.NDArray[np.uint64]:
     return np.fromiter(map(xxh3_64_intdigest, map(str.encode, keys)), np.uint64, count)
 
 
+def _one_or_all(dues: list[int]) -> int | npt.NDArray[np.int64]:
+    """Times of rows that are often the same."""
+    first = dues[0]
+    return first if len(dues) == 1 or dues.count(first) == len(dues) else np.array(dues, np.int64)
+
+
 class OpenRows:
     """Columns that grow by a row at a time; a column exists from the first row that has it."""
 
-    __slots__ = ("batch", "bodies", "headers", "keys", "plain", "size", "tags")
+    __slots__ = ("batch", "bodies", "dues", "headers", "keys", "plain", "size", "tags")
 
-    def __init__(self) -> None:
+    def __init__(self, dues: list[int] | None = None) -> None:
         self.bodies: list[bytes] = []
         self.keys: list[str] | None = None
         self.tags: list[bytes] | None = None
@@ -39,7 +45,9 @@ class OpenRows:
         self.size = 0
         #: No row so far has tags or headers.
         self.plain = True
-        self.batch = PendingBatch()
+        #: When each row is to be delivered; None: they are not delayed.
+        self.dues = dues
+        self.batch = PendingBatch() if dues is None else ScheduledBatch(dues)
 
     def add(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
@@ -84,10 +92,17 @@ class OpenRows:
     ) -> FrameParts:
         """The rows as a frame."""
         count = len(self.bodies)
-        keys = self.keys
+        keys, dues = self.keys, self.dues
         batch = self.batch
         batch.producer, batch.first, batch.count = producer, first, count
-        if count == 1 and keys is None and self.plain and not compression and self.size < ONE_ROW_SIZE_MAX:
+        if (
+            count == 1
+            and keys is None
+            and self.plain
+            and dues is None
+            and not compression
+            and self.size < ONE_ROW_SIZE_MAX
+        ):
             return build_one(
                 self.bodies[0], producer=producer, first=first, previous=previous, send_time=send_time, flags=flags
             )
@@ -97,6 +112,7 @@ class OpenRows:
             first=first,
             previous=previous,
             send_time=send_time,
+            deliver_at=None if dues is None else _one_or_all(dues),
             keys=None if keys is None else pa.array(keys, pa.string()),
             key_hashes=None if keys is None else hash_keys(keys, count),
             tags=self.tags,

@@ -11,8 +11,9 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-from plait.client.delivered import Delivered, EpochRange, Nacks
+from plait.client.delivered import Delivered
 from plait.client.spool import Spool
+from plait.client.words import FAILED, EpochRange, Failed, Nacks
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
@@ -20,6 +21,8 @@ from plait.wire.dial import Link
 
 #: Rows [start, stop) of a delivered frame.
 Piece = tuple[Delivered, int, int]
+#: Requests under way at a time: where every row has a reason of its own, nobody waits for each.
+REQUESTS_MAX = 64
 
 
 class Listener(Protocol):
@@ -47,6 +50,8 @@ class Settling:
         self._spool = spool
         #: The partition that what is said is of.
         self.partition = 0
+        #: From this attempt on the broker wants to know why a message failed.
+        self.reasons_from = 1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._session = 0
@@ -57,8 +62,8 @@ class Settling:
         self._nacks: Nacks = {}
         self._task: asyncio.Task[None] | None = None
         self._scheduled = False
-        #: Words of other threads: (frame, row, acked, seconds to wait).
-        self._inbox: deque[tuple[Delivered, int, bool, float | None]] = deque()
+        #: Words of other threads: a row, and how it failed; None: it is done.
+        self._inbox: deque[tuple[Delivered, int, Failed | None]] = deque()
         self._inbox_scheduled = False
         self._error: PlaitError | None = None
         self._closed = False
@@ -78,7 +83,7 @@ class Settling:
         if words is not None:
             self.partition = words.partition
             self._acks += words.acks
-            self._add_nacks(dict(words.nacks))
+            self._add_nacks(words.failures())
 
     def _keep(self) -> None:
         """What cannot be said now is kept, where there is a place for it."""
@@ -88,10 +93,11 @@ class Settling:
             else:
                 self._spool.clear()
 
-    def attached(self, link: Link, session: int) -> None:
+    def attached(self, link: Link, session: int, reasons_from: int = 1) -> None:
         """The way to the broker is open, for the first time or again."""
         self._link = link
         self._session = session
+        self.reasons_from = reasons_from
         assert self._attached is not None
         self._attached.set()
         if self._acks or self._nacks or self._unsent:
@@ -123,9 +129,9 @@ class Settling:
         self._add_nacks(nacks)
 
     def _add_nacks(self, nacks: Nacks) -> None:
-        for delay, ranges in nacks.items():
+        for failed, ranges in nacks.items():
             if ranges:
-                self._nacks.setdefault(delay, []).extend(ranges)
+                self._nacks.setdefault(failed, []).extend(ranges)
 
     def ack_pieces(self, pieces: list[Piece]) -> None:
         """All of their rows that are open are done."""
@@ -135,20 +141,20 @@ class Settling:
                 self.settle_soon(delivered)
                 delivered.acking.append(slice(start, stop))
 
-    def nack_pieces(self, pieces: list[Piece], delay: float | None = None) -> None:
+    def nack_pieces(self, pieces: list[Piece], failed: Failed = FAILED) -> None:
         """All of their rows that are open failed."""
         self._absorb()
         for delivered, start, stop in pieces:
             if delivered.owner is not None:
                 self.settle_soon(delivered)
-                delivered.nack_rows(slice(start, stop), delay)
+                delivered.nack_rows(slice(start, stop), failed)
 
-    def from_thread(self, delivered: Delivered, row: int, *, acked: bool, delay: float | None = None) -> None:
+    def from_thread(self, delivered: Delivered, row: int, failed: Failed | None) -> None:
         """The same from any thread: kept aside, and the loop is woken once for all that come before it looks."""
         loop = self._loop
         if self._closed or loop is None:
             raise _closed()
-        self._inbox.append((delivered, row, acked, delay))
+        self._inbox.append((delivered, row, failed))
         if not self._inbox_scheduled:
             self._inbox_scheduled = True
             try:
@@ -160,11 +166,11 @@ class Settling:
         self._inbox_scheduled = False
         inbox = self._inbox
         while inbox:
-            delivered, row, acked, delay = inbox.popleft()
-            if acked:
+            delivered, row, failed = inbox.popleft()
+            if failed is None:
                 delivered.acking.append(row)
             else:
-                delivered.nack_rows(row, delay)
+                delivered.nack_rows(row, failed)
             if not self._closed:
                 self.settle_soon(delivered)
 
@@ -204,9 +210,7 @@ class Settling:
             self._acks, self._nacks = [], {}
             try:
                 # Failures first: a success must never be known before the failures that came with it.
-                for delay in list(nacks):
-                    await link.request(m.Nack(self._session, _merge(nacks[delay]), delay))
-                    del nacks[delay]
+                await self._tell_failures(link, nacks)
                 if acks:
                     await link.request(m.Ack(self._session, acks))
             except PlaitError as error:
@@ -221,6 +225,22 @@ class Settling:
                     self._listener.failed(error)
                     break
                 await asyncio.sleep(self._limits.reconnect_max_seconds)
+
+    async def _tell_failures(self, link: Link, nacks: Nacks) -> None:
+        """Send them all; what the broker has is taken out. Raises the first error, once all answers are in."""
+        names = list(nacks)
+        for at in range(0, len(names), REQUESTS_MAX):
+            some = names[at : at + REQUESTS_MAX]
+            answers = await asyncio.gather(
+                *(link.request(m.Nack(self._session, _merge(nacks[failed]), *failed)) for failed in some),
+                return_exceptions=True,
+            )
+            for failed, answer in zip(some, answers, strict=True):
+                if not isinstance(answer, BaseException):
+                    del nacks[failed]
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
 
     async def flush(self) -> None:
         """Until the broker has every ack and nack so far."""

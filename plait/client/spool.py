@@ -15,10 +15,21 @@ from pathlib import Path
 import msgspec
 from xxhash import xxh3_64_hexdigest
 
-from plait.client.delivered import EpochRange, Nacks
+from plait.client.words import EpochRange, Failed, Nacks
 from plait.errors import InvalidArgument
+from plait.reason import Reason
 
 log = logging.getLogger("plait.client")
+
+
+class Nack(msgspec.Struct, array_like=True):
+    """Ranges that failed in one way. A file of an older version ends after the ranges."""
+
+    delay: float | None
+    ranges: list[EpochRange]
+    reason: Reason | None = None
+    reject: bool = False
+    counted: bool = True
 
 
 class Words(msgspec.Struct, array_like=True):
@@ -29,7 +40,11 @@ class Words(msgspec.Struct, array_like=True):
     client: str
     partition: int
     acks: list[EpochRange]
-    nacks: list[tuple[float | None, list[EpochRange]]]
+    nacks: list[Nack]
+
+    def failures(self) -> Nacks:
+        """What failed, by how."""
+        return {Failed(nack.delay, nack.reason, nack.reject, nack.counted): nack.ranges for nack in self.nacks}
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -74,7 +89,8 @@ class Spool:
 
     def save(self, partition: int, acks: list[EpochRange], nacks: Nacks) -> None:
         """Keep this, and nothing of what was kept before."""
-        data = _encode(Words(*self._names, partition, acks, list(nacks.items())))
+        kept = [Nack(how.delay, ranges, how.reason, how.reject, how.counted) for how, ranges in nacks.items()]
+        data = _encode(Words(*self._names, partition, acks, kept))
         if data == self._saved:
             return
         new = self._path.with_suffix(".new")

@@ -17,9 +17,10 @@ from plait.client.arguments import Start
 from plait.client.batch import Batch
 from plait.client.client import Client
 from plait.client.consumer import Consumer
-from plait.client.outcomes import RetryLater, Suspend
+from plait.client.outcomes import Reject, RetryLater, Suspend
 from plait.client.signature import Handler
 from plait.client.types import Message
+from plait.client.words import UNBEGUN, Failed, reason_of
 from plait.errors import CodecError
 from plait.retry import Retry
 
@@ -96,12 +97,14 @@ class Subscription:
         if self.settings.batch is None:
             async for message in consumer:
                 if not await self._resumed(stopping):
+                    message._delivered.nack_row(message._row, UNBEGUN)
                     return
                 self._suspend(consumer, await self._handle(message, pool))
             return
         while not stopping.is_set():
             batch = await consumer.fetch(self.settings.batch, BATCH_WAIT_SECONDS)
             if not await self._resumed(stopping):
+                batch._nack_soon(UNBEGUN)
                 return
             if len(batch):
                 self._suspend(consumer, await self._handle_batch(batch, pool))
@@ -118,7 +121,7 @@ class Subscription:
         if failure is None:
             message.ack()
         else:
-            message.nack(_wait_after(failure))
+            message._delivered.nack_row(message._row, self._failed(failure))
         await call.ended()
         return failure
 
@@ -138,7 +141,7 @@ class Subscription:
             call = Call(self.handler.arguments(bodies, messages))
             broken = await self._call(call, pool, messages)
             if broken is not None:
-                batch._nack_soon(_wait_after(broken))
+                batch._nack_soon(self._failed(broken))
                 await call.ended()
                 return broken
         batch._ack_soon()
@@ -146,7 +149,14 @@ class Subscription:
 
     def _refuse(self, message: Message, error: CodecError) -> None:
         log.error("%s cannot take %s, which is tried again: %s", self.handler.name, _place([message]), error)
-        message.nack()
+        message.nack(reason=reason_of(error, self.handler.name))
+
+    def _failed(self, failure: BaseException) -> Failed:
+        """What becomes of the message, and what is told of it."""
+        name = self.handler.name
+        if isinstance(failure, Reject):
+            return Failed(None, failure.told(name), reject=True)
+        return Failed(failure.seconds if isinstance(failure, RetryLater | Suspend) else None, reason_of(failure, name))
 
     async def _invoke(self, call: Call, pool: ThreadPoolExecutor) -> None:
         """The handler itself; raises what it raises."""
@@ -189,6 +199,8 @@ class Subscription:
             failure = error
         if isinstance(failure, RetryLater | Suspend):
             log.info("%s: %s, %s", self.handler.name, _place(messages), failure)
+        elif isinstance(failure, Reject):
+            log.warning("%s rejected %s: %s", self.handler.name, _place(messages), failure)
         elif failure is not None:
             fate = "is tried again" if self.settings.delivery == "at_least_once" else "is gone"
             log.error("%s failed on %s, which %s", self.handler.name, _place(messages), fate, exc_info=failure)
@@ -198,7 +210,7 @@ class Subscription:
         """Begin nothing for a while, if that is what the failure means; what was pulled ahead is for others."""
         if isinstance(failure, Suspend):
             seconds = failure.seconds
-        elif failure is not None and self.settings.suspend is not None and not isinstance(failure, RetryLater):
+        elif failure is not None and self.settings.suspend is not None and not isinstance(failure, RetryLater | Reject):
             seconds = self.settings.suspend
         else:
             return
@@ -230,11 +242,6 @@ def _outcome(
         return context.run(function, *arguments), None
     except Exception as error:  # noqa: BLE001 - told to the caller
         return None, error
-
-
-def _wait_after(failure: BaseException) -> float | None:
-    """How long the message waits; None: as the group retries."""
-    return failure.seconds if isinstance(failure, RetryLater | Suspend) else None
 
 
 def _place(messages: list[Message]) -> str:

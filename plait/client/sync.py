@@ -12,17 +12,20 @@ import logging
 import os
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import pyarrow as pa
 
-from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
-from plait.client.arguments import Duration, Start
+from plait.client.arguments import Start
 from plait.client.client import DEFAULT_ADDRESS
 from plait.client.client import Client as LoopClient
+from plait.client.delay import Delay, Delays, DeliverAts, due_of
 from plait.client.inbox import Inbox, Ticket
 from plait.client.loops import LoopThread, shared_loop
+from plait.client.schedule import ScheduledMessage
+from plait.client.sync_admin import Admin
 from plait.client.sync_consumer import Consumer
 from plait.client.sync_reader import Reader
 from plait.client.types import Receipt, Receipts
@@ -76,7 +79,7 @@ class Client:
         self._thread: LoopThread | None = None
         self._inbox: Inbox | None = None
         #: Management of subjects and groups.
-        self.admin = Admin(self)
+        self.admin = Admin(self._client.admin, self._run)
 
     def open(self) -> Self:
         """Connect; ``with`` does it for you."""
@@ -144,10 +147,15 @@ class Client:
         key: str | int | None = None,
         tags: Iterable[str] | None = None,
         headers: Mapping[str, str | int | float | bool] | None = None,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
         oneway: bool = False,
     ) -> Receipt:
-        """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing."""
-        return self._run(self._send(subject, body, key, tags, headers, oneway))
+        """Store a message and wait for its receipt. ``oneway`` sends once and waits for nothing.
+
+        It is delivered after ``delay`` (10 ms to 2 years), or not before ``deliver_at``.
+        """
+        return self._run(self._send(subject, body, key, tags, headers, delay, deliver_at, oneway))
 
     async def _send(
         self,
@@ -156,10 +164,14 @@ class Client:
         key: str | int | None,
         tags: Iterable[str] | None,
         headers: Mapping[str, str | int | float | bool] | None,
+        delay: Delay | None,
+        deliver_at: datetime | None,
         oneway: bool,
     ) -> Receipt:
         self._take_posted()
-        return await self._client.send(subject, body, key=key, tags=tags, headers=headers, oneway=oneway)
+        return await self._client.send(
+            subject, body, key=key, tags=tags, headers=headers, delay=delay, deliver_at=deliver_at, oneway=oneway
+        )
 
     def post(
         self,
@@ -169,13 +181,18 @@ class Client:
         key: str | int | None = None,
         tags: Iterable[str] | None = None,
         headers: Mapping[str, str | int | float | bool] | None = None,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
     ) -> Ticket:
         """Buffer a message and go on. ``ticket.result()`` gives the receipt; ``BufferFull`` when there is no room."""
         inbox = self._inbox
         if inbox is None or self._client._producer.closed is not None:
             self._client._check_open()
         assert inbox is not None
-        return inbox.post(subject, body, key, tags, headers)
+        due = None
+        if delay is not None or deliver_at is not None:
+            due = due_of(delay, deliver_at, self._client._producer.next_now())
+        return inbox.post(subject, body, key, tags, headers, due)
 
     def send_many(
         self,
@@ -183,13 +200,32 @@ class Client:
         bodies: Sequence[Any] | pa.Array | pa.ChunkedArray,
         *,
         keys: Sequence[str | int | None] | None = None,
+        delay: Delays | None = None,
+        deliver_at: DeliverAts | None = None,
     ) -> Receipts:
-        """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array."""
-        return self._run(self._send_many(subject, bodies, keys))
+        """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
-    async def _send_many(self, subject: str, bodies: Any, keys: Sequence[str | int | None] | None) -> Receipts:
+        ``delay`` and ``deliver_at`` are one for all, or one a row.
+        """
+        return self._run(self._send_many(subject, bodies, keys, delay, deliver_at))
+
+    async def _send_many(self, subject: str, bodies: Any, keys: Any, delay: Any, deliver_at: Any) -> Receipts:
         self._take_posted()
-        return await self._client.send_many(subject, bodies, keys=keys)
+        return await self._client.send_many(subject, bodies, keys=keys, delay=delay, deliver_at=deliver_at)
+
+    def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
+        """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
+        return self._run(self._client.cancel(scheduled))
+
+    def reschedule(
+        self,
+        scheduled: Receipt | ScheduledMessage,
+        *,
+        delay: Delay | None = None,
+        deliver_at: datetime | None = None,
+    ) -> Receipt:
+        """Deliver a delayed message at another time; its new receipt. ``NotScheduled``: it is too late for that."""
+        return self._run(self._client.reschedule(scheduled, delay=delay, deliver_at=deliver_at))
 
     def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""
@@ -227,45 +263,3 @@ class Client:
             return Reader(self._client.reader(subject, start=start), self._run)
 
         return self._run(make())
-
-
-class Admin:
-    """What ``plait subject`` and ``plait group`` do, as methods."""
-
-    def __init__(self, client: Client) -> None:
-        self._run = client._run
-        self._admin = client._client.admin
-
-    def subjects(self) -> list[SubjectInfo]:
-        """All subjects by name."""
-        return self._run(self._admin.subjects())
-
-    def subject(self, subject: str) -> SubjectDetails:
-        """A subject and its groups."""
-        return self._run(self._admin.subject(subject))
-
-    def create_subject(
-        self, subject: str, *, retention: Duration | None = None, retention_bytes: int | None = None
-    ) -> SubjectInfo:
-        """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
-        return self._run(self._admin.create_subject(subject, retention=retention, retention_bytes=retention_bytes))
-
-    def delete_subject(self, subject: str) -> None:
-        """Delete a subject with its messages and groups, for good."""
-        self._run(self._admin.delete_subject(subject))
-
-    def groups(self, subject: str | None = None) -> list[GroupInfo]:
-        """The groups of a subject, or of all."""
-        return self._run(self._admin.groups(subject))
-
-    def group(self, subject: str, group: str) -> GroupInfo:
-        """A group's progress."""
-        return self._run(self._admin.group(subject, group))
-
-    def reset_group(self, subject: str, group: str, start: Start) -> int:
-        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
-        return self._run(self._admin.reset_group(subject, group, start))
-
-    def server(self) -> dict[str, Any]:
-        """Facts about the server."""
-        return self._run(self._admin.server())

@@ -18,7 +18,7 @@ from plait.client.consumer import ITERATION_COUNT
 from plait.client.consumer import Consumer as LoopConsumer
 from plait.client.loops import Run
 from plait.client.settling import Piece
-from plait.client.types import Message
+from plait.client.types import Message, Why
 
 #: How long one wait of an iteration is; the next one follows at once.
 ITERATION_SECONDS = 3600.0
@@ -48,9 +48,13 @@ class Batch(Sequence[Message]):
         """All that were not nacked are done; returns when the broker has it."""
         self._run(self._inner.ack())
 
-    def nack(self, delay: Duration | None = None) -> None:
+    def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
         """All that were not acked failed: the group gets them again after ``delay``, or as it retries."""
-        self._run(self._inner.nack(delay))
+        self._run(self._inner.nack(delay, reason))
+
+    def reject(self, reason: Why | None = None) -> None:
+        """All that were not acked or nacked go to the group's dead letters at once."""
+        self._run(self._inner.reject(reason))
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -75,9 +79,13 @@ class ArrowBatch:
         """All rows that were not nacked are done; returns when the broker has it."""
         self._run(self._inner.ack())
 
-    def nack(self, rows: Iterable[int] | None = None, delay: Duration | None = None) -> None:
+    def nack(self, rows: Iterable[int] | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
         """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries."""
-        self._run(self._inner.nack(rows, delay))
+        self._run(self._inner.nack(rows, delay, reason))
+
+    def reject(self, rows: Iterable[int] | None = None, reason: Why | None = None) -> None:
+        """These rows (all: None) go to the group's dead letters at once."""
+        self._run(self._inner.reject(rows, reason))
 
     def __repr__(self) -> str:
         return repr(self._inner)
@@ -96,7 +104,7 @@ class Consumer:
         self.group = inner.group
         self.client_id = inner.client_id
         #: What the loop handed over and nobody has taken: an interrupted call loses nothing.
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[Piece] = inner._handed_over
         #: Messages of the first piece that iteration has made already, the next one last.
         self._ready: list[Message] = []
         self._lock = threading.Lock()

@@ -8,15 +8,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
 
-from plait.client.arguments import Duration, wait_of
+from plait.client.arguments import Duration, to_datetime
+from plait.client.words import failed_of, rejected_of
 from plait.errors import PlaitError
+from plait.reason import Reason
 
 if TYPE_CHECKING:
     from datetime import datetime
 
+    import numpy as np
+    import numpy.typing as npt
+
     from plait.client.delivered import Delivered
 
 HeaderValue = str | int | float | bool
+#: Why a message failed, as users say it.
+Why = BaseException | str | Reason
 
 
 class MessageId(NamedTuple):
@@ -97,6 +104,23 @@ class PendingBatch:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.waiters.append(future)
             await future
+
+
+class ScheduledBatch(PendingBatch):
+    """The same for rows that are delayed: the broker's number is that of the schedule."""
+
+    __slots__ = ("dues",)
+
+    def __init__(self, dues: Sequence[int] | npt.NDArray[np.int64] | int) -> None:
+        super().__init__()
+        #: Microseconds since 1970 of each row, or of all.
+        self.dues = dues
+
+    def receipt(self, row: int) -> Receipt:
+        """The receipt of a row; raises what went wrong instead."""
+        stored = super().receipt(row)
+        due = self.dues if isinstance(self.dues, int) else int(self.dues[row])
+        return Receipt(stored.message_id, stored.partition, None, to_datetime(due), stored.sequence)
 
 
 class Ticket(msgspec.Struct, gc=False):
@@ -189,6 +213,11 @@ class Message(msgspec.Struct, gc=False):
         return self._delivered.store_time
 
     @property
+    def deliver_at(self) -> datetime | None:
+        """When its sender wanted it to be delivered; None: at once."""
+        return self._delivered.deliver_at(self._row)
+
+    @property
     def attempt(self) -> int:
         """1 at the first delivery to this group."""
         return self._delivered.attempt(self._row)
@@ -202,9 +231,16 @@ class Message(msgspec.Struct, gc=False):
         """It is done. Sent with the acks of the same moment; ``await consumer.flush()`` waits for the broker."""
         return self._delivered.ack_row(self._row)
 
-    def nack(self, delay: Duration | None = None) -> Acknowledgement:
-        """It failed: a consumer of the group gets it again after ``delay`` (0: at once), or as the group retries."""
-        return self._delivered.nack_row(self._row, None if delay is None else wait_of(delay))
+    def nack(self, delay: Duration | None = None, reason: Why | None = None) -> Acknowledgement:
+        """It failed: a consumer of the group gets it again after ``delay`` (0: at once), or as the group retries.
+
+        ``reason`` is what its dead letter says if this was the last attempt.
+        """
+        return self._delivered.nack_row(self._row, failed_of(delay, reason))
+
+    def reject(self, reason: Why | None = None) -> Acknowledgement:
+        """No attempt will succeed: it goes to the group's dead letters at once."""
+        return self._delivered.nack_row(self._row, rejected_of(reason))
 
     def __repr__(self) -> str:
         body = self.body if len(self.body) <= 40 else self.body[:37] + b"..."

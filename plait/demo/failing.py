@@ -54,7 +54,7 @@ async def show_retries(address: str) -> Failing:
     async def send() -> None:
         await app.client.send_many(SUBJECT, [b"order %d is paid" % number for number in range(COUNT)])
 
-    with _without_tracebacks():
+    with without_tracebacks():
         running = asyncio.ensure_future(app.run())
         waiting = asyncio.ensure_future(done.wait())
         try:
@@ -72,7 +72,7 @@ async def show_retries(address: str) -> Failing:
 
 
 @contextmanager
-def _without_tracebacks() -> Iterator[None]:
+def without_tracebacks() -> Iterator[None]:
     """Hundreds of failures that are meant to be are not worth a page each."""
     log = logging.getLogger("plait.app")
     level = log.level

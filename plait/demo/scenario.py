@@ -18,6 +18,8 @@ from rich.table import Table
 
 import plait
 from plait.cli.node import OwnNode
+from plait.demo.dead import show_dead_letter
+from plait.demo.delayed import CANCELLED, show_delays
 from plait.demo.failing import FAILURES, show_retries
 from plait.demo.ledger import GroupResult, Ledger
 from plait.demo.orders import HANDLED, STEPS, SUBJECT
@@ -93,6 +95,8 @@ class Demo:
             await self._start(node.address)
             await self._kill_one(client, node.address)
             await self._retry(node.address)
+            await self._die(node.address)
+            await self._delay(node.address)
             await self._until(lambda: sum(self._sent.values()) == plan.total, "the producers to finish")
             screen.say(f"producers done: {plan.total:,} sends acknowledged")
             await self._until(lambda: all(ledger.complete for ledger in self._ledgers.values()), "the groups")
@@ -179,6 +183,21 @@ class Demo:
         self._screen.say(
             f"a handler failed {FAILURES} times on each of {found.messages:,} messages and got them again when due: "
             f"{found.calls:,} calls, none early, all done"
+        )
+
+    async def _die(self, address: str) -> None:
+        letter = await show_dead_letter(address)
+        self._screen.say(
+            f"a message that failed {letter.attempts} times became a dead letter ({letter.reason}); "
+            "the handler was mended, the letter resent and handled"
+        )
+
+    async def _delay(self, address: str) -> None:
+        found = await show_delays(address)
+        found.check()
+        self._screen.say(
+            f"{found.messages:,} delayed messages came {found.p50:.1f} ms after their time (p99 {found.p99:.1f} ms), "
+            f"none early; {CANCELLED} were cancelled and did not come"
         )
 
     async def _stop_consumers(self) -> None:

@@ -191,6 +191,7 @@ def build_frame(
     first: int,
     previous: int = 0,
     send_time: int | npt.NDArray[np.int64] | None = None,
+    deliver_at: int | npt.NDArray[np.int64] | None = None,
     keys: Rows | None = None,
     key_hashes: npt.NDArray[np.uint64] | None = None,
     tags: Rows | None = None,
@@ -200,8 +201,8 @@ def build_frame(
 ) -> FrameParts:
     """A frame of the rows, signed and not yet stamped.
 
-    ``keys``, ``tags`` and ``headers`` are encoded already (a row without one is empty); ``send_time`` is one
-    time for all rows or one a row.
+    ``keys``, ``tags`` and ``headers`` are encoded already (a row without one is empty); ``send_time`` and
+    ``deliver_at`` are one time for all rows or one a row.
     """
     count = len(bodies)
     if not 0 < count <= FRAME_COUNT_MAX:
@@ -211,12 +212,9 @@ def build_frame(
     if key_hashes is not None:
         columns.append((Column.KEY_HASH, Codec.RAW, [_fixed(key_hashes, count, Column.KEY_HASH)]))
     if send_time is not None:
-        if isinstance(send_time, int):
-            if not 0 <= send_time <= TIME_MAX:
-                raise InvalidArgument(f"send time {send_time} is no date: use microseconds since 1970")
-            columns.append((Column.SEND_TIME, Codec.CONST, [send_time.to_bytes(8, "little")]))
-        else:
-            columns.append((Column.SEND_TIME, Codec.RAW, [_fixed(send_time, count, Column.SEND_TIME)]))
+        columns.append(_times(send_time, count, Column.SEND_TIME))
+    if deliver_at is not None:
+        columns.append(_times(deliver_at, count, Column.DELIVER_AT))
     for column, rows in (
         (Column.KEY, keys),
         (Column.BODY, bodies),
@@ -281,6 +279,15 @@ def assemble(
             total += -size & 7
     directory = parts[1] = _DIRECTORIES[len(entries)].pack(*entries)
     return FrameParts(bits, parts, total + len(directory), count, producer, first, previous, flags, stamp)
+
+
+def _times(times: int | npt.NDArray[np.int64], count: int, column: Column) -> Encoded:
+    """A column of one time for all rows, or one a row."""
+    if not isinstance(times, int):
+        return column, Codec.RAW, [_fixed(times, count, column)]
+    if not 0 <= times <= TIME_MAX:
+        raise InvalidArgument(f"{label(column)} {times} is no date: use microseconds since 1970")
+    return column, Codec.CONST, [times.to_bytes(8, "little")]
 
 
 def _fixed(values: npt.NDArray[Any], count: int, column: int) -> memoryview:

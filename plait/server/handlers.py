@@ -93,10 +93,12 @@ class Handlers:
 
     def _route(self, connection: Connection, correlation: int, route: m.Route, _: memoryview) -> None:
         names.check("subject", route.subject)
-        known = route.subject in self._broker.subjects
+        before = self._broker.next_partition
         partition = self._broker.partition_of(route.subject)
+        if route.delayed:
+            partition = self._broker.schedules.partition_of(route.subject)
         answer = m.Routed(partition.id, partition.row.name)
-        if known and partition.id not in self._new:
+        if before == self._broker.next_partition and partition.id not in self._new:
             connection.answer(correlation, answer)
             return
 
@@ -194,6 +196,9 @@ class Handlers:
         delay = nack.delay
         if delay is not None and not 0 <= delay <= WAIT_SECONDS_MAX:
             raise InvalidArgument(f"a delay of {delay} seconds is not possible; use 0 to {WAIT_SECONDS_MAX:.0f}")
+        if not nack.counted:
+            # Who gives back what it has not begun with does not want it again at once.
+            self._server.membership.end_pulls(consumer)
         failure = Failure(delay, nack.reason or Reason(), nack.reject, nack.counted)
         self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()), failure)
         self._server.arm_timer()

@@ -195,6 +195,7 @@ class Server:
             "subjects": len(broker.subjects),
             "groups": broker.group_count,
             "producers": len(broker.producers),
+            "scheduled": broker.schedules.count,
             "message_log_start": broker.message_log.start,
             "message_log_end": broker.message_log.end,
             "message_log_durable": broker.message_log.durable,
@@ -218,6 +219,8 @@ class Server:
                 self.fail(self.broker.failed)
             elif self.broker.sync_wanted:
                 self._syncs.begin()
+            if self.broker.schedules.by_subject:
+                self.arm_timer()
         except Exception as error:
             log.exception("a commit failed")
             self.defect(error)
@@ -316,6 +319,8 @@ class Server:
         # Their timer counts on another clock, which stands still while the machine is suspended.
         self.broker.run_timers()
         self.broker.check_space()
+        while self.broker.schedules.damages:
+            log.error("%s", self.broker.schedules.damages.pop(0))
         self.broker.producers.forget(self.clock.now())
         for connection in list(self.connections):
             if connection.overdue(self.now):

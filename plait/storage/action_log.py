@@ -45,6 +45,8 @@ class Action(IntEnum):
     #: Dead letters are handed out again, or forgotten.
     REVIVE = 10
     PURGE = 11
+    #: Of group 0: delayed rows of the schedule partition ``consumer`` shall never be due.
+    CANCEL = 12
 
 
 #: The time of an event is when its rows are due, not when it happened.

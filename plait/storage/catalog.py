@@ -15,6 +15,8 @@ from plait.frame.view import FrameView
 
 #: The partition id of catalog frames.
 CATALOG = 0
+#: The kind of partitions that hold a subject's delayed rows until they are due.
+SCHEDULE = "schedule"
 
 
 class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -35,6 +37,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     created: int
     settings: SubjectSettings = SubjectSettings()
     deleted: bool = False
+    #: What it is to its subject: "" is where consumers find its messages.
+    kind: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import plait
@@ -57,6 +58,39 @@ async def test_the_next_process_says_what_the_last_could_not(broker: EmbeddedBro
         assert (info.lag, info.waiting) == (6, 2)
         assert numbers(await fetch_all(consumer, 4)) == [6, 7, 8, 9]
         assert files(spool) == []
+
+
+async def test_reasons_and_rejections_are_kept_too(broker: EmbeddedBroker, spool: Path) -> None:
+    async with connect(broker, spool) as client:
+        await send(client, 3)
+        async with client.consumer("s", group="g", retry=plait.Retry(attempts=1)) as consumer:
+            rejected, failed, done = await fetch_all(consumer, 3)
+            await broker.kill()
+            rejected.reject(KeyError("order"))
+            failed.nack(reason="the last attempt")
+            done.ack()
+            await until(lambda: [path for path in files(spool) if path.suffix == ".words"])
+    await broker.start()
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        letters = await client.admin.dead_letters("s", "g")
+        assert [letter.reason for letter in letters] == [
+            plait.Reason("KeyError", "'order'"),
+            plait.Reason("", "the last attempt"),
+        ]
+        assert (await client.admin.group("s", "g")).lag == 0
+
+
+async def test_a_spool_of_an_older_version_is_said(broker: EmbeddedBroker, spool: Path) -> None:
+    await speak_to_nobody(broker, spool)
+    [path] = files(spool)
+    *names, acks, nacks = msgspec.msgpack.decode(path.read_bytes())
+    overwrite(path, msgspec.msgpack.encode([*names, acks, [nack[:2] for nack in nacks]]))
+    await broker.start()
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        info = await client.admin.group("s", "g")
+        assert (info.lag, info.waiting, info.dead) == (6, 2, 0)
 
 
 async def test_the_same_process_says_it_when_the_broker_is_back(broker: EmbeddedBroker, spool: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from crc32c import crc32c
 from hypothesis import HealthCheck, settings
@@ -82,13 +83,13 @@ class Draft:
     def build(self) -> FrameParts:
         """The frame, stamped."""
         hashes = self.key_hashes
-        times = self.send_time
         frame = build_frame(
             self.bodies,
             producer=self.producer,
             first=self.first,
             previous=self.previous,
-            send_time=np.array(times, np.int64) if isinstance(times, list) else times,
+            send_time=_times(self.send_time),
+            deliver_at=_times(self.deliver_at),
             keys=self.keys,
             key_hashes=None if hashes is None else np.array(hashes, np.uint64),
             tags=self.tags,
@@ -96,9 +97,7 @@ class Draft:
             flags=self.flags,
             compression=self.compression,
         )
-        # The builder has no arguments for these: clients cannot set them yet, the format knows them.
-        if self.deliver_at is not None:
-            frame = with_column(frame, Column.DELIVER_AT, *_fixed(self.deliver_at, "<i8"))
+        # The builder has no argument for it: clients cannot set it yet, the format knows it.
         if self.priority is not None:
             frame = with_column(frame, Column.PRIORITY, *_fixed(self.priority, "u1"))
         frame.stamp_with(pack_stamp(3, self.base, NOW, 4096, 2))
@@ -106,6 +105,10 @@ class Draft:
 
     def view(self) -> FrameView:
         return FrameView(self.build().tobytes())
+
+
+def _times(times: int | list[int] | None) -> int | npt.NDArray[np.int64] | None:
+    return np.array(times, np.int64) if isinstance(times, list) else times
 
 
 def with_column(frame: FrameParts, number: int, codec: int, data: bytes) -> FrameParts:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame import FrameView, build_frame
 from plait.frame.builder import SMALL_COUNT, Rows, build_one
-from plait.frame.columns import ORIGINAL_SIZE_MAX, Column
+from plait.frame.columns import ORIGINAL_SIZE_MAX, Codec, Column
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.limits import COLUMN_SIZE_MAX, FRAME_COUNT_MAX, MIB
 from tests.frame.samples import relaxed
@@ -132,9 +132,9 @@ def test_no_rows_and_too_many_rows_are_refused(count: int):
         build_frame([b""] * count, producer=1, first=1)
 
 
-@pytest.mark.parametrize("column", ["keys", "tags", "headers", "key_hashes", "send_time"])
+@pytest.mark.parametrize("column", ["keys", "tags", "headers", "key_hashes", "send_time", "deliver_at"])
 def test_columns_of_other_lengths_are_refused(column: str):
-    values = np.zeros(3, np.int64) if column in ("key_hashes", "send_time") else [b"a"] * 3
+    values = np.zeros(3, np.int64) if column in ("key_hashes", "send_time", "deliver_at") else [b"a"] * 3
     with pytest.raises(InvalidArgument, match="3 rows, bodies have 2"):
         build_frame([b"a", b"b"], producer=1, first=1, **{column: values})  # type: ignore[arg-type]
 
@@ -152,6 +152,16 @@ def test_fixed_columns_of_any_layout_are_stored():
 def test_a_send_time_that_is_no_date_is_refused(time: int):
     with pytest.raises(InvalidArgument, match=f"send time {time} is no date"):
         build_frame([b"a"], producer=1, first=1, send_time=time)
+    with pytest.raises(InvalidArgument, match=f"deliver at {time} is no date"):
+        build_frame([b"a"], producer=1, first=1, deliver_at=time)
+
+
+def test_one_time_for_all_rows_is_stored_once():
+    one = FrameView(build_frame([b"a"] * 3, producer=1, first=1, deliver_at=7).tobytes()).validate()
+    each = FrameView(build_frame([b"a"] * 3, producer=1, first=1, deliver_at=np.array([7, 8, 9])).tobytes()).validate()
+    assert one.stored(Column.DELIVER_AT) == (Codec.CONST, (7).to_bytes(8, "little"))
+    assert one.fixed(Column.DELIVER_AT).tolist() == [7, 7, 7]
+    assert each.fixed(Column.DELIVER_AT).tolist() == [7, 8, 9]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,155 @@
+"""Delayed rows wherever they are, as frames: those in the message log alone and those in buckets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from plait.broker.sends import JOINED_SIZE_MAX
+from plait.broker.window import IN_LOG, SoonRows, soon_rows
+from plait.errors import DamageError, FrameError
+from plait.frame.builder import FrameParts
+from plait.frame.columns import Column
+from plait.frame.gather import Gathered, Int64s, Places, Rows, flatten, row_sets
+from plait.frame.view import FrameView
+from plait.limits import MIB
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+    from plait.broker.schedule import Schedule, Schedules
+
+#: Bodies that are delivered in one turn.
+DELIVER_SIZE_MAX: Final = 8 * MIB
+#: Inflated frames that are remembered: their other rows may be due next.
+FLAT_SIZE_MAX: Final = 64 * MIB
+
+
+class DueRows:
+    """Reads them, and remembers that they left."""
+
+    def __init__(self, broker: Broker, schedules: Schedules) -> None:
+        self._broker = broker
+        self._schedules = schedules
+        self._flat: OrderedDict[tuple[int, int, int], tuple[bytes, Places]] = OrderedDict()
+        self._flat_size = 0
+
+    def readable(self, schedule: Schedule, rows: SoonRows, mine: Int64s) -> tuple[Int64s, Int64s]:
+        """(rows that can be read, rows that are lost) of ``mine``. Frames in the log are looked at once."""
+        fresh = schedule.fresh
+        in_log = mine[rows["bucket"][mine] == IN_LOG]
+        nothing = mine[:0]
+        if not len(in_log):
+            return mine, nothing
+        index, _ = fresh.locate(rows["number"][in_log])
+        frames = fresh.frames.values
+        doubtful = np.unique(index[~frames["whole"][index]])
+        bad = [frame for frame in doubtful.tolist() if not self._whole(frames, frame)]
+        if not bad:
+            return mine, nothing
+        lost = in_log[np.isin(index, bad)]
+        count = fresh.settle(rows["number"][lost])
+        self._schedules.report("message", f"frames at {frames['place']['at'][bad].tolist()} do not read back", count)
+        return mine[~np.isin(mine, lost)], lost
+
+    def _whole(self, frames: Any, index: int) -> bool:
+        at, size = int(frames["place"]["at"][index]), int(frames["size"][index])
+        try:
+            FrameView(self._broker.message_log.view(at, size)).verify()
+        except (FrameError, DamageError):
+            return False
+        frames["whole"][index] = True
+        return True
+
+    def gather(self, schedule: Schedule, rows: SoonRows, mine: Int64s) -> tuple[Int64s, Gathered]:
+        """As many of ``mine`` as leave in one turn, and their columns."""
+        sets, which = self._sets(schedule, rows[mine])
+        place = np.empty(len(which), np.int64)
+        place[which] = np.arange(len(which))
+        sizes = np.concatenate([each.spans(Column.BODY)[1] for each in sets])[place]
+        total = np.cumsum(sizes)
+        if total[-1] > DELIVER_SIZE_MAX and len(mine) > 1:
+            count = max(int(np.searchsorted(total, DELIVER_SIZE_MAX, "right")), 1)
+            mine, place = mine[:count], place[:count]
+        return mine, Gathered(sets, place)
+
+    def _sets(self, schedule: Schedule, rows: SoonRows) -> tuple[list[Rows], Int64s]:
+        """The rows by where they are, and which of them each row of the sets is."""
+        sets: list[Rows] = []
+        which: list[Int64s] = []
+        buckets = rows["bucket"]
+        for key in np.unique(buckets).tolist():
+            mine = np.flatnonzero(buckets == key)
+            if key == IN_LOG:
+                self._sets_in_log(schedule, rows["number"], mine, sets, which)
+                continue
+            bucket = self._schedules.buckets[key]
+            view = bucket.view()
+            sets.append(Rows(view, bucket.places[rows["run"][mine]], rows["row"][mine]))
+            which.append(mine)
+            # At least a page for each.
+            bucket.read(4096 * len(mine))
+        return sets, np.concatenate(which)
+
+    def _sets_in_log(
+        self, schedule: Schedule, numbers: Int64s, mine: Int64s, sets: list[Rows], which: list[Int64s]
+    ) -> None:
+        log = self._broker.message_log
+        index, row = schedule.fresh.locate(numbers[mine])
+        frames, frame = np.unique(index, return_inverse=True)
+        places = schedule.fresh.frames.values["place"][frames]
+        bases = np.array([segment.base for segment in log.segments])
+        segments = (np.searchsorted(bases, places["at"], "right") - 1)[frame]
+        places["at"] -= bases[np.searchsorted(bases, places["at"], "right") - 1]
+        for segment in np.unique(segments).tolist():
+            some = np.flatnonzero(segments == segment)
+            found, order = row_sets(log.segments[segment].view, places, frame[some], row[some], self._flat_of)
+            sets += found
+            which.append(mine[some][order])
+
+    def _flat_of(self, frame: FrameView) -> tuple[bytes, Places]:
+        key = (frame.partition, frame.base, frame.epoch)
+        known = self._flat.get(key)
+        if known is None:
+            known = self._flat[key] = flatten(frame)
+            self._flat_size += len(known[0])
+            while self._flat_size > FLAT_SIZE_MAX and len(self._flat) > 1:
+                self._flat_size -= len(self._flat.popitem(last=False)[1][0])
+        return known
+
+    @staticmethod
+    def frames(gathered: Gathered, rows: SoonRows) -> Iterator[tuple[int, int, FrameParts]]:
+        """(start, stop, frame) of gathered rows, in the order they stand."""
+        due, numbers = rows["due"], rows["number"].astype(np.uint64)
+        for start, stop in gathered.cuts(JOINED_SIZE_MAX):
+            yield start, stop, gathered.frame(start, stop, due, numbers, row_by_row=False)
+
+    def left(self, schedule: Schedule, rows: SoonRows) -> None:
+        """The rows were delivered."""
+        buckets = rows["bucket"]
+        for key in np.unique(buckets).tolist():
+            mine = rows[buckets == key]
+            if key == IN_LOG:
+                schedule.fresh.settle(mine["number"])
+                continue
+            bucket = self._schedules.buckets[key]
+            np.maximum.at(bucket.cursors, mine["run"], mine["row"].astype(np.int64) + 1)
+            bucket.waiting -= len(mine)
+            bucket.dirty = True
+
+    def copy(self, schedule: Schedule, number: int, due: int, to: int) -> FrameParts | None:
+        """The row once more, to be delivered at another time, in a frame that settles it; None where it is lost."""
+        rows = soon_rows(np.array([due]), number, schedule.partition.id)
+        if number < schedule.fresh.base:
+            place = self._schedules.find_filed(schedule, number, due)
+            if place is None:
+                return None
+            bucket, run, row = place
+            rows = soon_rows(np.array([due]), number, schedule.partition.id, bucket.key, run, row)
+        mine, _ = self.readable(schedule, rows, np.arange(1))
+        if not len(mine):
+            return None
+        _, gathered = self.gather(schedule, rows, mine)
+        return gathered.frame(0, 1, np.array([to]), np.array([number], np.uint64), row_by_row=False)

@@ -1,0 +1,180 @@
+"""The schedule's way into a checkpoint and back: what the buckets hold, and what the logs say since.
+
+Everything that waits when a checkpoint is written is filed by it. Recovery therefore begins with the buckets of the
+checkpoint; rows that come in the log after it are not filed, and frames and events after it say which rows have left.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.broker.partition import Partition
+from plait.frame.columns import Column
+from plait.frame.view import FrameView
+from plait.storage.buckets import DIRECTORY, NEVER, Bucket
+from plait.storage.catalog import SCHEDULE
+from plait.storage.filing import BucketCopy, Filing, FreshCopy, segment_places
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+    from plait.broker.schedule import Schedule, Schedules
+
+_Settled = tuple[npt.NDArray[Any], npt.NDArray[Any] | None]
+
+
+class Filed:
+    """What of a broker's schedule is in files."""
+
+    def __init__(self, broker: Broker, schedules: Schedules) -> None:
+        self._broker = broker
+        self._schedules = schedules
+        #: Partition → numbers, and perhaps when they were due, that the logs settle after the checkpoint.
+        self._replayed: dict[int, list[_Settled]] = {}
+        self._filing: Filing | None = None
+
+    # --- recovery -------------------------------------------------------------------------------
+
+    def load(self, data: bytes) -> None:
+        """A bucket of a checkpoint."""
+        bucket = Bucket.load(self._broker.disk, self._schedules.report, data)
+        self._schedules.buckets[bucket.key] = bucket
+
+    def replay(self, partition: Partition, offset: int, frame: FrameView) -> None:
+        """A frame of the message log that holds rows that wait, or says that some do no longer."""
+        schedule = self._schedules.by_subject.get(partition.row.subject)
+        if schedule is None:
+            return
+        delayed = partition.row.kind == SCHEDULE
+        if frame.has(Column.SCHEDULE):
+            due = None if delayed else frame.fixed(Column.DELIVER_AT)
+            self._settle(schedule, frame.fixed(Column.SCHEDULE), due)
+        if delayed:
+            self._schedules.upcoming.append(schedule, frame, offset)
+
+    def replay_cancel(self, partition: int, start: int, end: int, due: int, epoch: int) -> None:
+        """An event of the action log."""
+        schedule = self._schedules.get(partition)
+        if schedule is not None:
+            # Numbers may have been lost to damage and given to others since: the event is not about those.
+            numbers = np.arange(start, min(end, schedule.partition.stored_until(epoch)))
+            self._settle(schedule, numbers, np.full(len(numbers), due))
+
+    def _settle(self, schedule: Schedule, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
+        schedule.fresh.settle(numbers)
+        filed = numbers < schedule.fresh.base
+        if filed.any():
+            entry = (numbers[filed].astype(np.uint64), None if due is None else due[filed])
+            self._replayed.setdefault(schedule.partition.id, []).append(entry)
+
+    def recovered(self) -> None:
+        """Both logs were replayed: find the filed rows that they settle. Files that no checkpoint names go later."""
+        replayed, self._replayed = self._replayed, {}
+        for partition, entries in replayed.items():
+            if self._schedules.get(partition) is None:
+                continue
+            for timed in (True, False):
+                numbers = [each for each, due in entries if (due is not None) is timed]
+                times = [due for _, due in entries if due is not None] if timed else []
+                if numbers:
+                    self._resolve(partition, np.concatenate(numbers), np.concatenate(times) if times else None)
+        known = {bucket.path for bucket in self._schedules.buckets.values()}
+        for name in self._broker.disk.list(DIRECTORY):
+            # Without a checkpoint nobody knows what is in them: they stay, for whoever can tell.
+            if f"{DIRECTORY}/{name}" not in known and self._broker.checkpoints.last is not None:
+                self._broker.snapshots.replaced(f"{DIRECTORY}/{name}")
+        for schedule in self._schedules.by_subject.values():
+            self._schedules.upcoming.expect_from(schedule, 0)
+        self.drop_finished()
+        self._schedules.upcoming.look_beyond()
+
+    def _resolve(self, partition: int, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
+        """Settle filed rows that are known by their numbers, and perhaps by when they were due."""
+        if due is not None:
+            order = np.argsort(due)
+            numbers, due = numbers[order], due[order]
+        for bucket in self._schedules.buckets.values():
+            for run in np.flatnonzero(bucket.of(partition)).tolist():
+                record = bucket.runs[run]
+                some = numbers
+                if due is not None:
+                    low = np.searchsorted(due, record["due_first"], "left")
+                    some = numbers[low : np.searchsorted(due, record["due_last"], "right")]
+                some = some[(some >= record["low"]) & (some <= record["high"])]
+                if len(some) and bucket.open_run(run):
+                    bucket.settle(run, np.flatnonzero(np.isin(bucket.numbers_of(run), some)))
+                    bucket.advance(run)
+
+    # --- checkpoint -----------------------------------------------------------------------------
+
+    def begin(self, checkpoint: int) -> Filing:
+        """Copy what a checkpoint has to know: everything that waits is filed by it."""
+        broker = self._broker
+        copies: dict[int, BucketCopy] = {}
+        for key, bucket in self._schedules.buckets.items():
+            bucket.forget_passed()
+            cursors = bucket.cursors.copy()
+            copies[key] = BucketCopy(key, bucket.path, bucket.runs, cursors, bucket.settled, bucket.dirty)
+            bucket.dirty = False
+        fresh = [
+            FreshCopy(s.partition.id, s.fresh.base, s.fresh.due.values.copy(), s.fresh.frames.values.copy())
+            for s in self._schedules.by_subject.values()
+            if len(s.fresh.due)
+        ]
+        segments = segment_places(broker.message_log.directory, [each.base for each in broker.message_log.segments])
+        self._filing = Filing(
+            broker.disk,
+            self._schedules.report,
+            fresh,
+            copies,
+            segments,
+            now=broker.clock.now(),
+            epoch=broker.epoch,
+            checkpoint=checkpoint,
+        )
+        return self._filing
+
+    def end(self, filing: Filing, *, written: bool) -> None:
+        """The checkpoint was written, or not: then everything is as it was."""
+        self._filing = None
+        if written:
+            self._take_over(filing)
+        else:
+            for key in filing.dirty:
+                if key in self._schedules.buckets:
+                    self._schedules.buckets[key].dirty = True
+        self.drop_finished()
+
+    def _take_over(self, filing: Filing) -> None:
+        """Filed rows leave the log for their buckets."""
+        schedules = self._schedules
+        for key, (path, runs) in filing.added.items():
+            bucket = schedules.buckets.get(key)
+            if bucket is None:
+                bucket = schedules.buckets[key] = Bucket(self._broker.disk, schedules.report, key, path)
+            before = len(bucket.runs)
+            bucket.add(runs)
+            for run in range(before, len(bucket.runs)):
+                if schedules.get(int(bucket.runs["partition"][run])) is None:
+                    bucket.drop_run(run)
+        for copy in filing.fresh:
+            schedule = schedules.get(copy.partition)
+            if schedule is None:
+                continue
+            left = np.flatnonzero((copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER))
+            schedule.fresh.filed(copy.end)
+            schedule.partition.start = copy.end
+            schedules.window.remove_partition(copy.partition, before=copy.end)
+            schedules.upcoming.expect_from(schedule, schedules.window.end)
+            if len(left):
+                self._resolve(copy.partition, copy.base + left, copy.due[left])
+        schedules.upcoming.runs_added()
+
+    def drop_finished(self) -> None:
+        """Buckets of which nothing is left go; not while a checkpoint may be adding to them."""
+        if self._filing is None:
+            buckets = self._schedules.buckets
+            for key in [key for key, bucket in buckets.items() if bucket.waiting == 0]:
+                self._broker.snapshots.replaced(buckets.pop(key).path)

@@ -1,0 +1,319 @@
+"""The schedule: messages that are to be delivered at a time of their own.
+
+A delayed row is appended to its subject's *schedule partition* in the message log; that is what its receipt means, and
+its number is its sequence there. When a checkpoint is made, the rows that still wait are filed in buckets
+(``storage.buckets``). When a row is due it is appended to its subject's own partition, in a frame that names the
+numbers it settles: delivery and its record are one write, so a row is delivered once, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.broker.due_rows import DueRows
+from plait.broker.filed import Filed
+from plait.broker.partition import Partition
+from plait.broker.sends import Appended
+from plait.broker.subjects import create_partition
+from plait.broker.upcoming import Upcoming
+from plait.errors import FrameError, InvalidArgument, LimitExceeded
+from plait.frame.columns import Column
+from plait.frame.gather import Int64s
+from plait.frame.header import pack_stamp
+from plait.frame.view import FrameView
+from plait.retry import WAIT_SECONDS_MAX
+from plait.storage.action_log import Action
+from plait.storage.buckets import NEVER, Bucket, keys_at
+from plait.storage.catalog import SCHEDULE, PartitionRow
+from plait.storage.fresh import Fresh
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+
+#: Rows that are delivered in one turn: the loop has others to serve.
+DELIVER_MAX: Final = 8_192
+#: Time between two turns that deliver: rows that are due together leave together.
+TURN_SECONDS: Final = 0.004
+#: Time before a delivery that the disk had no room for is tried again.
+RETRY_SECONDS: Final = 1.0
+#: Damages that wait to be told; more are only counted.
+DAMAGES_MAX: Final = 1_000
+#: A sender's clock may be ahead of the broker's by this.
+AHEAD_SECONDS: Final = 60.0
+#: The latest time that can be asked for, from now on.
+_AHEAD_MAX: Final = int((WAIT_SECONDS_MAX + AHEAD_SECONDS) * 1_000_000)
+
+
+class Schedule:
+    """One subject's delayed rows."""
+
+    __slots__ = ("fresh", "partition")
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.fresh = Fresh(partition.next)
+
+
+class Schedules:
+    """All delayed rows of a broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self.by_subject: dict[str, Schedule] = {}
+        self._by_partition: dict[int, Schedule] = {}
+        self.buckets: dict[int, Bucket] = {}
+        self.upcoming = Upcoming(self.buckets)
+        self.window = self.upcoming.window
+        self.rows = DueRows(broker, self)
+        self.filed = Filed(broker, self)
+        #: Something is due: the next commit delivers it.
+        self.ready = False
+        #: On the monotonic clock: the next turn that delivers comes at the first; until the second none does.
+        self._turn_at = self._held_until = 0.0
+        #: Rows that did not read back, and what has not been told of that yet.
+        self.lost_count = 0
+        self.damages: list[str] = []
+
+    # --- which there are ------------------------------------------------------------------------
+
+    def add(self, partition: Partition) -> None:
+        """A schedule partition is known."""
+        schedule = Schedule(partition)
+        self._by_partition[partition.id] = schedule
+        self.by_subject[partition.row.subject] = schedule
+
+    def remove(self, partition: Partition) -> None:
+        """A subject was deleted: its delayed rows will never be due."""
+        self._by_partition.pop(partition.id, None)
+        schedule = self.by_subject.get(partition.row.subject)
+        if schedule is not None and schedule.partition is partition:
+            del self.by_subject[partition.row.subject]
+            schedule.fresh = Fresh(partition.next)
+        self.window.remove_partition(partition.id)
+        for bucket in self.buckets.values():
+            for run in np.flatnonzero(bucket.of(partition.id)).tolist():
+                bucket.drop_run(run)
+        self.filed.drop_finished()
+
+    def partition_of(self, subject: str) -> Partition:
+        """The subject's schedule partition; made now, as the subject itself, if that is allowed."""
+        target = self._broker.partition_of(subject)
+        schedule = self.by_subject.get(subject)
+        if schedule is not None:
+            return schedule.partition
+        broker = self._broker
+        row = PartitionRow(broker.next_partition, subject, target.row.name, broker.clock.now(), kind=SCHEDULE)
+        return create_partition(broker, row)
+
+    def get(self, partition: int) -> Schedule | None:
+        """The schedule of a schedule partition."""
+        return self._by_partition.get(partition)
+
+    @property
+    def count(self) -> int:
+        """Rows that wait."""
+        filed = sum(bucket.waiting for bucket in self.buckets.values())
+        return filed + sum(schedule.fresh.waiting for schedule in self.by_subject.values())
+
+    def report(self, file: str, reason: str, rows: int) -> None:
+        """Rows that wait do not read back."""
+        self.lost_count += rows
+        if len(self.damages) < DAMAGES_MAX:
+            self.damages.append(f"{file}: {rows} delayed messages are lost: {reason}")
+
+    # --- rows come ------------------------------------------------------------------------------
+
+    def check(self, partition: Partition, frame: FrameView) -> None:
+        """A frame that was sent has delivery times where they belong, and possible ones."""
+        delayed = frame.has(Column.DELIVER_AT)
+        if partition.row.kind != SCHEDULE:
+            if delayed:
+                raise FrameError("a frame with delivery times goes to its subject's schedule; ask for that route")
+        elif not delayed:
+            raise FrameError("a frame without delivery times does not go to a schedule")
+        else:
+            self.check_time(int(frame.values(Column.DELIVER_AT).max()))
+
+    def check_time(self, due: int) -> None:
+        """A delivery time is possible."""
+        ahead = due - self._broker.clock.now()
+        if ahead > _AHEAD_MAX or due < 0:
+            raise InvalidArgument(
+                f"a message can be delayed by at most {WAIT_SECONDS_MAX:.0f} seconds; this one by {ahead / 1e6:.0f}"
+            )
+
+    def take_in(self, appended: Appended) -> None:
+        """A commit wrote frames: those of schedule partitions hold rows that wait."""
+        for partition in appended.partitions:
+            schedule = self._by_partition.get(partition.id)
+            if schedule is None:
+                continue
+            log = partition.consume_log
+            for index in range(log.find(schedule.fresh.end), len(log)):
+                record = log.record(index)
+                frame = FrameView(self._broker.message_log.view(record.offset, record.size))
+                self.upcoming.append(schedule, frame, record.offset)
+
+    # --- rows leave -----------------------------------------------------------------------------
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When to look, on the monotonic clock."""
+        due = self.upcoming.next
+        if due is None:
+            return None
+        clock = self._broker.clock
+        return max(clock.monotonic() + max(due - clock.now(), 0) / 1_000_000, self._turn_at)
+
+    def look(self) -> bool:
+        """Whether there is something to do for ``deliver``."""
+        clock = self._broker.clock
+        now = clock.now()
+        due = self.window.next_due <= now or self.upcoming.wants(now)
+        self.ready = due and clock.monotonic() >= self._held_until
+        return self.ready
+
+    def deliver(self, now: int, appended: Appended) -> None:
+        """Append what is due to its subjects' partitions. Raises OSError when the log cannot grow: the rest stays."""
+        self.ready = False
+        clock = self._broker.clock
+        self._turn_at = clock.monotonic() + TURN_SECONDS
+        if self.upcoming.wants(now):
+            self.upcoming.load(now)
+        rows = self.window.due(now, DELIVER_MAX)
+        if not len(rows):
+            return
+        kept = np.ones(len(rows), bool)
+        try:
+            partitions = rows["partition"]
+            # Each subject's rows together, in their order.
+            order = np.argsort(partitions, kind="stable")
+            edges = np.flatnonzero(np.diff(partitions[order], prepend=-1, append=-1))
+            for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+                mine = order[start:stop]
+                self._deliver(rows, mine, now, appended, kept)
+        except OSError:
+            self.hold()
+            raise
+        finally:
+            self.window.took(len(rows), rows[kept])
+            self.filed.drop_finished()
+
+    def hold(self) -> None:
+        """Nothing is delivered for now: the disk is as full as it may be."""
+        self.ready = False
+        self._turn_at = self._held_until = self._broker.clock.monotonic() + RETRY_SECONDS
+
+    def _deliver(self, rows: Any, mine: Int64s, now: int, appended: Appended, kept: npt.NDArray[np.bool_]) -> None:
+        """Deliver one subject's rows; those that left are kept no longer."""
+        broker = self._broker
+        schedule = self._by_partition[int(rows["partition"][mine[0]])]
+        target = broker.subjects[schedule.partition.row.subject]
+        mine, lost = self.rows.readable(schedule, rows, mine)
+        kept[lost] = False
+        if not len(mine):
+            return
+        mine, gathered = self.rows.gather(schedule, rows, mine)
+        chosen = rows[mine]
+        for start, stop, frame in self.rows.frames(gathered, chosen):
+            broker.message_log.place_for(frame.size)
+            base = target.next
+            frame.stamp_with(pack_stamp(target.id, base, now, broker.message_log.durable, broker.epoch))
+            offset = broker.message_log.append(frame.parts, frame.size)
+            target.appended(base, offset, now, frame.size, frame.count, broker.epoch)
+            appended.partitions[target] = target.next
+            broker.touch(target)
+            kept[mine[start:stop]] = False
+            self.rows.left(schedule, chosen[start:stop])
+
+    # --- cancel and reschedule --------------------------------------------------------------------
+
+    def cancel(self, subject: str, number: int, due: int) -> bool:
+        """A row shall never be delivered; False where it does not wait (any more). Counts once committed."""
+        schedule = self._find(subject, number, due)
+        if schedule is None:
+            return False
+        self._broker.record(Action.CANCEL, schedule.partition, number, number + 1, due)
+        self._settle(schedule, number, due)
+        return True
+
+    def reschedule(self, subject: str, number: int, due: int, to: int) -> int | None:
+        """A row is due at another time: its new number; None where it does not wait (any more)."""
+        self.check_time(to)
+        broker = self._broker
+        schedule = self._find(subject, number, due)
+        if schedule is None:
+            return None
+        broker.refuse_when_full()
+        # Perhaps it came this very turn.
+        broker.write_messages()
+        if broker.failed is not None:
+            raise broker.failed
+        frame = self.rows.copy(schedule, number, due, to)
+        if frame is None:
+            return None
+        partition = schedule.partition
+        base, now = partition.next, broker.clock.now()
+        frame.stamp_with(pack_stamp(partition.id, base, now, broker.message_log.durable, broker.epoch))
+        offset = broker.append_own(frame)
+        partition.appended(base, offset, now, frame.size, 1, broker.epoch)
+        broker.touch(partition)
+        self._settle(schedule, number, due)
+        self.upcoming.append(schedule, FrameView(frame.tobytes()), offset)
+        return base
+
+    def _find(self, subject: str, number: int, due: int) -> Schedule | None:
+        """The subject's schedule, if the row waits in it."""
+        self._broker.partition_of(subject, create=False)
+        self._broker.refuse_when_stalled()
+        schedule = self.by_subject.get(subject)
+        if schedule is None or not 0 <= due < NEVER:
+            return None
+        if number >= schedule.fresh.base:
+            return schedule if schedule.fresh.due_of(number) == due else None
+        if self.find_filed(schedule, number, due) is None:
+            return None
+        self._refuse_more()
+        return schedule
+
+    def find_filed(self, schedule: Schedule, number: int, due: int) -> tuple[Bucket, int, int] | None:
+        """(bucket, run, row) of a row that waits in a bucket."""
+        for key in keys_at(due):
+            bucket = self.buckets.get(key)
+            if bucket is None:
+                continue
+            runs = bucket.runs
+            maybe = bucket.of(schedule.partition.id) & (runs["due_first"] <= due) & (runs["due_last"] >= due)
+            maybe &= (runs["low"] <= number) & (runs["high"] >= number)
+            for run in np.flatnonzero(maybe).tolist():
+                if not bucket.open_run(run):
+                    continue
+                times = bucket.due_of(run)
+                low = max(int(np.searchsorted(times, due, "left")), int(bucket.cursors[run]))
+                high = int(np.searchsorted(times, due, "right"))
+                found = np.flatnonzero(bucket.numbers_of(run)[low:high] == number)
+                if len(found) and not bucket.is_settled(run, low + int(found[0])):
+                    return bucket, run, low + int(found[0])
+        return None
+
+    def _settle(self, schedule: Schedule, number: int, due: int) -> None:
+        """A row that waits leaves out of turn."""
+        self._broker.touch(schedule.partition)
+        self.window.remove(due, number, schedule.partition.id)
+        if number >= schedule.fresh.base:
+            schedule.fresh.settle(np.array([number]))
+            return
+        place = self.find_filed(schedule, number, due)
+        if place is not None:
+            bucket, run, row = place
+            bucket.settle(run, np.array([row]))
+            self.filed.drop_finished()
+
+    def _refuse_more(self) -> None:
+        """Raise when too many rows that left out of turn are remembered."""
+        limit = self._broker.limits.schedule_settled
+        if sum(bucket.settled_count for bucket in self.buckets.values()) >= limit:
+            raise LimitExceeded(f"{limit} messages were cancelled before they were near; cancel more later")

@@ -1,0 +1,64 @@
+"""Subjects come and go: each change is a row of the catalog in the message log before anything rests on it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from plait.broker.partition import Partition
+from plait.errors import LimitExceeded, SubjectExists
+from plait.storage.catalog import PartitionRow, SubjectSettings
+from plait.storage.consume_log import ConsumeLog
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+
+
+def create_subject(broker: Broker, subject: str, settings: SubjectSettings | None) -> Partition:
+    """A new subject, defined in the message log before its first row."""
+    if subject in broker.subjects:
+        raise SubjectExists(f"subject {subject!r} exists already")
+    limit = broker.limits.subjects
+    if len(broker.subjects) >= limit:
+        raise LimitExceeded(f"this broker has its {limit} subjects; delete some or raise the limit")
+    broker.refuse_when_full()
+    row = PartitionRow(broker.next_partition, subject, subject, broker.clock.now(), settings or SubjectSettings())
+    return create_partition(broker, row)
+
+
+def create_partition(broker: Broker, row: PartitionRow) -> Partition:
+    """A new partition, under the next number."""
+    broker.append_own(broker.heads.catalog([row]))
+    broker.next_partition += 1
+    partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps))
+    broker.add_partition(partition)
+    broker.touch(partition)
+    return partition
+
+
+def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> None:
+    """Change what the subject says of itself."""
+    partition = broker.partition_of(subject, create=False)
+    row = msgspec.structs.replace(partition.row, settings=settings)
+    broker.append_own(broker.heads.catalog([row]))
+    partition.row = row
+    broker.touch(partition)
+
+
+def delete_subject(broker: Broker, subject: str) -> None:
+    """The subject, its messages, those that wait for their time, and its groups are gone."""
+    partition = broker.partition_of(subject, create=False)
+    schedule = broker.schedules.by_subject.get(subject)
+    gone = [partition] if schedule is None else [partition, schedule.partition]
+    broker.append_own(broker.heads.catalog([msgspec.structs.replace(each.row, deleted=True) for each in gone]))
+    for group in list(partition.groups.values()):
+        for waiter in list(group.waiters):
+            waiter.time_out()
+        for consumer in group.consumers.values():
+            broker.sessions.pop(consumer.session, None)
+    for waiter in list(partition.readers):
+        waiter.time_out()
+    for each in gone:
+        broker.drop_partition(each)
+        broker.snapshots.drop_consume_log(each)

@@ -1,0 +1,162 @@
+"""When a delayed message is due, from what its sender writes: a delay, a level, or a time."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from plait.client.arguments import Duration, micros_of, seconds_of
+from plait.errors import InvalidArgument
+from plait.limits import DELAY_SECONDS_MAX, DELAY_SECONDS_MIN
+
+#: Microseconds since 1970, of each row or of all.
+Dues = int | npt.NDArray[np.int64]
+
+_MAX_MICROS: Final = round(DELAY_SECONDS_MAX * 1_000_000)
+_LIMITS: Final = f"use {DELAY_SECONDS_MIN * 1000:g} ms to {DELAY_SECONDS_MAX / 86400:.0f} days"
+#: Nanoseconds of Arrow's units.
+_UNITS: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
+_MANY: Final = (list, tuple, np.ndarray, pa.Array, pa.ChunkedArray)
+
+
+class DelayLevel(enum.Enum):
+    """RocketMQ's 18 levels, by their numbers."""
+
+    LEVEL_1 = timedelta(seconds=1)
+    LEVEL_2 = timedelta(seconds=5)
+    LEVEL_3 = timedelta(seconds=10)
+    LEVEL_4 = timedelta(seconds=30)
+    LEVEL_5 = timedelta(minutes=1)
+    LEVEL_6 = timedelta(minutes=2)
+    LEVEL_7 = timedelta(minutes=3)
+    LEVEL_8 = timedelta(minutes=4)
+    LEVEL_9 = timedelta(minutes=5)
+    LEVEL_10 = timedelta(minutes=6)
+    LEVEL_11 = timedelta(minutes=7)
+    LEVEL_12 = timedelta(minutes=8)
+    LEVEL_13 = timedelta(minutes=9)
+    LEVEL_14 = timedelta(minutes=10)
+    LEVEL_15 = timedelta(minutes=20)
+    LEVEL_16 = timedelta(minutes=30)
+    LEVEL_17 = timedelta(hours=1)
+    LEVEL_18 = timedelta(hours=2)
+
+
+Delay = Duration | DelayLevel
+#: For ``send_many``: one for all, or one a row.
+Delays = Delay | Sequence[Delay] | npt.NDArray[Any] | pa.Array
+DeliverAts = datetime | Sequence[datetime] | pa.Array
+
+
+def due_of(delay: Any, deliver_at: Any, now: int) -> int:
+    """When a message is due; ``now`` is rounded up, and so is this: never early."""
+    if delay is not None and deliver_at is not None:
+        raise InvalidArgument("give a delay or deliver_at, not both")
+    if deliver_at is not None:
+        due = micros_of(deliver_at, "deliver_at")
+        if due - now > _MAX_MICROS:
+            raise InvalidArgument(f"deliver_at {deliver_at} is too far ahead; {_LIMITS} from now")
+        # What is due since before 1970 is due.
+        return max(due, 0)
+    if isinstance(delay, DelayLevel):
+        delay = delay.value
+    seconds = seconds_of(delay)
+    if not DELAY_SECONDS_MIN <= seconds <= DELAY_SECONDS_MAX:
+        raise InvalidArgument(f"a message cannot be delayed by {delay!r}; {_LIMITS}")
+    if isinstance(delay, timedelta):
+        return now + delay // timedelta(microseconds=1)
+    return now + math.ceil(round(seconds * 1_000_000, 3))
+
+
+def dues_of(delay: Any, deliver_at: Any, now: int, count: int) -> Dues:
+    """When many messages are due: one time for all, or one a row."""
+    if delay is not None and deliver_at is not None:
+        raise InvalidArgument("give a delay or deliver_at, not both")
+    name, values = ("delay", delay) if delay is not None else ("deliver_at", deliver_at)
+    if not isinstance(values, _MANY):
+        return due_of(delay, deliver_at, now)
+    if len(values) != count:
+        raise InvalidArgument(f"{len(values)} times in {name} do not fit {count} bodies")
+    if isinstance(values, pa.Array | pa.ChunkedArray):
+        return _of_arrow(name, values, now)
+    if isinstance(values, np.ndarray):
+        return _of_numpy(name, values, now)
+    dues = np.empty(count, np.int64)
+    for row, value in enumerate(values):
+        try:
+            dues[row] = due_of(value, None, now) if name == "delay" else due_of(None, _given(value), now)
+        except InvalidArgument as error:
+            raise InvalidArgument(f"row {row}: {error}") from None
+    return dues
+
+
+def _given(value: Any) -> Any:
+    if value is None:
+        raise InvalidArgument("deliver_at is None; send rows without one by themselves")
+    return value
+
+
+def _of_arrow(name: str, values: pa.Array | pa.ChunkedArray, now: int) -> Dues:
+    kind = values.type
+    if values.null_count:
+        raise InvalidArgument(f"{name} has null rows; send rows without one by themselves")
+    if pa.types.is_timestamp(kind) and name == "deliver_at":
+        if kind.tz is None:
+            raise InvalidArgument("deliver_at has no time zone; add one, as in pa.timestamp('us', tz='UTC')")
+        return _checked(name, _micros(_integers(values), kind.unit), now)
+    if pa.types.is_duration(kind) and name == "delay":
+        return _checked(name, _micros(_integers(values), kind.unit) + now, now)
+    if (pa.types.is_integer(kind) or pa.types.is_floating(kind)) and name == "delay":
+        return _of_numpy(name, values.to_numpy(), now)
+    raise InvalidArgument(f"{name} is an Arrow column of {kind}; use seconds or durations, or times with a time zone")
+
+
+def _of_numpy(name: str, values: npt.NDArray[Any], now: int) -> Dues:
+    kind = values.dtype.kind
+    if values.ndim != 1 or name != "delay" or kind not in "iufm":
+        raise InvalidArgument(
+            f"{name} is a NumPy array of {values.dtype}; use one of seconds or timedelta64 for delay, "
+            "and datetimes with a time zone for deliver_at"
+        )
+    if kind == "m":
+        if np.datetime_data(values.dtype)[0] in ("Y", "M", "generic"):
+            raise InvalidArgument(f"delay is a NumPy array of {values.dtype}, whose length is not fixed")
+        whole = values.astype("timedelta64[us]")
+        micros = whole.astype(np.int64) + (whole < values)
+        return _checked(name, micros + now, now)
+    seconds = values.astype(np.float64)
+    bad = np.flatnonzero(~((seconds >= DELAY_SECONDS_MIN) & (seconds <= DELAY_SECONDS_MAX)))
+    if len(bad):
+        raise InvalidArgument(f"row {bad[0]}: a message cannot be delayed by {values[bad[0]]}; {_LIMITS}")
+    return np.ceil(np.round(seconds * 1_000_000, 3)).astype(np.int64) + now
+
+
+def _integers(values: pa.Array | pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    found: npt.NDArray[np.int64] = values.cast(pa.int64()).to_numpy()
+    return found
+
+
+def _micros(values: npt.NDArray[np.int64], unit: str) -> npt.NDArray[np.int64]:
+    """Rounded up; what does not fit is as far away as anything can be."""
+    size = _UNITS[unit]
+    bound = np.iinfo(np.int64).max // 4 // max(size // 1_000, 1)
+    values = np.clip(values, -bound, bound)
+    return values * (size // 1_000) if size >= 1_000 else -(-values // 1_000)
+
+
+def _checked(name: str, dues: npt.NDArray[np.int64], now: int) -> Dues:
+    ahead = dues - now
+    bad = ahead > _MAX_MICROS
+    if name == "delay":
+        bad |= ahead < DELAY_SECONDS_MIN * 1_000_000
+    rows = np.flatnonzero(bad)
+    if len(rows):
+        raise InvalidArgument(f"row {rows[0]}: {name} is {ahead[rows[0]] / 1_000_000:g} s from now; {_LIMITS}")
+    return np.maximum(dues, 0)

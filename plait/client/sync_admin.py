@@ -1,0 +1,144 @@
+"""``client.admin`` for blocking code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Literal, Unpack
+
+from plait.client.admin import Admin as LoopAdmin
+from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
+from plait.client.arguments import Duration, Start
+from plait.client.dead import DeadLetter, DeadQueue, DeadReason, Select
+from plait.client.loops import Run
+from plait.client.schedule import ScheduleCount, ScheduledMessage
+
+
+class Admin:
+    """What ``plait subject``, ``plait group``, ``plait dlq`` and ``plait schedule`` do, as methods."""
+
+    def __init__(self, admin: LoopAdmin, run: Run) -> None:
+        self._admin = admin
+        self._run = run
+
+    def subjects(self) -> list[SubjectInfo]:
+        """All subjects by name."""
+        return self._run(self._admin.subjects())
+
+    def subject(self, subject: str) -> SubjectDetails:
+        """A subject and its groups."""
+        return self._run(self._admin.subject(subject))
+
+    def create_subject(
+        self, subject: str, *, retention: Duration | None = None, retention_bytes: int | None = None
+    ) -> SubjectInfo:
+        """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
+        return self._run(self._admin.create_subject(subject, retention=retention, retention_bytes=retention_bytes))
+
+    def delete_subject(self, subject: str) -> None:
+        """Delete a subject with its messages and groups, for good."""
+        self._run(self._admin.delete_subject(subject))
+
+    def groups(self, subject: str | None = None) -> list[GroupInfo]:
+        """The groups of a subject, or of all."""
+        return self._run(self._admin.groups(subject))
+
+    def group(self, subject: str, group: str) -> GroupInfo:
+        """A group's progress."""
+        return self._run(self._admin.group(subject, group))
+
+    def reset_group(self, subject: str, group: str, start: Start) -> int:
+        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
+        return self._run(self._admin.reset_group(subject, group, start))
+
+    def server(self) -> dict[str, Any]:
+        """Facts about the server."""
+        return self._run(self._admin.server())
+
+    # --- dead letters ---------------------------------------------------------------------------
+
+    def dead_queues(self, subject: str | None = None) -> list[DeadQueue]:
+        """The groups that have dead letters, of a subject or of all."""
+        return self._run(self._admin.dead_queues(subject))
+
+    def dead_letters(
+        self,
+        subject: str,
+        group: str,
+        *,
+        limit: int = 100,
+        bodies: bool = False,
+        **select: Unpack[Select],
+    ) -> list[DeadLetter]:
+        """A group's dead letters, oldest first; with their bodies where asked for."""
+        return self._run(self._admin.dead_letters(subject, group, limit=limit, bodies=bodies, **select))
+
+    def dead_letter(self, subject: str, group: str, sequence: int) -> DeadLetter:
+        """One dead letter with its body; ``DeadLetterNotFound`` when there is none."""
+        return self._run(self._admin.dead_letter(subject, group, sequence))
+
+    def dead_reasons(self, subject: str, group: str) -> list[DeadReason]:
+        """Why a group's messages died: types of errors and handlers, the most frequent first."""
+        return self._run(self._admin.dead_reasons(subject, group))
+
+    def resend_dead(
+        self,
+        subject: str,
+        group: str,
+        *,
+        rate: float | None = None,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        **select: Unpack[Select],
+    ) -> int:
+        """Deliver dead letters to their group again; how many. ``progress`` is called on the client's own thread."""
+        return self._run(
+            self._admin.resend_dead(subject, group, rate=rate, dry_run=dry_run, progress=progress, **select)
+        )
+
+    def purge_dead(
+        self,
+        subject: str,
+        group: str,
+        *,
+        rate: float | None = None,
+        dry_run: bool = False,
+        progress: Callable[[int], None] | None = None,
+        **select: Unpack[Select],
+    ) -> int:
+        """Give dead letters up for good; how many. The arguments are those of ``resend_dead``."""
+        return self._run(
+            self._admin.purge_dead(subject, group, rate=rate, dry_run=dry_run, progress=progress, **select)
+        )
+
+    # --- the schedule ---------------------------------------------------------------------------
+
+    def scheduled(
+        self,
+        subject: str,
+        *,
+        start: datetime | Duration | None = None,
+        end: datetime | Duration | None = None,
+        limit: int = 100,
+    ) -> list[ScheduledMessage]:
+        """Messages of a subject that are to be delivered from ``start`` up to ``end`` (times, or "5m" from now)."""
+        return self._run(self._admin.scheduled(subject, start=start, end=end, limit=limit))
+
+    def schedule_counts(
+        self,
+        subject: str | None = None,
+        *,
+        start: datetime | Duration | None = None,
+        end: datetime | Duration | None = None,
+        by: Literal["subject", "time"] = "subject",
+    ) -> list[ScheduleCount]:
+        """How many messages wait for their time, by subject or by when they are due."""
+        return self._run(self._admin.schedule_counts(subject, start=start, end=end, by=by))
+
+    def cancel_scheduled(self, subject: str, number: int, deliver_at: datetime) -> bool:
+        """Call a message off. True: it is never delivered; False: it was delivered or cancelled before."""
+        return self._run(self._admin.cancel_scheduled(subject, number, deliver_at))
+
+    def reschedule(self, subject: str, number: int, deliver_at: datetime, *, to: datetime) -> int:
+        """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that."""
+        return self._run(self._admin.reschedule(subject, number, deliver_at, to=to))

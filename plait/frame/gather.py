@@ -1,0 +1,375 @@
+"""Rows of many frames, in any order, as new frames.
+
+Frames that stand in one buffer (a mapped file) are known by their *places*: one fixed-length record a frame that says
+where its columns are. Rows are then found by arithmetic on whole arrays: the cost depends on the rows that are taken,
+not on how many frames they come from, nor on what else those hold. Whoever asks has verified the frames.
+
+Ids are kept: a row of the new frame has the producer and the sequence that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from struct import Struct
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
+from plait.frame.columns import FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
+from plait.frame.header import FLAG_UNSEQUENCED, pad
+from plait.frame.tables import expand_runs
+from plait.frame.view import FrameView
+
+Int64s = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+#: Records of type ``PLACE``.
+Places = npt.NDArray[Any]
+
+#: A frame's columns flat, and its place among them.
+FlatOf = Callable[[FrameView], tuple[bytes, Places]]
+
+#: Columns that are found through a place, in the order of their positions in it.
+_PLACED: Final = (
+    Column.RUNS,
+    Column.KEY_HASH,
+    Column.SEND_TIME,
+    Column.DELIVER_AT,
+    Column.KEY,
+    Column.BODY,
+    Column.PRIORITY,
+    Column.TAGS,
+    Column.HEADERS,
+    Column.SCHEDULE,
+)
+_INDEX: Final = {int(column): index for index, column in enumerate(_PLACED)}
+_PLACED_BITS: Final = sum(1 << column for column in _PLACED)
+#: Set in a place's ``bits``: rows cannot be found in the frame as it is stored, it has to go through ``flatten``.
+FLATTEN_BIT: Final = 1 << 31
+#: at: the frame's position in the buffer; consts: the columns with one value for all rows; positions count from ``at``.
+PLACE: Final = np.dtype(
+    [
+        ("at", "<i8"),
+        ("producer", "<u8"),
+        ("first", "<u8"),
+        ("bits", "<u4"),
+        ("consts", "<u4"),
+        ("count", "<u4"),
+        ("positions", "<u4", (len(_PLACED),)),
+    ]
+)
+_PLACE: Final = Struct(f"<qQQIII{len(_PLACED)}I")
+assert _PLACE.size == PLACE.itemsize
+#: Columns that a row has or has not; in the others a row without one is empty.
+_KIND_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.PRIORITY
+#: What a keyless row has among rows with keys: the hash of no text, as clients write it.
+NO_KEY_HASH: Final = xxh3_64_intdigest(b"")
+#: Pieces that are longer on average are copied one by one, shorter ones by an index of their bytes.
+PIECE_SIZE: Final = 256
+#: Bytes that are copied by one index, which takes sixteen times as much.
+INDEXED_SIZE: Final = 1 << 20
+
+
+def place_of(frame: FrameView, at: int) -> bytes:
+    """The ``PLACE`` record of a frame that stands at ``at``."""
+    bits = frame.column_bits & _PLACED_BITS
+    consts = 0
+    positions = [0] * len(_PLACED)
+    for number, (codec, start, end) in frame.places.items():
+        index = _INDEX.get(number)
+        if index is None:
+            continue
+        positions[index] = start
+        if codec == Codec.CONST:
+            consts |= 1 << number
+        elif codec != Codec.RAW:
+            bits |= FLATTEN_BIT
+        if number == Column.RUNS and end - start != RUN_SIZE * frame.count:
+            bits |= FLATTEN_BIT
+    return _PLACE.pack(at, frame.producer, frame.first, bits, consts, frame.count, *positions)
+
+
+def flatten(frame: FrameView) -> tuple[bytes, Places]:
+    """A frame's columns inflated and its run table with an entry a row: a buffer, and the frame's place in it."""
+    pieces: list[Buffer] = []
+    positions = [0] * len(_PLACED)
+    consts = 0
+    size = 0
+    for number, (codec, start, end) in frame.places.items():
+        index = _INDEX.get(number)
+        if index is None:
+            continue
+        column: list[Buffer] = [frame.buffer[start:end]]
+        if number in VARIABLE:
+            offsets, data = frame.variable(number)
+            column = [offsets.tobytes(), data]
+        elif number == Column.RUNS:
+            column = [_rows_as_runs(*expand_runs(frame.runs()))]
+        elif codec == Codec.CONST:
+            consts |= 1 << number
+        positions[index] = size
+        length = sum(map(len, column))
+        pieces += [*column, bytes(pad(length))]
+        size += length + pad(length)
+    bits = frame.column_bits & _PLACED_BITS
+    record = _PLACE.pack(0, frame.producer, frame.first, bits, consts, frame.count, *positions)
+    return b"".join(pieces), np.frombuffer(record, PLACE)
+
+
+class Rows:
+    """Rows of frames that stand in one buffer: ``places`` and ``rows`` have one item for each."""
+
+    def __init__(self, buffer: Buffer, places: Places, rows: npt.NDArray[Any]) -> None:
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
+        size = len(self._bytes)
+        self._words: UInt64s = self._bytes[: size & ~7].view("<u8")
+        self._offsets: npt.NDArray[np.int32] = self._bytes[: size & ~3].view("<i4")
+        self._places = places
+        self._rows: Int64s = rows.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def bits(self) -> npt.NDArray[np.uint32]:
+        """The columns of each row's frame."""
+        bits: npt.NDArray[np.uint32] = self._places["bits"]
+        return bits
+
+    def _at(self, column: int) -> Int64s:
+        at: Int64s = self._places["at"] + self._places["positions"][:, _INDEX[column]]
+        return at
+
+    def _has(self, column: int) -> npt.NDArray[np.bool_]:
+        has: npt.NDArray[np.bool_] = (self.bits >> np.uint32(column) & 1).astype(bool)
+        return has
+
+    def ids(self) -> tuple[UInt64s, UInt64s]:
+        """(producer, producer sequence) of each row."""
+        producers: UInt64s = self._places["producer"].copy()
+        numbers: UInt64s = self._places["first"] + self._rows.astype(np.uint64)
+        joined = self._has(Column.RUNS)
+        if joined.any():
+            entry = (self._at(Column.RUNS)[joined] >> 3) + 4 * self._rows[joined]
+            producers[joined] = self._words[entry]
+            numbers[joined] = self._words[entry + 1]
+        return producers, numbers
+
+    def fixed(self, column: int, absent: int = 0) -> npt.NDArray[Any]:
+        """Each row's value; ``absent`` where its frame has no such column."""
+        values = np.full(len(self._rows), absent, FIXED_TYPES[column])
+        has = self._has(column)
+        if not has.any():
+            return values
+        row = np.where(self._places["consts"] >> np.uint32(column) & 1, 0, self._rows)[has]
+        at = self._at(column)[has]
+        if FIXED_WIDTHS[column] == 1:
+            values[has] = self._bytes[at + row]
+        else:
+            values[has] = self._words[(at >> 3) + row].view(FIXED_TYPES[column])
+        return values
+
+    def spans(self, column: int) -> tuple[Int64s, Int64s]:
+        """(position, length) of each row of a variable column; nothing where its frame has no such column."""
+        starts = np.zeros(len(self._rows), np.int64)
+        lengths = np.zeros(len(self._rows), np.int64)
+        has = self._has(column)
+        if has.any():
+            at, row = self._at(column)[has], self._rows[has]
+            offset = at >> 2
+            begin = self._offsets[offset + row].astype(np.int64)
+            lengths[has] = self._offsets[offset + row + 1] - begin
+            starts[has] = at + 4 * (self._places["count"][has].astype(np.int64) + 1) + begin - self._offsets[offset]
+        return starts, lengths
+
+    def data(self, starts: Int64s, lengths: Int64s) -> bytes:
+        """The bytes of ``spans`` one after another."""
+        return take_spans(self._bytes, starts, lengths)
+
+
+def column_of(buffer: Buffer, place: Any, column: int) -> npt.NDArray[Any]:
+    """A raw fixed column of a frame, as it stands in the buffer."""
+    at = int(place["at"]) + int(place["positions"][_INDEX[column]])
+    return np.frombuffer(buffer, FIXED_TYPES[column], int(place["count"]), at)
+
+
+def row_sets(
+    buffer: Buffer, places: Places, index: Int64s, rows: Int64s, flat_of: FlatOf | None = None
+) -> tuple[list[Rows], Int64s]:
+    """Rows ``rows`` of the frames ``places[index]``, as sets, and which of them each row of the sets is.
+
+    ``flat_of`` flattens a frame, in place of ``flatten``: it may remember what comes out.
+    """
+    flat = (places["bits"][index] & FLATTEN_BIT) != 0
+    if not flat.any():
+        return [Rows(buffer, places[index], rows)], np.arange(len(rows))
+    plain = np.flatnonzero(~flat)
+    sets, which = [Rows(buffer, places[index[plain]], rows[plain])], [plain]
+    for number in np.unique(index[flat]).tolist():
+        mine = np.flatnonzero(index == number)
+        memory, place = (flat_of or flatten)(FrameView(buffer, int(places["at"][number])))
+        sets.append(Rows(memory, place[np.zeros(len(mine), np.int64)], rows[mine]))
+        which.append(mine)
+    return sets, np.concatenate(which)
+
+
+def take_spans(source: npt.NDArray[np.uint8], starts: Int64s, lengths: Int64s) -> bytes:
+    """Pieces of memory one after another."""
+    filled = lengths > 0
+    starts, lengths = starts[filled], lengths[filled]
+    if not len(starts):
+        return b""
+    ends = starts + lengths
+    # Neighbours are one piece.
+    first = np.flatnonzero(np.concatenate(([True], starts[1:] != ends[:-1])))
+    starts, ends = starts[first], ends[np.concatenate((first[1:], [len(ends)])) - 1]
+    lengths = ends - starts
+    if int(lengths.sum()) >= PIECE_SIZE * len(starts):
+        memory = source.data
+        return b"".join([memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+    taken: list[bytes] = []
+    totals = np.cumsum(lengths)
+    low = 0
+    while low < len(starts):
+        done = int(totals[low - 1]) if low else 0
+        high = max(low + 1, int(np.searchsorted(totals, done + INDEXED_SIZE, "right")))
+        piece = lengths[low:high]
+        size = int(piece.sum())
+        # Within a piece the index grows by one; at its beginning it jumps there.
+        index = np.ones(size, np.int64)
+        index[0] = starts[low]
+        if high - low > 1:
+            index[np.cumsum(piece)[:-1]] = starts[low + 1 : high] - ends[low : high - 1] + 1
+        taken.append(source[np.cumsum(index)].tobytes())
+        low = high
+    return b"".join(taken)
+
+
+class Gathered:
+    """The rows of several ``Rows`` in an order of their own, column by column."""
+
+    def __init__(self, sets: Sequence[Rows], order: Int64s | None = None) -> None:
+        """``order``: which of all rows, counted through the sets, comes at each place; None: as they stand."""
+        self.count = sum(map(len, sets)) if order is None else len(order)
+        bits = _joined([each.bits for each in sets], order)
+        self._kinds = bits & np.uint32(_KIND_BITS)
+        self._bits = int(np.bitwise_or.reduce(bits)) if len(bits) else 0
+        ids = [each.ids() for each in sets]
+        self.producers: UInt64s = _joined([producers for producers, _ in ids], order)
+        self.numbers: UInt64s = _joined([numbers for _, numbers in ids], order)
+        self._fixed: dict[int, npt.NDArray[Any]] = {}
+        for column in (Column.KEY_HASH, Column.SEND_TIME, Column.PRIORITY):
+            if self._bits >> column & 1:
+                absent = NO_KEY_HASH if column is Column.KEY_HASH else 0
+                self._fixed[column] = _joined([each.fixed(column, absent) for each in sets], order)
+        #: Where each row ends, and the bytes of all.
+        self._variable: dict[int, tuple[Int64s, bytes]] = {}
+        for number in sorted(VARIABLE):
+            if self._bits >> number & 1:
+                self._variable[number] = _variable(sets, number, order)
+        self._ends = np.cumsum(self._sizes())
+
+    def _sizes(self) -> Int64s:
+        width = 8 * (2 + len(self._fixed)) + RUN_SIZE + 4 * len(self._variable)
+        sizes = np.full(self.count, width, np.int64)
+        for ends, _ in self._variable.values():
+            sizes += np.diff(ends, prepend=0)
+        return sizes
+
+    def keys(self, row: int) -> bytes:
+        """The key of a row; empty where it has none."""
+        return self._value(Column.KEY, row)
+
+    def _value(self, column: int, row: int) -> bytes:
+        if column not in self._variable:
+            return b""
+        ends, data = self._variable[column]
+        return data[int(ends[row - 1]) if row else 0 : int(ends[row])]
+
+    def body_sizes(self) -> Int64s:
+        """Bytes of each body."""
+        return np.diff(self._variable[Column.BODY][0], prepend=0)
+
+    def cuts(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+        """[start, stop) in pieces that make frames of about ``size`` bytes, of rows that have the same columns."""
+        stop = self.count if stop is None else stop
+        changes = np.flatnonzero(self._kinds[1:] != self._kinds[:-1]) + 1
+        while start < stop:
+            before = int(self._ends[start - 1]) if start else 0
+            end = max(start + 1, int(np.searchsorted(self._ends, before + size, "right")))
+            change = int(np.searchsorted(changes, start, "right"))
+            if change < len(changes):
+                end = min(end, int(changes[change]))
+            end = min(end, stop)
+            yield start, end
+            start = end
+
+    def frame(self, start: int, stop: int, deliver_at: Int64s, schedule: UInt64s, *, row_by_row: bool) -> FrameParts:
+        """Rows [start, stop), which ``cuts`` gave; times and schedule numbers are those of all rows.
+
+        ``row_by_row``: the run table has an entry a row, so that rows can be found in it by arithmetic.
+        """
+        runs = self._runs(start, stop) if not row_by_row else None
+        producer = first = 0
+        columns: list[Encoded] = []
+        if runs is None:
+            table = _rows_as_runs(self.producers[start:stop], self.numbers[start:stop])
+            columns.append((Column.RUNS, Codec.RAW, [table]))
+        elif len(runs) > 1:
+            columns.append((Column.RUNS, Codec.RAW, [runs.tobytes()]))
+        else:
+            producer, first, _, _ = runs[0].tolist()
+        kinds = int(self._kinds[start])
+        for column, values in self._fixed.items():
+            if column == Column.KEY_HASH or kinds >> column & 1:
+                columns.append((column, Codec.RAW, [values[start:stop].tobytes()]))
+        columns.append((Column.DELIVER_AT, Codec.RAW, [deliver_at[start:stop].astype("<i8").tobytes()]))
+        columns.append((Column.SCHEDULE, Codec.RAW, [schedule[start:stop].astype("<u8").tobytes()]))
+        for column, (ends, data) in self._variable.items():
+            begin = int(ends[start - 1]) if start else 0
+            offsets = np.zeros(stop - start + 1, "<i4")
+            offsets[1:] = ends[start:stop] - begin
+            columns.append((column, Codec.RAW, [offsets.tobytes(), memoryview(data)[begin : int(ends[stop - 1])]]))
+        columns.sort(key=lambda encoded: encoded[0])
+        return assemble(columns, count=stop - start, producer=producer, first=first, previous=0, flags=FLAG_UNSEQUENCED)
+
+    def _runs(self, start: int, stop: int) -> UInt64s:
+        """The run table of rows [start, stop): neighbours of one producer that count up are one run."""
+        producers, numbers = self.producers[start:stop], self.numbers[start:stop]
+        breaks = (producers[1:] != producers[:-1]) | (numbers[1:] != numbers[:-1] + np.uint64(1))
+        firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
+        table = np.zeros((len(firsts), 4), np.uint64)
+        table[:, 0] = producers[firsts]
+        table[:, 1] = numbers[firsts]
+        table[:, 2] = np.diff(firsts, append=stop - start)
+        return table
+
+
+def _rows_as_runs(producers: UInt64s, numbers: UInt64s) -> bytes:
+    """A run table with an entry a row."""
+    table = np.zeros((len(producers), 4), np.uint64)
+    table[:, 0], table[:, 1], table[:, 2] = producers, numbers, 1
+    return table.tobytes()
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], order: Int64s | None) -> npt.NDArray[Any]:
+    values = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return values if order is None else values[order]
+
+
+def _variable(sets: Sequence[Rows], column: int, order: Int64s | None) -> tuple[Int64s, bytes]:
+    if len(sets) == 1:
+        starts, lengths = sets[0].spans(column)
+        if order is not None:
+            starts, lengths = starts[order], lengths[order]
+        return np.cumsum(lengths), sets[0].data(starts, lengths)
+    spans = [each.spans(column) for each in sets]
+    data = b"".join([each.data(*span) for each, span in zip(sets, spans, strict=True)])
+    lengths = np.concatenate([lengths for _, lengths in spans])
+    ends = np.cumsum(lengths)
+    if order is None:
+        return ends, data
+    starts, lengths = (ends - lengths)[order], lengths[order]
+    return np.cumsum(lengths), take_spans(np.frombuffer(data, np.uint8), starts, lengths)

@@ -1,0 +1,317 @@
+"""Buckets: files of rows that wait for their time.
+
+A bucket holds rows that are due within one stretch of time, as *runs*: frames of one schedule partition each, with
+their rows in the order they are due. The further ahead a row was due when it was filed, the wider its bucket: rows of
+the next hours are kept apart by ten minutes, those of next year by sixteen days, so that filing writes to few files
+however far rows are spread. A run is read from front to back as time passes: what left is a beginning of it, and one
+number says how far. Rows that left out of turn (cancelled ones) are remembered one by one.
+
+Files only grow, and a checkpoint says how much of each counts: what a crash left behind that is overwritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from plait.errors import FrameError
+from plait.frame.columns import Column
+from plait.frame.gather import PLACE, Int64s, UInt64s, column_of, place_of
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.storage.disk import Disk
+
+DIRECTORY: Final = "schedule"
+#: The due time of rows that will never be.
+NEVER: Final = (1 << 63) - 1
+
+_MINUTE: Final = 60_000_000
+_HOUR: Final = 60 * _MINUTE
+_DAY: Final = 24 * _HOUR
+#: (rows due within this, width of their buckets, its name in files): at most 86 buckets cover two years.
+LEVELS: Final = (
+    (2 * _HOUR, 10 * _MINUTE, "10m"),
+    (_DAY, 2 * _HOUR, "2h"),
+    (16 * _DAY, _DAY, "1d"),
+    (1 << 62, 16 * _DAY, "16d"),
+)
+#: What a listing by time counts by.
+GRID: Final = LEVELS[0][1]
+#: A mapping that was read from for this much is made anew: the pages it holds count as the process's memory.
+MAPPED_MAX: Final = 32 * MIB
+#: Rows settled out of turn that are put in order together.
+UNSORTED_MAX: Final = 4096
+
+#: Where a run is in its file, its rows, the lowest and highest of their numbers, the first and last time they are due.
+RUN: Final = np.dtype(
+    [
+        ("offset", "<i8"),
+        ("size", "<u4"),
+        ("count", "<u4"),
+        ("partition", "<u4"),
+        ("reserved", "<u4"),
+        ("low", "<u8"),
+        ("high", "<u8"),
+        ("due_first", "<i8"),
+        ("due_last", "<i8"),
+    ]
+)
+Runs = npt.NDArray[Any]
+#: Called with a file and what is wrong with a part of it, and with the rows that are lost.
+Report = Callable[[str, str, int], None]
+
+
+def bucket_keys(due: Int64s, now: int) -> Int64s:
+    """The bucket of each row that is filed now: its start, plus its level, which is less than any width."""
+    ahead = due - now
+    keys = np.empty(len(due), np.int64)
+    level = np.searchsorted(np.array([within for within, _, _ in LEVELS[:-1]], np.int64), ahead, "right")
+    widths = np.array([width for _, width, _ in LEVELS], np.int64)[level]
+    np.floor_divide(due, widths, out=keys)
+    keys *= widths
+    keys += level
+    return keys
+
+
+def keys_at(due: int) -> list[int]:
+    """Every bucket that may hold a row due then."""
+    return [due // width * width + level for level, (_, width, _) in enumerate(LEVELS)]
+
+
+def bucket_path(key: int, epoch: int, checkpoint: int) -> str:
+    """The file of a bucket that this checkpoint begins: no other one ever has the same name."""
+    level = key % _MINUTE
+    start = str(np.datetime_as_string(np.datetime64(key - level, "us"), unit="m")).replace("-", "").replace(":", "")
+    return f"{DIRECTORY}/{start}-{LEVELS[level][2]}.{epoch}.{checkpoint}"
+
+
+class BucketState(msgspec.Struct, array_like=True):
+    """A bucket in a checkpoint."""
+
+    key: int
+    path: str
+    runs: bytes
+    #: u32 a run: how many of its rows have left.
+    cursors: bytes
+    #: u64 a row that left out of turn: run << 32 | row.
+    settled: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(BucketState)
+SHARD_PREFIX: Final = "schedule-"
+
+
+def shard_of(key: int) -> str:
+    """The checkpoint shard of a bucket."""
+    return f"{SHARD_PREFIX}{key}"
+
+
+def encode_bucket(key: int, path: str, runs: Runs, cursors: Int64s, settled: UInt64s) -> bytes:
+    """A bucket as a checkpoint shard."""
+    return _encoder.encode(BucketState(key, path, runs.tobytes(), cursors.astype("<u4").tobytes(), settled.tobytes()))
+
+
+class Bucket:
+    """One file of runs, and how far each has left."""
+
+    __slots__ = (
+        "_bytes_read",
+        "_disk",
+        "_new",
+        "_report",
+        "_settled",
+        "_verified",
+        "_view",
+        "cursors",
+        "dirty",
+        "key",
+        "loaded",
+        "next_due",
+        "path",
+        "places",
+        "runs",
+        "waiting",
+    )
+
+    def __init__(self, disk: Disk, report: Report, key: int, path: str) -> None:
+        self._disk = disk
+        self._report = report
+        self.key = key
+        self.path = path
+        #: Never changed in place: a checkpoint that is being written has hold of it.
+        self.runs: Runs = np.empty(0, RUN)
+        #: Per run: rows before this have left; rows before that are in somebody's hands; when the next one is due.
+        self.cursors: Int64s = np.empty(0, np.int64)
+        self.loaded: Int64s = np.empty(0, np.int64)
+        self.next_due: Int64s = np.empty(0, np.int64)
+        self.places: npt.NDArray[Any] = np.empty(0, PLACE)
+        self._verified: npt.NDArray[np.bool_] = np.empty(0, bool)
+        self._settled: UInt64s = np.empty(0, np.uint64)
+        self._new: set[int] = set()
+        self._view: memoryview | None = None
+        self._bytes_read = 0
+        #: Rows that have not left.
+        self.waiting = 0
+        #: It changed since the last checkpoint.
+        self.dirty = False
+
+    @classmethod
+    def load(cls, disk: Disk, report: Report, data: bytes) -> Bucket:
+        """As a checkpoint has it."""
+        state = _decoder.decode(data)
+        bucket = cls(disk, report, state.key, state.path)
+        bucket.add(np.frombuffer(state.runs, RUN), np.frombuffer(state.cursors, "<u4").astype(np.int64))
+        bucket._settled = np.frombuffer(state.settled, "<u8")
+        bucket.waiting -= len(bucket._settled)
+        return bucket
+
+    def add(self, runs: Runs, cursors: Int64s | None = None) -> None:
+        """Runs were filed."""
+        if cursors is None:
+            cursors = np.zeros(len(runs), np.int64)
+        counts = runs["count"].astype(np.int64)
+        self.runs = np.concatenate([self.runs, runs])
+        self.cursors = np.concatenate([self.cursors, cursors])
+        self.loaded = np.concatenate([self.loaded, cursors])
+        # For a run that has begun to leave this is too early: who looks there finds out.
+        self.next_due = np.concatenate([self.next_due, np.where(cursors < counts, runs["due_first"], NEVER)])
+        self.places = np.concatenate([self.places, np.zeros(len(runs), PLACE)])
+        self._verified = np.concatenate([self._verified, np.zeros(len(runs), bool)])
+        self.waiting += int((counts - cursors).sum())
+
+    @property
+    def end(self) -> int:
+        """How much of the file counts."""
+        return int(self.runs["offset"][-1]) + int(self.runs["size"][-1]) if len(self.runs) else 0
+
+    def of(self, partition: int) -> npt.NDArray[np.bool_]:
+        """The runs of a schedule partition that have rows left."""
+        mine: npt.NDArray[np.bool_] = (self.runs["partition"] == partition) & (self.cursors < self.runs["count"])
+        return mine
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def view(self) -> memoryview:
+        """The file."""
+        if self._view is None or len(self._view) < self.end or self._bytes_read > MAPPED_MAX:
+            self._view = None
+            self._bytes_read = 0
+            file = self._disk.open(self.path)
+            try:
+                self._view = file.view()
+            finally:
+                file.close()
+        return self._view
+
+    def read(self, size: int) -> None:
+        """Bytes of the file were looked at."""
+        self._bytes_read += size
+
+    def open_run(self, run: int) -> bool:
+        """The run's place is known and its frame was found whole, once; False: its rows are lost, which is reported."""
+        if self._verified[run]:
+            return True
+        record = self.runs[run]
+        if self.cursors[run] >= record["count"]:
+            return False
+        offset, size = int(record["offset"]), int(record["size"])
+        try:
+            frame = FrameView(self.view()[offset : offset + size]).verify()
+            if (frame.partition, frame.count, frame.base) != (record["partition"], record["count"], record["low"]):
+                raise FrameError(f"the frame at {offset} is not the one that was filed")
+        except (FrameError, OSError) as error:
+            self._lose(run, f"{error} (at {offset})")
+            return False
+        self.read(size)
+        self.places[run] = np.frombuffer(place_of(frame, offset), PLACE)[0]
+        self._verified[run] = True
+        return True
+
+    def _lose(self, run: int, reason: str) -> None:
+        lost = self.drop_run(run)
+        self._report(self.path, reason, lost)
+
+    def drop_run(self, run: int) -> int:
+        """The run's rows will not leave; how many there were."""
+        count = int(self.runs["count"][run])
+        left = count - int(self.cursors[run]) - len(self.settled_rows(run, int(self.cursors[run]), count))
+        self.cursors[run] = self.loaded[run] = count
+        self.next_due[run] = NEVER
+        self.waiting -= left
+        self.dirty = True
+        return left
+
+    def due_of(self, run: int) -> Int64s:
+        """When each row of a run that was opened is due."""
+        return column_of(self.view(), self.places[run], Column.DELIVER_AT)
+
+    def numbers_of(self, run: int) -> UInt64s:
+        """The schedule number of each row of a run that was opened."""
+        return column_of(self.view(), self.places[run], Column.SCHEDULE)
+
+    # --- rows that left out of turn ---------------------------------------------------------------
+
+    @property
+    def settled(self) -> UInt64s:
+        """All of them, in order."""
+        if self._new:
+            self._settled = np.union1d(self._settled, np.fromiter(self._new, np.uint64, len(self._new)))
+            self._new = set()
+        return self._settled
+
+    def is_settled(self, run: int, row: int) -> bool:
+        """The row left out of turn."""
+        key = run << 32 | row
+        if key in self._new:
+            return True
+        at = int(np.searchsorted(self._settled, np.uint64(key)))
+        return at < len(self._settled) and int(self._settled[at]) == key
+
+    def settle(self, run: int, rows: npt.NDArray[Any]) -> int:
+        """Rows leave out of turn; how many of them had not left before."""
+        rows = rows[rows >= self.cursors[run]]
+        fresh = [row for row in rows.tolist() if not self.is_settled(run, row)] if len(rows) < 8 else None
+        if fresh is not None:
+            self._new.update(run << 32 | row for row in fresh)
+            count = len(fresh)
+            if len(self._new) > UNSORTED_MAX:
+                self._settled = self.settled
+        else:
+            before = len(self.settled)
+            keys = np.uint64(run << 32) | rows.astype(np.uint64)
+            self._settled = np.union1d(self._settled, keys)
+            count = len(self._settled) - before
+        self.waiting -= count
+        self.dirty = True
+        return count
+
+    def settled_rows(self, run: int, start: int, stop: int) -> Int64s:
+        """Rows in [start, stop) of a run that left out of turn."""
+        keys = self.settled
+        low, high = np.searchsorted(keys, np.array([run << 32 | start, run << 32 | stop], np.uint64))
+        rows: Int64s = (keys[low:high] & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        return rows
+
+    def advance(self, run: int) -> None:
+        """Rows at the front of a run that left out of turn have left as others do."""
+        cursor = int(self.cursors[run])
+        rows = self.settled_rows(run, cursor, int(self.runs["count"][run]))
+        passed = int((rows == cursor + np.arange(len(rows))).sum())
+        self.cursors[run] += passed
+        self.loaded[run] = max(int(self.loaded[run]), cursor + passed)
+
+    def forget_passed(self) -> None:
+        """Rows that left out of turn, and would have left by now, need not be remembered."""
+        keys = self.settled
+        runs, rows = (keys >> np.uint64(32)).astype(np.int64), (keys & np.uint64(0xFFFFFFFF)).astype(np.int64)
+        self._settled = keys[rows >= self.cursors[runs]]
+
+    @property
+    def settled_count(self) -> int:
+        """How many left out of turn and are remembered."""
+        return len(self._settled) + len(self._new)

@@ -1,0 +1,292 @@
+"""Filing: rows that still wait when a checkpoint is made go from the message log to buckets.
+
+The index of the rows is copied where the broker runs; everything else, from reading the log to syncing the files, is
+work for a thread. The log is read in pieces, so memory stays bounded, and every piece adds at most one stretch of runs
+to a bucket. Nothing counts before the checkpoint that names it is written: a crash leaves bytes behind the end of
+files, which the next filing overwrites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from plait.errors import FrameError
+from plait.frame.builder import Buffer
+from plait.frame.columns import Codec
+from plait.frame.gather import Gathered, Int64s, UInt64s, row_sets
+from plait.frame.header import U32, pack_stamp
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.storage.buckets import (
+    DIRECTORY,
+    MAPPED_MAX,
+    NEVER,
+    RUN,
+    SHARD_PREFIX,
+    Report,
+    Runs,
+    bucket_keys,
+    bucket_path,
+    encode_bucket,
+    shard_of,
+)
+from plait.storage.checkpoint import Manifest
+from plait.storage.disk import Disk, File
+from plait.storage.fresh import Frames
+from plait.storage.log import segment_name
+
+#: Bytes of the message log, compressed columns inflated, whose rows are sorted together.
+PIECE_SIZE: Final = 16 * MIB
+#: Bytes of a run: what is verified when its first row is near.
+RUN_SIZE: Final = 1 * MIB
+
+
+class FreshCopy(NamedTuple):
+    """Rows of one schedule partition from number ``base`` on, as they were when the checkpoint began."""
+
+    partition: int
+    base: int
+    due: Int64s
+    frames: Frames
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.due)
+
+
+class BucketCopy(NamedTuple):
+    """A bucket as it was when the checkpoint began."""
+
+    key: int
+    path: str
+    runs: Runs
+    cursors: Int64s
+    settled: UInt64s
+    dirty: bool
+
+    @property
+    def end(self) -> int:
+        return int(self.runs["offset"][-1]) + int(self.runs["size"][-1]) if len(self.runs) else 0
+
+
+class SegmentPlace(NamedTuple):
+    """A segment file of the message log."""
+
+    base: int
+    path: str
+
+
+class _Writer:
+    """A bucket's file while runs are added to it."""
+
+    def __init__(self, disk: Disk, path: str, end: int) -> None:
+        self.path = path
+        self.runs: list[Runs] = []
+        self._end = end
+        self._file: File = disk.open(path, create=True)
+        if self._file.size != end:
+            self._file.truncate(end)
+        self._parts: list[Buffer] = []
+        self._written = end
+
+    def add(self, parts: list[Buffer], run: Runs, size: int) -> None:
+        run["offset"] = self._end
+        self._parts += parts
+        self._end += size
+        self.runs.append(run)
+
+    def write(self) -> None:
+        if self._parts:
+            self._file.write(self._parts, self._written)
+            self._written, self._parts = self._end, []
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Filing:
+    """One checkpoint's share of the schedule; ``run`` blocks."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        report: Report,
+        fresh: Sequence[FreshCopy],
+        buckets: dict[int, BucketCopy],
+        segments: Sequence[SegmentPlace],
+        *,
+        now: int,
+        epoch: int,
+        checkpoint: int,
+    ) -> None:
+        self._disk = disk
+        self._report = report
+        self.fresh = fresh
+        self._buckets = buckets
+        self._segments = segments
+        self._bases = np.array([segment.base for segment in segments], np.int64)
+        self._now = now
+        self._epoch = epoch
+        self._checkpoint = checkpoint
+        self._writers: dict[int, _Writer] = {}
+        self._mapped: tuple[int, memoryview] | None = None
+        self._bytes_read = 0
+        #: Bucket → its file and the runs that were added.
+        self.added: dict[int, tuple[str, Runs]] = {}
+        #: Buckets that the checkpoint names.
+        self.kept = {shard_of(key) for key in buckets}
+
+    def run(self) -> dict[str, bytes]:
+        """File all rows, durably; the checkpoint shards that changed by that or before."""
+        try:
+            for fresh in self.fresh:
+                self._file(fresh)
+            for writer in self._writers.values():
+                writer.sync()
+            if self._writers:
+                self._disk.sync_directory(DIRECTORY)
+        finally:
+            for writer in self._writers.values():
+                writer.close()
+            self._mapped = None
+        self.added = {key: (writer.path, np.concatenate(writer.runs)) for key, writer in self._writers.items()}
+        self.kept.update(map(shard_of, self.added))
+        return self._shards()
+
+    @property
+    def dirty(self) -> list[int]:
+        """Buckets that had changed since the checkpoint before."""
+        return [key for key, copy in self._buckets.items() if copy.dirty]
+
+    def dropped(self, last: Manifest | None) -> list[str]:
+        """Shards of the checkpoint before whose buckets are gone."""
+        return (
+            [shard for shard in last.shards if shard.startswith(SHARD_PREFIX) and shard not in self.kept]
+            if last
+            else []
+        )
+
+    def _shards(self) -> dict[str, bytes]:
+        shards: dict[str, bytes] = {}
+        for key, copy in self._buckets.items():
+            if copy.dirty or key in self.added:
+                runs, cursors = copy.runs, copy.cursors
+                if key in self.added:
+                    added = self.added[key][1]
+                    runs = np.concatenate([runs, added])
+                    cursors = np.concatenate([cursors, np.zeros(len(added), np.int64)])
+                shards[shard_of(key)] = encode_bucket(key, copy.path, runs, cursors, copy.settled)
+        for key, (path, added) in self.added.items():
+            if key not in self._buckets:
+                nothing: UInt64s = np.empty(0, np.uint64)
+                shards[shard_of(key)] = encode_bucket(key, path, added, np.zeros(len(added), np.int64), nothing)
+        return shards
+
+    # --- one schedule partition -------------------------------------------------------------------
+
+    def _file(self, fresh: FreshCopy) -> None:
+        waiting = np.flatnonzero(fresh.due != NEVER)
+        numbers = waiting + fresh.base
+        bases = fresh.frames["base"]
+        index = np.searchsorted(bases, numbers, "right") - 1
+        rows = numbers - bases[index]
+        for segment, wanted in self._pieces(fresh, index):
+            view = self._view(segment)
+            places = fresh.frames["place"][wanted].copy()
+            places["at"] -= self._segments[segment].base
+            # Rows stand in the order of their frames.
+            low, high = np.searchsorted(index, wanted[[0, -1]] + [0, 1])
+            frame = np.searchsorted(wanted, index[low:high])
+            mine = low + np.flatnonzero(wanted[frame] == index[low:high])
+            sets, which = row_sets(view, places, np.searchsorted(wanted, index[mine]), rows[mine])
+            due = fresh.due[waiting[mine]]
+            keys = bucket_keys(due, self._now)
+            order = np.lexsort((numbers[mine], due, keys))
+            place = np.empty(len(which), np.int64)
+            place[which] = np.arange(len(which))
+            gathered = Gathered(sets, place[order])
+            self._add(fresh.partition, gathered, keys[order], due[order], numbers[mine][order].astype(np.uint64))
+
+    def _pieces(self, fresh: FreshCopy, index: Int64s) -> Iterator[tuple[int, Int64s]]:
+        """(segment, frames) of which rows are wanted, in pieces; frames that do not read back are reported."""
+        wanted, counts = np.unique(index, return_counts=True)
+        segments = np.searchsorted(self._bases, fresh.frames["place"]["at"][wanted], "right") - 1
+        piece: list[int] = []
+        size, before = 0, -1
+        for frame, count, segment in zip(wanted.tolist(), counts.tolist(), segments.tolist(), strict=True):
+            record = fresh.frames[frame]
+            at, length = int(record["place"]["at"]), int(record["size"])
+            try:
+                view = FrameView(self._view(segment)[at - self._segments[segment].base :][:length])
+                if not record["whole"]:
+                    view.verify()
+                    self._bytes_read += length
+            except FrameError as error:
+                self._report("message", f"{error} (at {at})", count)
+                continue
+            weight = length + _inflated_size(view)
+            if piece and (size + weight > PIECE_SIZE or segment != before):
+                yield before, np.array(piece)
+                piece, size = [], 0
+            piece.append(frame)
+            size += weight
+            before = segment
+        if piece:
+            yield before, np.array(piece)
+
+    def _view(self, segment: int) -> memoryview:
+        """A segment of the log under a mapping of its own, which goes when enough was read: it counts as memory."""
+        if self._mapped is None or self._mapped[0] != segment or self._bytes_read > MAPPED_MAX:
+            self._mapped = None
+            self._bytes_read = 0
+            file = self._disk.open(self._segments[segment].path)
+            try:
+                self._mapped = (segment, file.view())
+            finally:
+                file.close()
+        return self._mapped[1]
+
+    def _add(self, partition: int, gathered: Gathered, keys: Int64s, due: Int64s, numbers: UInt64s) -> None:
+        """Write sorted rows to their buckets."""
+        edges = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist(), len(keys)]
+        for start, stop in pairwise(edges):
+            writer = self._writer(int(keys[start]))
+            for first, last in gathered.cuts(RUN_SIZE, start, stop):
+                frame = gathered.frame(first, last, due, numbers, row_by_row=True)
+                run = np.zeros(1, RUN)
+                run["size"], run["count"], run["partition"] = frame.size, frame.count, partition
+                run["low"], run["high"] = numbers[first:last].min(), numbers[first:last].max()
+                run["due_first"], run["due_last"] = due[first], due[last - 1]
+                frame.stamp_with(pack_stamp(partition, int(run["low"][0]), self._now, 0, self._epoch))
+                writer.add(frame.parts, run, frame.size)
+            writer.write()
+
+    def _writer(self, key: int) -> _Writer:
+        writer = self._writers.get(key)
+        if writer is None:
+            self._disk.make_directory(DIRECTORY)
+            copy = self._buckets.get(key)
+            path = copy.path if copy is not None else bucket_path(key, self._epoch, self._checkpoint)
+            writer = self._writers[key] = _Writer(self._disk, path, copy.end if copy is not None else 0)
+        return writer
+
+
+def segment_places(directory: str, bases: Sequence[int]) -> list[SegmentPlace]:
+    """The files of a log's segments."""
+    return [SegmentPlace(base, f"{directory}/{segment_name(base)}") for base in bases]
+
+
+def _inflated_size(frame: FrameView) -> int:
+    """What compressed columns say they inflate to."""
+    size = 0
+    for codec, start, end in frame.places.values():
+        if codec in (Codec.ZSTD, Codec.LZ4) and end - start >= U32.size:
+            size += int(U32.unpack_from(frame.buffer, start)[0])
+    return size

@@ -1,0 +1,98 @@
+"""A broker in a test's hands that delays messages: sends with delivery times, what is due, what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from plait.broker.partition import Partition
+from plait.broker.schedule import Schedules
+from plait.errors import PlaitError
+from plait.frame.builder import build_frame
+from plait.frame.columns import Column
+from plait.frame.view import FrameView
+from tests.support.broker_node import Node, Producer, Sent
+
+SECOND = 1_000_000
+
+
+def schedule_of(node: Node, subject: str = "orders") -> Partition:
+    """The subject's schedule partition."""
+    return schedules(node).partition_of(subject)
+
+
+def schedules(node: Node) -> Schedules:
+    return node.broker.schedules
+
+
+def delayed_frame(
+    producer: Producer, due: int | Sequence[int], *bodies: bytes, subject: str = "orders", **columns: Any
+) -> Sent:
+    """The producer's next frame for the subject's schedule."""
+    slot = f"{subject}/schedule"
+    times = due if isinstance(due, int) else np.array(due, np.int64)
+    parts = build_frame(
+        bodies,
+        producer=producer.id,
+        first=producer.next,
+        previous=producer.last.get(slot, 0),
+        deliver_at=times,
+        **columns,
+    )
+    producer.next += len(bodies)
+    producer.last[slot] = producer.next - 1
+    return Sent(subject, parts.tobytes(), bodies)
+
+
+def submit(node: Node, sent: Sent) -> Sent:
+    """Give a frame to the subject's schedule."""
+    try:
+        node.broker.submit(schedule_of(node, sent.subject), sent.view, sent.answer)
+    except PlaitError as error:
+        sent.answer(None, error)
+    return sent
+
+
+def delay(node: Node, producer: Producer, due: int | Sequence[int], *bodies: bytes, **columns: Any) -> int:
+    """Send delayed rows; the number of the first."""
+    sent = submit(node, delayed_frame(producer, due, *bodies, **columns))
+    node.turn()
+    assert sent.sequence is not None
+    return sent.sequence
+
+
+def run_due(node: Node) -> None:
+    """Everything that is due now is delivered, however many turns that takes."""
+    for _ in range(1000):
+        node.broker.run_timers()
+        ready = schedules(node).ready
+        node.turn()
+        if not ready:
+            return
+    raise AssertionError("it goes on for ever")
+
+
+def later(node: Node, seconds: float) -> None:
+    """Time passes."""
+    node.clock.advance(seconds)
+    run_due(node)
+
+
+def delivered(node: Node, subject: str = "orders") -> list[bytes]:
+    """The bodies that consumers see, in their order."""
+    return node.bodies(subject)
+
+
+def delivered_frames(node: Node, subject: str = "orders") -> list[FrameView]:
+    partition = node.partition(subject)
+    log = partition.consume_log
+    records = [log.record(index) for index in range(len(log))]
+    return [FrameView(node.broker.message_log.view(r.offset, r.size)) for r in records]
+
+
+def settled_numbers(node: Node, subject: str = "orders") -> list[int]:
+    """The schedule numbers of delivered rows, in their order."""
+    frames = [frame for frame in delivered_frames(node, subject) if frame.has(Column.SCHEDULE)]
+    return [number for frame in frames for number in frame.fixed(Column.SCHEDULE).tolist()]

@@ -1,0 +1,316 @@
+"""Delayed messages: never early, exactly once, wherever they wait and whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from plait.errors import DiskFull, FrameError, InvalidArgument, SubjectNotFound
+from plait.frame.columns import Column
+from plait.retry import WAIT_SECONDS_MAX
+from tests.broker.schedule_node import (
+    SECOND,
+    delay,
+    delayed_frame,
+    delivered,
+    delivered_frames,
+    later,
+    run_due,
+    schedule_of,
+    schedules,
+    settled_numbers,
+    submit,
+)
+from tests.support.broker_node import Node, Producer
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def producer() -> Producer:
+    return Producer(7)
+
+
+def test_a_delayed_message_comes_at_its_time_and_not_before(node: Node, producer: Producer) -> None:
+    due = node.clock.now() + 5 * SECOND
+    assert delay(node, producer, due, b"later") == 0
+    assert delivered(node) == []
+    assert schedules(node).count == 1
+    later(node, 4.999_999)
+    assert delivered(node) == []
+    later(node, 0.000_001)
+    assert delivered(node) == [b"later"]
+    assert schedules(node).count == 0
+    later(node, 100)
+    assert delivered(node) == [b"later"]
+
+
+def test_the_deadline_says_when_to_look(node: Node, producer: Producer) -> None:
+    now, monotonic = node.clock.now(), node.clock.monotonic()
+    assert node.broker.next_deadline is None
+    delay(node, producer, now + 3600 * SECOND, b"far")
+    assert node.broker.next_deadline == pytest.approx(monotonic + 3599)
+    delay(node, producer, now + SECOND // 2, b"near")
+    run_due(node)
+    assert node.broker.next_deadline == pytest.approx(monotonic + 0.5)
+
+
+def test_consumers_are_woken_and_get_the_message_with_its_id(node: Node, producer: Producer) -> None:
+    consumer = node.attach("orders", "g")
+    delay(node, producer, node.clock.now() + SECOND, b"a", b"b")
+    pulled = node.pull(consumer, wait=30)
+    assert not pulled.answered
+    later(node, 1)
+    assert [(row.producer, row.number, row.body) for row in pulled.rows] == [(7, 1, b"a"), (7, 2, b"b")]
+
+
+def test_rows_leave_in_the_order_they_are_due(node: Node, producer: Producer) -> None:
+    now = node.clock.now()
+    delay(node, producer, [now + 3 * SECOND, now + SECOND, now + 2 * SECOND], b"3", b"1", b"2")
+    delay(node, producer, now + SECOND + 1, b"1.5")
+    later(node, 10)
+    assert delivered(node) == [b"1", b"1.5", b"2", b"3"]
+    assert settled_numbers(node) == [1, 3, 2, 0]
+
+
+def test_everything_a_message_has_is_kept(node: Node, producer: Producer) -> None:
+    now = node.clock.now()
+    columns = {
+        "keys": ["k1", "k2"],
+        "key_hashes": np.array([5, 6], np.uint64),
+        "tags": [b"\x1fnew\x1f", b""],
+        "headers": [b"\x81\xa1a\x01", b""],
+        "send_time": now - 5,
+    }
+    delay(node, producer, [now + 2 * SECOND, now + SECOND], b"x" * 5000, b"y" * 5000, compression="zstd", **columns)
+    delay(node, producer, now + SECOND, b"plain")
+    for step in range(2):
+        if step:
+            node.checkpoint()
+        later(node, 1)
+    frames = delivered_frames(node)
+    rows = [
+        (body[:5], key, hashed, tags, headers, sent)
+        for frame in frames
+        for body, key, hashed, tags, headers, sent in zip(
+            frame.binary(Column.BODY).to_pylist(),
+            frame.binary(Column.KEY).to_pylist() if frame.has(Column.KEY) else [b""],
+            frame.fixed(Column.KEY_HASH).tolist() if frame.has(Column.KEY_HASH) else [None],
+            frame.binary(Column.TAGS).to_pylist() if frame.has(Column.TAGS) else [b""],
+            frame.binary(Column.HEADERS).to_pylist() if frame.has(Column.HEADERS) else [b""],
+            frame.fixed(Column.SEND_TIME).tolist() if frame.has(Column.SEND_TIME) else [None],
+            strict=True,
+        )
+    ]
+    assert rows[0] == (b"yyyyy", b"k2", 6, b"", b"", now - 5)
+    assert rows[1][0] == b"plain"
+    assert rows[1][1] == b""
+    assert rows[1][5] is None
+    assert rows[2] == (b"xxxxx", b"k1", 5, b"\x1fnew\x1f", b"\x81\xa1a\x01", now - 5)
+
+
+def test_the_clock_may_jump_either_way(node: Node, producer: Producer) -> None:
+    now = node.clock.now()
+    delay(node, producer, now + 60 * SECOND, b"a")
+    node.clock.jump(-3600)
+    run_due(node)
+    later(node, 61)
+    assert delivered(node) == []
+    node.clock.jump(3600)
+    run_due(node)
+    assert delivered(node) == [b"a"]
+    delay(node, producer, node.clock.now() + 7200 * SECOND, b"b")
+    node.clock.jump(7200)
+    run_due(node)
+    assert delivered(node) == [b"a", b"b"]
+    node.clock.jump(-7200)
+    later(node, 10_000)
+    assert delivered(node) == [b"a", b"b"]
+
+
+def test_a_past_time_is_due_at_once(node: Node, producer: Producer) -> None:
+    delay(node, producer, node.clock.now() - 5, b"a")
+    run_due(node)
+    assert delivered(node) == [b"a"]
+
+
+def test_a_resend_schedules_nothing_twice(node: Node, producer: Producer) -> None:
+    sent = delayed_frame(producer, node.clock.now() + SECOND, b"a")
+    submit(node, sent)
+    node.turn()
+    again = submit(node, sent)
+    node.turn()
+    assert again.sequence == 0
+    assert schedules(node).count == 1
+    later(node, 1)
+    assert delivered(node) == [b"a"]
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+def test_times_and_places_have_to_fit(node: Node, producer: Producer) -> None:
+    plain = node.submit(delayed_frame(producer, node.clock.now(), b"x"))
+    assert isinstance(plain.error, FrameError)
+    timeless = submit(node, Producer(8).frame("orders", b"x"))
+    assert isinstance(timeless.error, FrameError)
+    far = int(WAIT_SECONDS_MAX * SECOND)
+    too_far = submit(node, delayed_frame(Producer(9), node.clock.now() + far + 61 * SECOND, b"x"))
+    assert isinstance(too_far.error, InvalidArgument)
+    node.turn()
+    assert schedules(node).count == 0
+    assert delay(node, Producer(10), node.clock.now() + far, b"two years") == 0
+
+
+def test_an_unknown_subject_has_no_schedule(node: Node) -> None:
+    with pytest.raises(SubjectNotFound):
+        schedules(node).cancel("nobody", 0, 5)
+
+
+# --- cancel and reschedule ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds", [1.0, 100.0, 86_400.0 * 300])
+@pytest.mark.parametrize("filed", [False, True])
+def test_a_cancelled_message_is_never_delivered(node: Node, producer: Producer, seconds: float, filed: bool) -> None:
+    due = node.clock.now() + int(seconds * SECOND)
+    first = delay(node, producer, due, b"a", b"b", b"c")
+    if filed:
+        node.checkpoint()
+    assert schedules(node).cancel("orders", first + 1, due)
+    node.turn()
+    assert schedules(node).count == 2
+    assert not schedules(node).cancel("orders", first + 1, due)
+    assert not schedules(node).cancel("orders", first, due + 1)
+    assert not schedules(node).cancel("orders", first + 3, due)
+    node = node.killed()
+    assert schedules(node).count == 2
+    later(node, seconds + 1)
+    assert delivered(node) == [b"a", b"c"]
+    assert not schedules(node).cancel("orders", first, due)
+
+
+def test_a_message_that_is_due_and_not_delivered_yet_can_be_cancelled(node: Node, producer: Producer) -> None:
+    due = node.clock.now() + SECOND
+    number = delay(node, producer, due, b"a")
+    node.clock.advance(5)
+    assert schedules(node).cancel("orders", number, due)
+    run_due(node)
+    assert delivered(node) == []
+
+
+@pytest.mark.parametrize("filed", [False, True])
+def test_a_rescheduled_message_comes_once_at_its_new_time(node: Node, producer: Producer, filed: bool) -> None:
+    now = node.clock.now()
+    number = delay(node, producer, now + SECOND, b"a", b"b")
+    if filed:
+        node.checkpoint()
+    moved = schedules(node).reschedule("orders", number, now + SECOND, now + 3600 * SECOND)
+    assert moved == number + 2
+    again = schedules(node).reschedule("orders", moved, now + 3600 * SECOND, now + 2 * SECOND)
+    assert again == number + 3
+    node.turn()
+    assert schedules(node).count == 2
+    assert schedules(node).reschedule("orders", number, now + SECOND, now) is None
+    for _ in range(2):
+        node = node.killed()
+        assert schedules(node).count == 2
+    later(node, 1)
+    assert delivered(node) == [b"b"]
+    later(node, 1)
+    assert delivered(node) == [b"b", b"a"]
+    assert [row.number for row in node.stored("orders")] == [2, 1]
+    later(node, 5000)
+    assert delivered(node) == [b"b", b"a"]
+    with pytest.raises(InvalidArgument):
+        schedules(node).reschedule("orders", again, 0, now + int(3 * WAIT_SECONDS_MAX) * SECOND)
+
+
+# --- crashes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("filed", [False, True])
+@pytest.mark.parametrize("end", ["killed", "restart", "power_lost"])
+def test_what_waits_outlives_the_process(producer: Producer, filed: bool, end: str) -> None:
+    node = Node(flush="sync")
+    now = node.clock.now()
+    delay(node, producer, [now + 10 * SECOND, now + SECOND, now + 3600 * SECOND], b"b", b"a", b"c")
+    if filed:
+        node.checkpoint()
+    later(node, 1)
+    assert delivered(node) == [b"a"]
+    node = getattr(node, end)()
+    assert schedules(node).count == 2
+    later(node, 9)
+    assert delivered(node) == [b"a", b"b"]
+    node = getattr(node, end)()
+    later(node, 3600)
+    assert delivered(node) == [b"a", b"b", b"c"]
+
+
+def test_subjects_are_kept_apart_and_take_their_schedule_along(node: Node) -> None:
+    due = node.clock.now() + 100 * SECOND
+    for index, subject in enumerate(["orders", "bills", "mails"]):
+        delay(node, Producer(index + 1), due, subject.encode(), subject=subject)
+    node.checkpoint()
+    delay(node, Producer(9), due + 1, b"fresh", subject="bills")
+    node.broker.delete_subject("bills")
+    node.turn()
+    assert schedules(node).count == 2
+    node = node.killed()
+    assert schedules(node).count == 2
+    later(node, 200)
+    assert delivered(node, "orders") == [b"orders"]
+    assert delivered(node, "mails") == [b"mails"]
+    assert delivered(node, "bills") == []
+    assert "bills" not in schedules(node).by_subject
+
+
+def test_retention_does_not_take_what_waits(producer: Producer) -> None:
+    node = Node(retention_seconds=60.0)
+    due = node.clock.now() + 86_400 * SECOND
+    delay(node, producer, due, b"waits")
+    for _ in range(8):
+        for _ in range(10):
+            node.send("other", b"x" * 900)
+        later(node, 3600)
+        node.checkpoint()
+        node.retention.run()
+    assert node.broker.message_log.start > 0
+    assert schedule_of(node).start == 1
+    later(node, 86_400)
+    assert delivered(node) == [b"waits"]
+
+
+def test_a_full_disk_delays_and_loses_nothing(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + SECOND, *[bytes([65 + i]) * 700 for i in range(20)])
+    node.disk.fail("create", path="message/*", times=None, error=28)
+    later(node, 1)
+    first = len(delivered(node))
+    assert first < 20
+    assert node.broker.failed is None
+    assert schedules(node).count == 20 - first
+    assert node.broker.next_deadline == pytest.approx(node.clock.monotonic() + 1)
+    node.disk._faults.clear()
+    later(node, 1)
+    assert [body[:1] for body in delivered(node)] == [bytes([65 + i]) for i in range(20)]
+    assert schedules(node).count == 0
+
+
+def test_nothing_is_delivered_below_the_watermark(producer: Producer) -> None:
+    node = Node(disk_free_min=1)
+    delay(node, producer, node.clock.now() + SECOND, b"a")
+    capacity, node.disk.capacity = node.disk.capacity, 0
+    node.broker.check_space()
+    later(node, 5)
+    assert delivered(node) == []
+    with pytest.raises(DiskFull):
+        schedules(node).reschedule("orders", 0, node.clock.now() - 4 * SECOND, node.clock.now())
+    node.disk.capacity = capacity
+    node.broker.check_space()
+    later(node, 5)
+    assert delivered(node) == [b"a"]

@@ -1,0 +1,459 @@
+"""Dead letters through the client: who becomes one, what they tell, and how they come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import pytest
+
+import plait
+import plait.sync
+from plait.client import dead
+from plait.client.dead import Pace
+from plait.testing import EmbeddedBroker
+from tests.client.support import fetch_all, numbers, send
+from tests.client.test_app import running, settled
+
+TWICE = plait.Retry.constant(0, attempts=2)
+
+
+@pytest.fixture
+def app(broker: EmbeddedBroker) -> plait.App:
+    return plait.App(broker.address, group="g")
+
+
+@asynccontextmanager
+async def member(client: plait.Client, **settings: Any) -> AsyncIterator[plait.Consumer]:
+    async with client.consumer("s", group="g", **settings) as consumer:
+        yield consumer
+
+
+async def reject(client: plait.Client, count: int, reason: object = "no") -> None:
+    """The next messages of the group are dead letters."""
+    async with member(client, prefetch=count) as consumer:
+        for message in await fetch_all(consumer, count):
+            message.reject(reason)  # type: ignore[arg-type]
+
+
+async def letters(client: plait.Client, **how: Any) -> list[plait.DeadLetter]:
+    return await client.admin.dead_letters("s", "g", **how)
+
+
+async def resent(client: plait.Client, **how: Any) -> list[plait.Message]:
+    """What comes after a resend."""
+    count = await client.admin.resend_dead("s", "g", **how)
+    async with member(client) as consumer:
+        batch = await fetch_all(consumer, count) if count else []
+        assert len(await consumer.fetch(10, wait=0)) == 0
+        for message in batch:
+            message.ack()
+        return batch
+
+
+# --- who becomes one ------------------------------------------------------------------------------
+
+
+async def test_a_message_that_fails_to_the_last_attempt_is_a_dead_letter_with_everything(
+    timed_broker: EmbeddedBroker,
+) -> None:
+    async with (
+        timed_broker.connect() as client,
+        member(client, retry=plait.Retry.constant(5, attempts=3)) as consumer,
+    ):
+        receipt = await client.send("s", b"body", key="k", tags=["a", "b"], headers={"city": "BJS", "n": 5})
+        for attempt in (1, 2, 3):
+            [message] = await fetch_all(consumer, 1)
+            assert message.attempt == attempt
+            message.nack(reason=ValueError(f"number {attempt}"))
+            await consumer.flush()
+            await timed_broker.advance(6)
+        assert len(await consumer.fetch(1, wait=0)) == 0
+        letter = await client.admin.dead_letter("s", "g", 0)
+        assert (letter.subject, letter.group, letter.sequence) == ("s", "g", 0)
+        assert letter.message_id == receipt.message_id
+        assert (letter.key, letter.tags, letter.headers) == ("k", ["a", "b"], {"city": "BJS", "n": 5})
+        assert (letter.body, letter.size, letter.attempts) == (b"body", 4, 3)
+        assert letter.reason == plait.Reason("ValueError", "number 3")
+        assert letter.history == []
+        assert letter.send_time is not None
+        assert letter.store_time >= letter.send_time
+        assert timedelta(seconds=11) < letter.last_time - letter.first_time < timedelta(seconds=13)
+        info = await client.admin.group("s", "g")
+        assert (info.dead, info.lag, info.waiting) == (1, 0, 0)
+        assert await client.admin.dead_queues() == [plait.DeadQueue("s", "g", 1)]
+        assert await client.admin.dead_queues("s") == [plait.DeadQueue("s", "g", 1)]
+
+
+async def test_a_message_that_fails_after_its_time_is_a_dead_letter(timed_broker: EmbeddedBroker) -> None:
+    async with (
+        timed_broker.connect() as client,
+        member(client, retry=plait.Retry.constant(10, expires=15)) as consumer,
+    ):
+        await send(client, 1)
+        for _ in range(2):
+            [message] = await fetch_all(consumer, 1)
+            message.nack(reason="too slow")
+            await consumer.flush()
+            await timed_broker.advance(11)
+        [message] = await fetch_all(consumer, 1)
+        message.nack(reason="too late")
+        await consumer.flush()
+        [letter] = await letters(client)
+        assert (letter.attempts, letter.reason.text) == (3, "too late")
+
+
+async def test_a_rejected_message_is_a_dead_letter_at_once(client: plait.Client) -> None:
+    await send(client, 6)
+    async with member(client) as consumer:
+        first, *_ = await consumer.fetch(1, wait=5)
+        first.reject(KeyError("order"))
+        batch = await consumer.fetch(2, wait=5)
+        batch[0].ack()
+        await batch.reject("the batch")
+        table = await consumer.fetch_arrow(3, wait=5)
+        await table.reject([1], plait.Reason("Mine", "the row", "by hand"))
+        await table.ack()
+    found = await letters(client)
+    assert [(letter.sequence, letter.reason) for letter in found] == [
+        (0, plait.Reason("KeyError", "'order'")),
+        (2, plait.Reason("", "the batch")),
+        (4, plait.Reason("Mine", "the row", "by hand")),
+    ]
+    assert [letter.body for letter in found] == [None] * 3
+    assert (await client.admin.group("s", "g")).lag == 0
+
+
+async def test_a_storm_of_failures_asks_few_things_of_the_broker(
+    client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from plait.wire.dial import Link
+
+    said: list[plait.Reason | None] = []
+    request = Link.request
+
+    async def listen(self: Link, message: Any) -> Any:
+        if type(message).__name__ == "Nack":
+            said.append(message.reason)
+        return await request(self, message)
+
+    monkeypatch.setattr(Link, "request", listen)
+    await send(client, 200)
+    async with member(client, retry=plait.Retry.constant(0, attempts=3)) as consumer:
+        for _ in range(2):
+            for message in await fetch_all(consumer, 200):
+                message.nack(reason=f"{message.sequence} of attempt {message.attempt}")
+            await consumer.flush()
+        assert set(said) == {None}
+        assert len(said) <= 4
+        for message in await fetch_all(consumer, 200):
+            message.nack(reason=f"{message.sequence} of attempt {message.attempt}")
+        await consumer.flush()
+    assert len(said) > 200
+    found = await letters(client, limit=500)
+    assert [letter.reason.text for letter in found] == [f"{n} of attempt 3" for n in range(200)]
+
+
+async def test_what_nobody_began_with_uses_up_no_attempt(client: plait.Client) -> None:
+    await send(client, 10)
+    for _ in range(5):
+        async with member(client, retry=TWICE) as consumer:
+            # One is looked at and given back; the others were pulled ahead.
+            [message] = await consumer.fetch(1, wait=5)
+            message.ack()
+            left = (await client.admin.group("s", "g")).unacked
+            assert left > 0
+    async with member(client) as consumer:
+        rest = await fetch_all(consumer, 5)
+        assert {message.attempt for message in rest} == {1}
+
+
+async def test_blocking_consumers_give_back_what_nobody_asked_for(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await send(client, 10)
+
+    def look() -> bytes:
+        with plait.sync.connect(broker.address) as blocking, blocking.consumer("s", group="g", retry=TWICE) as consumer:
+            message = next(iter(consumer))
+            message.ack()
+            return message.body
+
+    assert [await asyncio.to_thread(look) for _ in range(4)] == [b"0", b"1", b"2", b"3"]
+    async with member(client) as consumer:
+        assert {message.attempt for message in await fetch_all(consumer, 6)} == {1}
+
+
+# --- App ------------------------------------------------------------------------------------------
+
+
+async def test_what_a_handler_raises_is_what_its_letters_say(client: plait.Client, app: plait.App) -> None:
+    @app.subscriber("s", retry=TWICE, timeout=0.05)
+    async def handle(number: int) -> None:
+        if number == 1:
+            raise plait.Reject("no such order")
+        if number == 2:
+            raise ZeroDivisionError("by zero")
+        if number == 3:
+            await asyncio.Event().wait()
+        if number == 4:
+            raise plait.RetryLater(0)
+        if number == 5:
+            raise plait.Reject from LookupError("gone")
+
+    for body in (b"0", b"1", b"2", b"3", b"4", b"5", b"no number"):
+        await client.send("s", body)
+    async with running(app):
+        await settled(client)
+    name = handle.__qualname__.replace("<locals>.", "")
+    found = await letters(client, bodies=True)
+    assert {letter.reason.handler for letter in found} == {name}
+    told = {letter.body: (letter.attempts, letter.reason.type, letter.reason.text) for letter in found}
+    assert told[b"1"] == (1, "plait.Reject", "no such order")
+    assert told[b"2"] == (2, "ZeroDivisionError", "by zero")
+    assert told[b"3"] == (2, "TimeoutError", f"{name} did not return within 0.05 s")
+    assert told[b"4"] == (2, "plait.client.outcomes.RetryLater", "again in 0 s")
+    assert told[b"5"] == (1, "LookupError", "gone")
+    attempts, kind, _ = told[b"no number"]
+    assert (attempts, kind) == (2, "plait.errors.CodecError")
+    assert len(told) == 6
+
+
+async def test_a_batch_handler_rejects_its_batch_or_single_messages(client: plait.Client, app: plait.App) -> None:
+    @app.subscriber("s", batch=3)
+    async def handle(messages: list[plait.Message]) -> None:
+        if messages[0].sequence == 0:
+            raise plait.Reject("all of them")
+        messages[1].reject("one of them")
+
+    await send(client, 6)
+    async with running(app):
+        await settled(client)
+    assert [(letter.sequence, letter.reason.text) for letter in await letters(client)] == [
+        (0, "all of them"),
+        (1, "all of them"),
+        (2, "all of them"),
+        (4, "one of them"),
+    ]
+
+
+async def test_a_rejection_does_not_suspend_the_handler(client: plait.Client, app: plait.App) -> None:
+    @app.subscriber("s", suspend=3600)
+    async def handle(number: int) -> None:
+        raise plait.Reject(str(number))
+
+    await send(client, 3)
+    async with running(app):
+        await settled(client)
+    assert len(await letters(client)) == 3
+
+
+async def test_a_suspension_uses_up_no_attempt_of_what_was_pulled_ahead(client: plait.Client, app: plait.App) -> None:
+    seen: list[tuple[int, int]] = []
+
+    @app.subscriber("s", retry=plait.Retry.constant(0, attempts=2))
+    async def handle(message: plait.Message) -> None:
+        seen.append((message.sequence, message.attempt))
+        if message.sequence == 0 and message.attempt == 1:
+            raise plait.Suspend(0.01)
+
+    await send(client, 20)
+    async with running(app):
+        await settled(client)
+    assert sorted(seen) == [(0, 1), (0, 2), *((n, 1) for n in range(1, 20))]
+    assert await letters(client) == []
+
+
+# --- looking at them ------------------------------------------------------------------------------
+
+
+async def test_letters_are_selected_by_what_is_given(timed_broker: EmbeddedBroker) -> None:
+    async with timed_broker.connect() as client:
+        await send(client, 6)
+        async with member(client, prefetch=6) as consumer:
+            held = await fetch_all(consumer, 6)
+            for message in held[:3]:
+                message.reject(plait.Reason("A", f"{message.sequence}", "first"))
+            await consumer.flush()
+            await timed_broker.advance(60)
+            for message in held[3:]:
+                message.reject(plait.Reason("A" if message.sequence == 3 else "B", "text", "second"))
+            await consumer.flush()
+
+        async def selected(**how: Any) -> list[int]:
+            return [letter.sequence for letter in await letters(client, **how)]
+
+        [*_, last] = await letters(client)
+        assert await selected() == [0, 1, 2, 3, 4, 5]
+        assert await selected(limit=2) == [0, 1]
+        assert await selected(type="A") == [0, 1, 2, 3]
+        assert await selected(type="A", handler="second") == [3]
+        assert await selected(before=last.last_time) == [0, 1, 2]
+        assert await selected(sequences=[5, 1, 77, 1]) == [1, 5]
+        assert await selected(sequences=[5, 1], type="B") == [5]
+        assert await selected(sequences=[]) == []
+
+        reasons = await client.admin.dead_reasons("s", "g")
+        assert [(r.type, r.handler, r.count) for r in reasons] == [
+            ("A", "first", 3),
+            ("B", "second", 2),
+            ("A", "second", 1),
+        ]
+        assert reasons[0].first_time < reasons[1].first_time
+        assert reasons[0].text in ("0", "1", "2")
+
+
+async def test_many_letters_come_in_pages(client: plait.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead, "DEAD_LIST_MAX", 7)
+    monkeypatch.setattr(dead, "DEAD_PAGE_MAX", 6)
+    monkeypatch.setattr(dead, "SEQUENCES_MAX", 4)
+    await send(client, 30)
+    async with member(client) as consumer:
+        for message in await fetch_all(consumer, 30):
+            message.reject(plait.Reason("A" if message.sequence % 3 else "B", f"{message.sequence}"))
+    assert [letter.sequence for letter in await letters(client)] == list(range(30))
+    assert [letter.sequence for letter in await letters(client, limit=20)] == list(range(20))
+    assert [letter.sequence for letter in await letters(client, type="B")] == list(range(0, 30, 3))
+    assert [letter.sequence for letter in await letters(client, sequences=range(3, 13))] == list(range(3, 13))
+    assert [(r.type, r.count) for r in await client.admin.dead_reasons("s", "g")] == [("A", 20), ("B", 10)]
+    told: list[int] = []
+    assert await client.admin.resend_dead("s", "g", dry_run=True, progress=told.append) == 30
+    assert told == [6, 12, 18, 24, 30]
+    assert await client.admin.purge_dead("s", "g", type="B") == 10
+    assert await client.admin.purge_dead("s", "g", sequences=range(15)) == 10
+    assert sorted(numbers(await resent(client))) == [n for n in range(15, 30) if n % 3]
+    assert await client.admin.dead_queues() == []
+
+
+async def test_what_cannot_be_asked_is_refused_and_changes_nothing(client: plait.Client) -> None:
+    await send(client, 1)
+    await reject(client, 1)
+    admin = client.admin
+    with pytest.raises(plait.DeadLetterNotFound, match="message 7 of 's' is no dead letter of group 'g'"):
+        await admin.dead_letter("s", "g", 7)
+    with pytest.raises(plait.GroupNotFound):
+        await admin.dead_letters("s", "nobody")
+    with pytest.raises(plait.SubjectNotFound):
+        await admin.dead_letters("none", "g")
+    with pytest.raises(plait.InvalidArgument, match="limit must be 1 or more, not 0"):
+        await letters(client, limit=0)
+    with pytest.raises(plait.InvalidArgument, match="-1 is not the sequence of a message"):
+        await admin.purge_dead("s", "g", sequences=[-1])
+    with pytest.raises(plait.InvalidArgument, match="cannot be selected by 'kind'; use sequences, type"):
+        await admin.purge_dead("s", "g", kind="A")  # type: ignore[call-arg]
+    with pytest.raises(plait.InvalidArgument, match="before 5 is a int; use a datetime"):
+        await admin.purge_dead("s", "g", before=5)  # type: ignore[arg-type]
+    for rate in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(plait.InvalidArgument, match="rate must be more than 0"):
+            await admin.resend_dead("s", "g", rate=rate)
+    assert len(await letters(client)) == 1
+
+
+# --- resending ------------------------------------------------------------------------------------
+
+
+async def test_a_resent_letter_comes_to_its_group_alone_with_its_id_attempts_and_history(client: plait.Client) -> None:
+    receipt = await client.send("s", b"body", key="k")
+    async with client.consumer("s", group="other") as other:
+        [message] = await fetch_all(other, 1)
+        message.ack()
+        await other.flush()
+        await reject(client, 1, ValueError("first"))
+        assert await client.admin.resend_dead("s", "g") == 1
+        async with member(client) as consumer:
+            [again] = await fetch_all(consumer, 1)
+            assert (again.message_id, again.sequence, again.key, again.attempt) == (receipt.message_id, 0, "k", 2)
+            again.reject(KeyError("second"))
+        assert len(await other.fetch(1, wait=0)) == 0
+    [letter] = await letters(client)
+    assert (letter.attempts, letter.reason.type) == (2, "KeyError")
+    assert [(old.attempts, old.reason) for old in letter.history] == [(1, plait.Reason("ValueError", "first"))]
+    assert letter.history[0].time <= letter.last_time
+    [message] = await resent(client, sequences=[0])
+    assert message.body == b"body"
+    assert await letters(client) == []
+    assert (await client.admin.group("s", "g")).lag == 0
+
+
+async def test_letters_outlive_restarts(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await send(client, 3)
+    await reject(client, 3, "why")
+    for end in (broker.stop, broker.kill):
+        await end()
+        await broker.start()
+        found = await letters(client, bodies=True)
+        assert [(letter.body, letter.reason.text) for letter in found] == [(b"%d" % n, "why") for n in range(3)]
+    assert numbers(await resent(client)) == [0, 1, 2]
+
+
+class Loop:
+    """A clock that moves by sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def time(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(("rate", "total"), [(10_000, 100_000), (7, 30), (0.5, 3), (123_456, 500_000)])
+async def test_a_rate_is_kept_without_drift(monkeypatch: pytest.MonkeyPatch, rate: float, total: int) -> None:
+    loop = Loop()
+    monkeypatch.setattr(dead.asyncio, "get_running_loop", lambda: loop)
+    monkeypatch.setattr(dead.asyncio, "sleep", loop.sleep)
+    pace = Pace(rate)
+    turns = 0
+    while pace.count < total:
+        count = min(await pace.turn(), total - pace.count)
+        # Each request takes its time, and one of them very long.
+        loop.now += 3.0 / rate if turns == 5 else 0.1 / rate
+        pace.did(count)
+        turns += 1
+        assert pace.count <= (loop.now - 100.0) * rate + 0.05 * rate + 1
+    assert abs((loop.now - 100.0) / (total / rate) - 1) <= max(0.05, 2 / total)
+    assert turns >= 0.5 * min(total, total / rate / dead.PACE_SECONDS)
+
+
+async def test_a_rate_holds_back_real_letters(client: plait.Client) -> None:
+    await send(client, 60)
+    await reject(client, 60)
+    loop = asyncio.get_running_loop()
+    begun = loop.time()
+    assert await client.admin.resend_dead("s", "g", rate=200) == 60
+    assert loop.time() - begun >= 0.24
+
+
+async def test_blocking_code_has_the_same(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await send(client, 4)
+
+    def work() -> None:
+        with plait.sync.connect(broker.address) as blocking:
+            with blocking.consumer("s", group="g", prefetch=4) as consumer:
+                one, *_ = consumer.fetch(1)
+                one.reject("one")
+                two, *_ = consumer.fetch(1)
+                two.nack(0, "two")
+                consumer.fetch(1).reject("three")
+                consumer.fetch_arrow(1).reject(reason="four")
+                consumer.flush()
+            admin = blocking.admin
+            assert admin.dead_queues("s") == [plait.DeadQueue("s", "g", 3)]
+            found = admin.dead_letters("s", "g", limit=10, type="")
+            assert [letter.reason.text for letter in found] == ["one", "three", "four"]
+            assert admin.dead_letter("s", "g", 0).body == b"0"
+            assert [reason.count for reason in admin.dead_reasons("s", "g")] == [3]
+            assert admin.resend_dead("s", "g", sequences=[0], dry_run=True) == 1
+            assert admin.purge_dead("s", "g", sequences=[0]) == 1
+            assert admin.resend_dead("s", "g") == 2
+            assert admin.dead_queues() == []
+
+    await asyncio.to_thread(work)
+
+
+def test_letters_are_plain_values() -> None:
+    assert msgspec.json.encode(plait.DeadQueue("s", "g", 1)) == b'{"subject":"s","group":"g","count":1}'

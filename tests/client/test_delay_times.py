@@ -1,0 +1,168 @@
+"""From a delay, a level or a time to the microsecond at which a message is due."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import plait
+from plait.client.arguments import micros_of, moment_of, to_datetime
+from plait.client.delay import due_of, dues_of
+from plait.limits import DELAY_SECONDS_MAX, DELAY_SECONDS_MIN
+from plait.retry import WAIT_SECONDS_MAX
+
+NOW = 1_700_000_000_000_000
+SECOND = 1_000_000
+LATER = to_datetime(NOW + 5 * SECOND)
+
+
+@pytest.mark.parametrize(
+    ("delay", "micros"),
+    [
+        (1, SECOND),
+        (0.1, 100_000),
+        (0.01, 10_000),
+        ("10ms", 10_000),
+        ("5m", 300 * SECOND),
+        (timedelta(days=2, microseconds=1), 2 * 86_400 * SECOND + 1),
+        (plait.DelayLevel.LEVEL_3, 10 * SECOND),
+        (1.000_000_4, SECOND + 1),
+        (DELAY_SECONDS_MAX, 2 * 366 * 86_400 * SECOND),
+    ],
+)
+def test_a_delay_counts_from_now_and_is_rounded_up(delay: Any, micros: int):
+    assert due_of(delay, None, NOW) == NOW + micros
+
+
+@given(st.floats(DELAY_SECONDS_MIN, DELAY_SECONDS_MAX))
+def test_no_delay_is_shorter_than_asked_for(seconds: float):
+    micros = due_of(seconds, None, NOW) - NOW
+    assert 0 <= micros - seconds * SECOND + 0.001 < 1.01
+    assert dues_of(np.array([seconds]), None, NOW, 1) == [NOW + micros]
+
+
+@pytest.mark.parametrize(
+    "delay", [0, 0.009, -1, "9ms", DELAY_SECONDS_MAX + 1, timedelta(days=733), float("nan"), float("inf"), "1"]
+)
+def test_a_delay_outside_the_limits_is_refused(delay: Any):
+    with pytest.raises(plait.InvalidArgument, match=r"10 ms to 732 days|must be 0 or more|is not understood"):
+        due_of(delay, None, NOW)
+
+
+def test_times_are_as_exact_as_they_were_given():
+    assert due_of(None, LATER, NOW) == NOW + 5 * SECOND
+    east = LATER.astimezone(timezone(timedelta(hours=8)))
+    assert due_of(None, east, NOW) == NOW + 5 * SECOND
+    assert due_of(None, to_datetime(5), NOW) == 5
+    assert due_of(None, datetime(1900, 1, 1, tzinfo=UTC), NOW) == 0
+
+
+def test_times_that_cannot_be_meant_are_refused():
+    with pytest.raises(plait.InvalidArgument, match="has no time zone; add one"):
+        due_of(None, datetime(2030, 1, 1), NOW)  # noqa: DTZ001 - that is the point
+    with pytest.raises(plait.InvalidArgument, match="is too far ahead; use 10 ms to 732 days from now"):
+        due_of(None, to_datetime(NOW + 733 * 86_400 * SECOND), NOW)
+    with pytest.raises(plait.InvalidArgument, match="deliver_at 5 is a int; use a datetime"):
+        due_of(None, 5, NOW)
+    for one in (due_of, lambda *given: dues_of(*given, 1)):
+        with pytest.raises(plait.InvalidArgument, match="give a delay or deliver_at, not both"):
+            one(5, LATER, NOW)
+
+
+def test_the_levels_are_those_of_rocketmq():
+    seconds = [level.value.total_seconds() for level in plait.DelayLevel]
+    minutes = [60.0 * minute for minute in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 20, 30, 60, 120)]
+    assert seconds == [1, 5, 10, 30, *minutes]
+    assert [level.name for level in plait.DelayLevel] == [f"LEVEL_{number}" for number in range(1, 19)]
+
+
+def test_the_limits_of_delays_and_of_retries_are_the_same():
+    assert DELAY_SECONDS_MAX == WAIT_SECONDS_MAX
+
+
+@pytest.mark.parametrize(
+    "delays",
+    [
+        [1, "2s", timedelta(seconds=3)],
+        (1, 2, 3),
+        np.array([1, 2, 3]),
+        np.array([1.0, 2.0, 3.0], np.float32),
+        np.array([1, 2, 3], "timedelta64[s]"),
+        np.array([1_000_000_000, 1_999_999_001, 3_000_000_000], "timedelta64[ns]"),
+        pa.array([1.0, 2.0, 3.0]),
+        pa.array([1, 2, 3], pa.int16()),
+        pa.array([1, 2, 3], pa.duration("s")),
+        pa.chunked_array([pa.array([1_000, 2_000], pa.duration("ms")), pa.array([3_000], pa.duration("ms"))]),
+        pa.array([1_000_000_000, 2_000_000_000, 2_999_999_001], pa.duration("ns")),
+    ],
+)
+def test_many_delays_in_any_form(delays: Any):
+    assert list(dues_of(delays, None, NOW, 3)) == [NOW + n * SECOND for n in (1, 2, 3)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        [to_datetime(NOW + n) for n in (1, 2, 3)],
+        pa.array([to_datetime(NOW + n) for n in (1, 2, 3)], pa.timestamp("us", tz="UTC")),
+        pa.array([1000 * NOW + n for n in (1, 1001, 3000)], pa.timestamp("ns", tz="Europe/Berlin")),
+    ],
+)
+def test_many_times_in_any_form(times: Any):
+    assert list(dues_of(None, times, NOW, 3)) == [NOW + n for n in (1, 2, 3)]  # type: ignore[arg-type]
+
+
+def test_one_for_all_stays_one():
+    assert dues_of("5s", None, NOW, 100) == NOW + 5 * SECOND
+    assert dues_of(None, LATER, NOW, 100) == NOW + 5 * SECOND
+
+
+@pytest.mark.parametrize(
+    ("delay", "deliver_at", "message"),
+    [
+        ([1, 2], None, "2 times in delay do not fit 3 bodies"),
+        ([1, None, 2], None, "row 1: duration None is not understood"),
+        (np.array([1, 2, 0]), None, "row 2: a message cannot be delayed by 0; use 10 ms to 732 days"),
+        (np.array([1, float("nan"), 1]), None, "row 1: a message cannot be delayed by nan"),
+        (np.array([1, 1, -1], "timedelta64[s]"), None, "row 2: delay is -1 s from now; use 10 ms"),
+        (np.array([1, "NaT", 1], "timedelta64[s]"), None, "row 1: delay is"),
+        (np.array([1, 1, 1], "timedelta64[M]"), None, "whose length is not fixed"),
+        (np.array([True, True, True]), None, "delay is a NumPy array of bool"),
+        (np.array([[1], [1], [1]]), None, "delay is a NumPy array of"),
+        (pa.array([1, None, 1]), None, "delay has null rows"),
+        (pa.array(["1s"] * 3), None, "delay is an Arrow column of string"),
+        (pa.array([1, 2, 1 << 62], pa.duration("s")), None, "row 2: delay is"),
+        (None, [LATER, None, LATER], "row 1: deliver_at is None"),
+        (None, [LATER, LATER, 5], "row 2: deliver_at 5 is a int"),
+        (None, np.array(["2030-01-01"] * 3, "datetime64[us]"), "deliver_at is a NumPy array of datetime64"),
+        (None, pa.array([1, 2, 3], pa.timestamp("us")), "deliver_at has no time zone"),
+        (None, pa.array([1, 2, 1 << 61], pa.timestamp("us", tz="UTC")), "row 2: deliver_at is"),
+    ],
+)
+def test_many_that_cannot_be_meant_are_refused_by_row(delay: Any, deliver_at: Any, message: str):
+    with pytest.raises(plait.InvalidArgument, match=message):
+        dues_of(delay, deliver_at, NOW, 3)
+
+
+@given(st.integers(0, 4_000_000_000_000_000))
+def test_microseconds_and_times_are_the_same(micros: int):
+    assert micros_of(to_datetime(micros), "t") == micros
+
+
+def test_moments_of_all_kinds():
+    assert moment_of(None, "start", NOW) is None
+    assert moment_of("5s", "start", NOW) == NOW + 5 * SECOND
+    assert moment_of("-5s", "start", NOW) == NOW - 5 * SECOND
+    assert moment_of(timedelta(seconds=-5), "start", NOW) == NOW - 5 * SECOND
+    assert moment_of(5, "start", NOW) == NOW + 5 * SECOND
+    assert moment_of(LATER, "start", NOW) == NOW + 5 * SECOND
+    assert moment_of(LATER.isoformat(), "start", NOW) == NOW + 5 * SECOND
+    assert moment_of("1970-01-01T00:00:01", "start", NOW) == SECOND
+    with pytest.raises(plait.InvalidArgument, match="'soon' is not understood"):
+        moment_of("soon", "start", NOW)

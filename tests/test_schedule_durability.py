@@ -1,0 +1,110 @@
+"""A real server is killed while messages wait for their time: none is early, lost or doubled, none cancelled comes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from plait.errors import NotScheduled, Timeout, Unavailable
+from tests.support.process import ServerProcess
+from tests.test_durability import TIGHT
+
+COUNT = 300
+KILLS = 3
+PATIENCE_SECONDS = 60.0
+LIMITS = plait.ClientLimits(reconnect_max_seconds=0.1, send_seconds=PATIENCE_SECONDS)
+
+
+class Books:
+    """What was asked for, and what was promised."""
+
+    def __init__(self) -> None:
+        self.scheduled: dict[bytes, plait.Receipt] = {}
+        self.cancelled: set[bytes] = set()
+        #: The kill came before the answer: it may have been cancelled.
+        self.unknown: set[bytes] = set()
+
+
+async def schedule(client: plait.Client, books: Books, rng: random.Random, name: str) -> None:
+    """Send in all ways; a kill in between is only a pause."""
+    bodies = [f"{name}.{n}".encode() for n in range(COUNT)]
+    waits = [rng.uniform(0.05, 4.0) for _ in bodies]
+    third = COUNT // 3
+    receipts = await asyncio.gather(
+        *(client.send("s", body, key="k", delay=wait) for body, wait in zip(bodies[:third], waits, strict=False))
+    )
+    tickets = [client.post("s", bodies[n], delay=waits[n]) for n in range(third, 2 * third)]
+    many = await client.send_many("s", bodies[2 * third :], delay=waits[2 * third :])
+    receipts += [await ticket for ticket in tickets]
+    books.scheduled.update(zip(bodies, [*receipts, *many], strict=True))
+
+
+async def change(client: plait.Client, books: Books, rng: random.Random, some: list[bytes]) -> None:
+    """Cancel some and move others, which may be too late for them."""
+    for body in some:
+        receipt = books.scheduled[body]
+        try:
+            if rng.random() < 0.7:
+                if await client.cancel(receipt):
+                    books.cancelled.add(body)
+            else:
+                books.scheduled[body] = await client.reschedule(receipt, delay=rng.uniform(0.05, 2.0))
+        except NotScheduled:
+            pass
+        except (Timeout, Unavailable):
+            books.unknown.add(body)
+
+
+@pytest.mark.parametrize("settings", [None, TIGHT], ids=["serve", "tight"])
+async def test_a_killed_server_keeps_its_schedule(tmp_path: Path, seed: int, settings: dict[str, Any] | None) -> None:
+    rng = random.Random(seed)
+    books = Books()
+    with ServerProcess(tmp_path / "data", settings=settings) as server:
+        server.start()
+        async with plait.connect(server.address, limits=LIMITS) as client:
+            await client.send("s", b"first", delay=0.01)
+            for number in range(KILLS):
+                sending = asyncio.create_task(schedule(client, books, rng, f"life-{number}"))
+                if number % 2:
+                    # In the middle of it.
+                    await asyncio.sleep(0)
+                else:
+                    await sending
+                    some = rng.sample(sorted(books.scheduled), COUNT // 3)
+                    await change(client, books, rng, some)
+                await asyncio.to_thread(server.kill)
+                await asyncio.to_thread(server.start)
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await sending
+            # Nothing says it was delivered before: what is left is settled now.
+            await change(client, books, rng, rng.sample(sorted(books.scheduled), COUNT // 5))
+            found = await everything(client, books)
+    assert max(found.values()) == 1
+    assert not books.cancelled & found.keys()
+    assert found.keys() - {b"first"} <= books.scheduled.keys()
+    assert books.scheduled.keys() - books.cancelled - books.unknown <= found.keys()
+    assert len(books.cancelled) > COUNT // 20
+
+
+async def everything(client: plait.Client, books: Books) -> Counter[bytes]:
+    """Read the subject until nothing waits any more; each message not before its time."""
+    found: Counter[bytes] = Counter()
+    async with client.reader("s", start="earliest") as reader, asyncio.timeout(PATIENCE_SECONDS):
+        waiting = True
+        while waiting:
+            waiting = sum(count.count for count in await client.admin.schedule_counts("s")) > 0
+            while messages := await reader.fetch(1000, wait=0.1):
+                for message in messages:
+                    found[message.body] += 1
+                    assert message.deliver_at is not None
+                    assert message.store_time >= message.deliver_at
+                    if message.body in books.scheduled and message.body not in books.unknown:
+                        assert message.message_id == books.scheduled[message.body].message_id
+                        assert message.deliver_at == books.scheduled[message.body].deliver_at
+    return found
