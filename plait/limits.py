@@ -1,7 +1,7 @@
 """Every bound Plait enforces: its name, its default and the reason.
 
 Sizes are bytes, times are seconds. A limit a user may change is a field of ``ServerLimits`` or
-``ClientLimits``; the rest are properties of format version 1 and constants.
+``ClientLimits``; the rest are properties of the formats and constants.
 """
 
 from __future__ import annotations

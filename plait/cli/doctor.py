@@ -40,7 +40,7 @@ def doctor(
 
 
 def _print(report: Report) -> None:
-    message, action = report.message_log, report.action_log
+    message, kept, action = report.message_log, report.kept_log, report.action_log
     print_facts(
         [
             ("directory", report.path),
@@ -54,6 +54,11 @@ def _print(report: Report) -> None:
                 "message log",
                 f"{message.segments} files, offsets {message.start:,} to {message.end:,}, {message.frames:,} frames, "
                 f"{message.rows:,} messages of {report.subjects:,} subjects",
+            ),
+            (
+                "kept log",
+                f"{kept.segments} files, offsets {kept.start:,} to {kept.end:,}, {kept.frames:,} frames, "
+                f"{kept.rows:,} dead letters and retries, settled or not",
             ),
             (
                 "action log",

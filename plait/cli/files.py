@@ -15,6 +15,7 @@ import msgspec
 from plait.broker.broker import MESSAGE_DIRECTORY
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, ServerLimits
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
+from plait.storage.kept import DIRECTORY as KEPT_DIRECTORY
 from plait.storage.log import SUFFIX
 
 
@@ -29,8 +30,9 @@ def raise_limit() -> int:
 
 
 def segment_count(data: Path) -> int:
-    """Segments of both logs in a data directory, which a server keeps open."""
-    return sum(1 for directory in (MESSAGE_DIRECTORY, ACTION_DIRECTORY) for _ in (data / directory).glob(f"*{SUFFIX}"))
+    """Segments of the logs in a data directory, which a server keeps open."""
+    directories = (MESSAGE_DIRECTORY, KEPT_DIRECTORY, ACTION_DIRECTORY)
+    return sum(1 for directory in directories for _ in (data / directory).glob(f"*{SUFFIX}"))
 
 
 def fit(limits: ServerLimits, files: int, segments: int) -> ServerLimits:

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import msgspec
 
-from plait.cli.checkup.findings import Finding, Report
+from plait.cli.checkup.findings import Report
+from plait.cli.checkup.log_check import LogCheck
 from plait.cli.checkup.segments import Walk
 from plait.errors import FrameError
 from plait.frame.view import FrameView
-from plait.storage.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
-
-PART = "action log"
-_HARM = "progress of groups is not known exactly: messages may be delivered again; none is lost"
+from plait.storage.action_log import DEFINITIONS, EVENTS, presumed_kept, read_definitions, read_events
 
 
-class ActionCheck:
-    """One walk over the action log; ``message_end`` is where the message log was found to end."""
+class ActionCheck(LogCheck):
+    """One walk over the action log; ``ends`` are where the message log and the kept log were found to end."""
 
-    def __init__(self, walk: Walk, message_end: int, report: Report) -> None:
-        self._walk = walk
-        self._message_end = message_end
-        self._report = report
+    part = "action log"
+    harm = "progress of groups is not known exactly: messages may be delivered again; none is lost"
+
+    def __init__(self, walk: Walk, ends: tuple[int, int], report: Report) -> None:
+        super().__init__(walk, report)
+        self._message_end, self._kept_end = ends
 
     def run(self) -> None:
         presuming = 0
@@ -28,35 +28,15 @@ class ActionCheck:
         for offset, frame in self._walk.frames():
             self._walk.facts.rows += frame.count
             if problem := _problem(frame):
-                self._add("damaged", offset, frame.size, problem, _HARM, "use the Plait that wrote it")
-            if frame.durable > self._message_end and not self._report.in_use:
+                self._add("damaged", offset, frame.size, problem, "use the Plait that wrote it")
+            presumes = frame.durable > self._message_end or presumed_kept(frame) > self._kept_end
+            if presumes and not self._report.in_use:
                 first = first if presuming else offset
                 presuming += 1
         if presuming:
             what = f"{presuming} frames rest on messages that never reached the disk"
-            self._add("note", first, None, what, _HARM, "nothing: the next start cuts them off")
-        for damage in self._walk.damages:
-            if damage.kind == "torn":
-                what, advice = f"an unfinished tail: {damage.reason}", "nothing: the next start cuts it"
-                self._add("note", damage.offset, damage.size, what, _HARM, advice)
-            else:
-                advice = "restore this file from a copy while the server is stopped; without one it goes on"
-                self._add("damaged", damage.offset, damage.size, damage.reason, _HARM, advice)
-
-    def _add(self, severity: str, offset: int, size: int | None, what: str, harm: str, advice: str) -> None:
-        file, position = self._walk.place(offset)
-        self._report.add(
-            Finding(
-                severity="damaged" if severity == "damaged" else "note",
-                part=PART,
-                file=file,
-                offset=position,
-                size=size,
-                what=what,
-                harm=harm,
-                advice=advice,
-            )
-        )
+            self._add("note", first, None, what, "nothing: the next start cuts them off")
+        self._tell_damages()
 
 
 def _problem(frame: FrameView) -> str:

@@ -1,4 +1,4 @@
-"""The check-up itself, from the checkpoints down to the last byte of both logs. It opens files for reading only."""
+"""The check-up itself, from the checkpoints down to the last byte of all logs. It opens files for reading only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from plait.cli.checkup.action_log import ActionCheck
 from plait.cli.checkup.checkpoints import examine_checkpoints
 from plait.cli.checkup.consume_logs import ConsumeCheck
 from plait.cli.checkup.findings import Finding, LogFacts, Report
+from plait.cli.checkup.kept_log import KeptCheck
 from plait.cli.checkup.message_log import MessageCheck
 from plait.cli.checkup.segments import Walk
 from plait.errors import DataDirError
@@ -19,11 +20,12 @@ from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
 from plait.storage.consume_log import DIRECTORY as CONSUME
 from plait.storage.disk import RealDisk
+from plait.storage.kept import DIRECTORY as KEPT
 from plait.storage.recovery import QUARANTINE
 
 MESSAGE = "message"
 LOCK = "LOCK"
-OURS = {MESSAGE, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK}
+OURS = {MESSAGE, KEPT, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK}
 
 #: Called with the name of a step, and how many bytes of how many are done.
 OnStep = Callable[[str, int, int], None]
@@ -49,6 +51,7 @@ def _examine(path: Path, on_step: OnStep) -> Report:
         in_use=in_use(path),
         format_version=FORMAT_VERSION,
         message_log=LogFacts(name=MESSAGE),
+        kept_log=LogFacts(name=KEPT),
         action_log=LogFacts(name=ACTION),
     )
     newest = examine_checkpoints(disk, report) if CHECKPOINTS in entries else None
@@ -67,6 +70,16 @@ def _examine(path: Path, on_step: OnStep) -> Report:
     consume = ConsumeCheck(disk, partitions, covered, messages.start, report)
     MessageCheck(messages, partitions, consume, report).run()
     consume.finish(messages.damages)
+    kept = Walk(
+        disk,
+        KEPT,
+        durable=manifest.kept_offset if manifest else 0,
+        in_use=report.in_use,
+        stamps_durable=False,
+        on_progress=lambda done, total: on_step("kept log", done, total),
+    )
+    report.kept_log = kept.facts
+    KeptCheck(kept, report).run()
     actions = Walk(
         disk,
         ACTION,
@@ -76,11 +89,11 @@ def _examine(path: Path, on_step: OnStep) -> Report:
         on_progress=lambda done, total: on_step("action log", done, total),
     )
     report.action_log = actions.facts
-    ActionCheck(actions, messages.end, report).run()
+    ActionCheck(actions, (messages.end, kept.end), report).run()
     report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
     _note_strangers(set(entries) - OURS, report)
-    messages.close()
-    actions.close()
+    for walk in (messages, kept, actions):
+        walk.close()
     return report
 
 

@@ -61,6 +61,7 @@ class Report(msgspec.Struct, kw_only=True):
     format_version: int
     checkpoints: list[CheckpointFacts] = []
     message_log: LogFacts
+    kept_log: LogFacts
     action_log: LogFacts
     subjects: int = 0
     missing_messages: int = 0
