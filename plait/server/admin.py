@@ -10,6 +10,7 @@ import msgspec
 from plait import names
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
+from plait.server import admin_schedule
 from plait.storage.catalog import SubjectSettings
 
 if TYPE_CHECKING:
@@ -118,6 +119,10 @@ _OPERATIONS: dict[str, Operation] = {
     "group.describe": Operation(OfGroup, _describe_group),
     "group.reset": Operation(ResetGroup, _reset_group, changes=True),
     "server.describe": Operation(Nothing, _describe_server),
+    "schedule.cancel": Operation(admin_schedule.Cancel, admin_schedule.cancel, changes=True),
+    "schedule.reschedule": Operation(admin_schedule.Reschedule, admin_schedule.reschedule, changes=True),
+    "schedule.list": Operation(admin_schedule.ListScheduled, admin_schedule.list_),
+    "schedule.count": Operation(admin_schedule.CountScheduled, admin_schedule.count),
 }
 
 
