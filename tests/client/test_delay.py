@@ -245,6 +245,7 @@ async def test_what_waits_is_listed_and_counted(
     assert sum(by_time.values()) == 10
     assert len(by_time) >= 2
     await timed_broker.advance(20)
+    await everything(timed, 8)
     assert await counts() == {"s": 1, "t": 1}
     with pytest.raises(plait.InvalidArgument, match="by 'key' is not known"):
         await timed.admin.schedule_counts(by="key")  # type: ignore[arg-type]
