@@ -12,8 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import retry, throughput
 from benchmarks import scale as scale_suite
-from benchmarks import throughput
 from benchmarks.peers.suite import machine_facts
 from benchmarks.plot import plot
 from benchmarks.result import Result
@@ -31,6 +31,8 @@ SUITES: dict[str, Suite] = {
     "subjects": scale_suite.many_subjects,
     "restart": scale_suite.restart,
     "idle": scale_suite.idle_consumers,
+    "storm": retry.storm,
+    "dead": retry.dead_letters,
     "spark": lambda smoke: _spark(smoke),
 }
 

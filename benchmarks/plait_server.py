@@ -19,11 +19,19 @@ START_SECONDS_MAX = 60.0
 class PlaitServer:
     """Use it as a context manager; ``address`` is where clients connect to."""
 
-    def __init__(self, *, flush: str = "async", data: Path | None = None, options: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        flush: str = "async",
+        data: Path | None = None,
+        options: tuple[str, ...] = (),
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._flush = flush
         self._own = data is None
         self.data = data or Path(tempfile.mkdtemp(prefix="plait-bench-"))
         self._options = options
+        self._environment = environment or dict(os.environ)
         self._process: subprocess.Popen[str] | None = None
         self.address = ""
         self.ready_seconds = 0.0
@@ -44,7 +52,7 @@ class PlaitServer:
         ]
         started = time.monotonic()
         self._process = subprocess.Popen(
-            [*command, "--flush", self._flush, *self._options], stdout=subprocess.PIPE, text=True, env={**os.environ}
+            [*command, "--flush", self._flush, *self._options], stdout=subprocess.PIPE, text=True, env=self._environment
         )
         assert self._process.stdout is not None
         for line in self._process.stdout:

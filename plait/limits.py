@@ -50,7 +50,7 @@ PRODUCER_WINDOWS_MAX: Final = 500_000
 #: Dead letters that one request lists: each is looked at by itself.
 DEAD_LIST_MAX: Final = 1_000
 #: Dead letters that one request counts, resends or purges: a few milliseconds of the server's time.
-DEAD_PAGE_MAX: Final = 5_000
+DEAD_PAGE_MAX: Final = 2_000
 
 # --- open files ---------------------------------------------------------------------------------
 #: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments

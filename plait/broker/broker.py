@@ -39,7 +39,6 @@ from plait.errors import (
     PlaitError,
     ReadOnly,
     StorageFailed,
-    SubjectNotFound,
 )
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
@@ -97,7 +96,8 @@ class Broker:
         self._syncs: dict[SyncWork, float] = {}
         self._actions = ActionBuffer()
         self._actions_stalled = False
-        self._low_space = ""
+        #: Why the disk takes no more messages; empty: it does.
+        self.low_space = ""
         self._dirty = False
         #: Attached consumers by session number.
         self.sessions: dict[int, Consumer] = {}
@@ -163,7 +163,7 @@ class Broker:
         try:
             work.run()
         except OSError as error:
-            self.sync_failed(error)
+            self.storage_failed(error)
             assert self.failed is not None
             raise self.failed from error
         # Without the checkpoint (on a full disk) the next start has to read more, and nothing is lost.
@@ -226,14 +226,7 @@ class Broker:
 
     def partition_of(self, subject: str, *, create: bool = True) -> Partition:
         """The subject's partition; made now if that is allowed."""
-        partition = self.subjects.get(subject)
-        if partition is not None:
-            return partition
-        if not (create and self.config.auto_create):
-            raise SubjectNotFound(
-                f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'"
-            )
-        return self.create_subject(subject)
+        return self.subjects.get(subject) or subjects.make(self, subject, create=create)
 
     def create_subject(self, subject: str, settings: SubjectSettings | None = None) -> Partition:
         """A new subject, defined in the message log before its first row."""
@@ -262,7 +255,7 @@ class Broker:
         """Take a frame that was received; ``reply`` is called when its fate counts. Raises when it is refused."""
         if self.failed is not None:
             raise self.failed
-        if self.read_only or self._low_space:
+        if self.read_only or self.low_space:
             self.refuse_when_full()
         if self._syncs:
             self._refuse_when_busy()
@@ -282,8 +275,8 @@ class Broker:
         """Raise while nothing may be added to the message log."""
         if self.read_only:
             raise ReadOnly("this broker is read-only; sends are refused")
-        if self._low_space:
-            raise DiskFull(self._low_space)
+        if self.low_space:
+            raise DiskFull(self.low_space)
 
     def _refuse_when_busy(self) -> None:
         # A checkpoint goes on after its sync, and meanwhile the logs are free.
@@ -319,13 +312,13 @@ class Broker:
                         appended.replies.append((submission.reply, None, refusal))
             self.touch(partition)
         if self.schedules.ready:
-            self._deliver_due(now, appended)
+            self.schedules.turn(now, appended)
         if self.failed is not None:
             return
         try:
             self._write(now)
         except OSError as error:
-            self._fail(error)
+            self.storage_failed(error)
             return
         if self.schedules.by_subject:
             self.schedules.take_in(appended)
@@ -340,22 +333,12 @@ class Broker:
                 return
         self._finish(commit)
 
-    def _deliver_due(self, now: int, appended: Appended) -> None:
-        self.write_messages()
-        if self._low_space:
-            self.schedules.hold()
-        elif self.failed is None:
-            try:
-                self.schedules.deliver(now, appended)
-            except OSError as error:
-                self.disk_error(error)
-
     def write_messages(self) -> None:
         """What was appended can be read from here on."""
         try:
             self.message_log.write()
         except OSError as error:
-            self._fail(error)
+            self.storage_failed(error)
 
     def _write(self, now: int) -> None:
         self._actions_stalled = False
@@ -427,11 +410,8 @@ class Broker:
             for answer in commit.durable_replies:
                 answer()
 
-    def sync_failed(self, error: OSError) -> None:
-        """The sync failed: what is in the page cache can no longer be trusted to reach the disk."""
-        self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
+    def storage_failed(self, error: OSError) -> None:
+        """A write or a sync failed: what is in the page cache can no longer be trusted to reach the disk."""
         self.failed = StorageFailed(f"a log could not be written or synced ({error}); the server stops and recovers")
 
     def disk_error(self, error: OSError) -> PlaitError:
@@ -439,12 +419,12 @@ class Broker:
         if error.errno == errno.ENOSPC:
             return DiskFull("the disk is full; nothing was stored")
         if error.errno not in (errno.EMFILE, errno.ENFILE):
-            self._fail(error)
+            self.storage_failed(error)
         return self.failed or FlowControl("too many files are open for a new segment (ulimit -n); nothing was stored")
 
     def check_space(self) -> None:
         """Look at the watermarks; between looks their last state holds."""
-        self._low_space = low_space(*self.disk.space(), self.config)
+        self.low_space = low_space(*self.disk.space(), self.config)
         if self._actions_stalled:
             self._mark()
 
@@ -600,11 +580,14 @@ class Broker:
     @property
     def next_deadline(self) -> float | None:
         """When ``run_timers`` has something to do, on the monotonic clock."""
-        deadlines = [self.deadlines.next, self.schedules.next_deadline]
+        deadline = self.deadlines.next
         if (due := self.retries.next) is not None:
             # Wall time may jump: the server looks every second, whatever this says.
-            deadlines.append(self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000)
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+            at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
+            deadline = at if deadline is None else min(at, deadline)
+        if self.schedules.by_subject and (turn := self.schedules.next_deadline) is not None:
+            deadline = turn if deadline is None else min(turn, deadline)
+        return deadline
 
     def run_timers(self) -> None:
         """Hand out what has become due; answer the long polls whose time is up."""

@@ -438,6 +438,7 @@ class Group:
         """The group goes on from ``sequence``."""
         journal.event(Action.RESET, self, 0, sequence, sequence, 0)
         self.pull_log.reset(sequence)
+        self.kept.settled()
 
     # --- replay ---------------------------------------------------------------------------------
 

@@ -176,6 +176,18 @@ class Schedules:
         self.ready = due and clock.monotonic() >= self._held_until
         return self.ready
 
+    def turn(self, now: int, appended: Appended) -> None:
+        """Deliver what is due, as far as the disk has room for it."""
+        broker = self._broker
+        broker.write_messages()
+        if broker.low_space:
+            self.hold()
+        elif broker.failed is None:
+            try:
+                self.deliver(now, appended)
+            except OSError as error:
+                broker.disk_error(error)
+
     def deliver(self, now: int, appended: Appended) -> None:
         """Append what is due to its subjects' partitions. Raises OSError when the log cannot grow: the rest stays."""
         self.ready = False

@@ -7,12 +7,19 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from plait.broker.partition import Partition
-from plait.errors import LimitExceeded, SubjectExists
+from plait.errors import LimitExceeded, SubjectExists, SubjectNotFound
 from plait.storage.catalog import PartitionRow, SubjectSettings
 from plait.storage.consume_log import ConsumeLog
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
+
+
+def make(broker: Broker, subject: str, *, create: bool) -> Partition:
+    """A subject that does not exist, made because somebody uses it; ``SubjectNotFound`` where that is not allowed."""
+    if not (create and broker.config.auto_create):
+        raise SubjectNotFound(f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'")
+    return broker.create_subject(subject)
 
 
 def create_subject(broker: Broker, subject: str, settings: SubjectSettings | None) -> Partition:

@@ -286,7 +286,7 @@ class Server:
         try:
             await self.loop.run_in_executor(self.threads, call)
         except OSError as error:
-            self.broker.sync_failed(error)
+            self.broker.storage_failed(error)
             assert self.broker.failed is not None
             self.fail(self.broker.failed)
             return False

@@ -65,7 +65,7 @@ class Syncs:
             return
         try:
             if isinstance(error, OSError):
-                server.broker.sync_failed(error)
+                server.broker.storage_failed(error)
             elif error is not None:
                 raise error
             else:

@@ -7,7 +7,8 @@ all settled is of no use any more; a segment goes when none of its frames is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -147,12 +148,13 @@ class Kept:
         """The kept log is needed from here on; None: not for these."""
         return min(self._offsets.values(), default=None)
 
-    def by_offset(self) -> list[tuple[int, npt.NDArray[np.int64]]]:
+    def by_offset(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
         """(offset, sequences) of each frame, in the order of the log."""
         sequences, offsets = self._arrays()
         order = np.lexsort((sequences, offsets))
-        parts = np.split(order, np.flatnonzero(np.diff(offsets[order])) + 1)
-        return [(int(offsets[part[0]]), sequences[part]) for part in parts if len(part)]
+        sequences, offsets = sequences[order], offsets[order]
+        edges = np.flatnonzero(np.diff(offsets, prepend=-1, append=-1)).tolist()
+        return ((int(offsets[start]), sequences[start:end]) for start, end in pairwise(edges))
 
     def _arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         count = len(self._offsets)

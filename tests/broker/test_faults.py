@@ -286,7 +286,7 @@ def test_a_sync_under_way_when_another_fails_acknowledges_nothing():
     node.disk.fail("sync", path="message/*")
     with pytest.raises(OSError, match=r"\[Errno 5\]") as raised:
         one.run()
-    node.broker.sync_failed(raised.value)
+    node.broker.storage_failed(raised.value)
     number = node.broker.checkpoints.last.number
     # The system reports the failure once: a second sync of the same file would succeed.
     with pytest.raises(OSError, match=r"\[Errno 5\]"):

@@ -166,9 +166,9 @@ def r7_a_refused_frame_is_not_overtaken() -> None:
     producer = Producer(7)
     one, two, three = (producer.frame("orders", b"%d" % n) for n in (1, 2, 3))
     node.submit(one)
-    node.broker._low_space = "full for a moment"
+    node.broker.low_space = "full for a moment"
     node.submit(two)
-    node.broker._low_space = ""
+    node.broker.low_space = ""
     node.submit(three)
     node.turn()
     assert one.acknowledged

@@ -182,7 +182,7 @@ async def test_many_wait_for_room_in_the_buffer(broker: EmbeddedBroker) -> None:
 async def test_closing_raises_what_became_of_posted_messages(broker: EmbeddedBroker) -> None:
     client = await broker.connect().open()
     await client.send("s", b"")
-    broker.server.broker._low_space = "the disk is full"
+    broker.server.broker.low_space = "the disk is full"
     client.post("s", b"lost")
     with pytest.raises(plait.DiskFull):
         await client.close()

@@ -46,7 +46,7 @@ async def test_a_serving_node_says_ready_with_its_facts(health: Health) -> None:
 
 
 async def test_failed_storage_is_503(health: Health) -> None:
-    health._server.broker.sync_failed(OSError(5, "broken"))
+    health._server.broker.storage_failed(OSError(5, "broken"))
     status, body = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")
     assert status == 503
     assert "broken" in json.loads(body)["error"]

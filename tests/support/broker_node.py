@@ -187,7 +187,7 @@ class Node:
         try:
             work.run()
         except OSError as error:
-            self.broker.sync_failed(error)
+            self.broker.storage_failed(error)
         else:
             self.broker.end_sync(work)
 

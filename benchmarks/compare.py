@@ -1,0 +1,95 @@
+"""`python -m benchmarks.compare REVISION`: CPU a message of this Plait against that of an earlier commit, interleaved.
+
+Both run the same work as real processes on the same machine, turn by turn. CPU of client and server together is what
+counts: it is disturbed less than time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from benchmarks.plait_server import PlaitServer
+
+ROOT = Path(__file__).resolve().parent.parent
+WORK = Path(__file__).resolve().parent / "compare_work.py"
+#: What is done, how many messages at a time, and whether they have to be there already.
+WORKLOADS = {
+    "send_many": (500_000, False),
+    "post_keyed": (100_000, False),
+    "send_awaiting": (32_000, False),
+    "send_alone": (3_000, False),
+    "fetch_arrow": (500_000, True),
+    "ack_messages": (200_000, True),
+}
+BAR = 1.05
+
+
+@contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """The files of a commit, for as long as they are needed."""
+    with tempfile.TemporaryDirectory(prefix="plait-before-") as directory:
+        archive = subprocess.run(["git", "archive", revision, "plait"], cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(["tar", "-x", "-C", directory], input=archive.stdout, check=True)
+        yield Path(directory)
+
+
+class Side:
+    """One Plait with its server."""
+
+    def __init__(self, tree: Path, stack: ExitStack) -> None:
+        self._environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
+        self._server = stack.enter_context(PlaitServer(environment=self._environment))
+
+    def cost(self, work: str, subject: str, count: int) -> float:
+        """Microseconds of CPU a message, client and server together."""
+        before = self._server.cpu_seconds()
+        done = subprocess.run(
+            [sys.executable, str(WORK), work, self._server.address, subject, str(count)],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return (float(done.stdout) + self._server.cpu_seconds() - before) / count * 1e6
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser.add_argument("revision", help="the commit to compare with")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--share", type=float, default=1.0, help="share of the messages: less is quicker and noisier")
+    arguments = parser.parse_args()
+    missed = 0
+    with ExitStack() as stack:
+        before = stack.enter_context(checkout(arguments.revision))
+        now, then = Side(ROOT, stack), Side(before, stack)
+        for work, (full, waiting) in WORKLOADS.items():
+            count = max(int(full * arguments.share), 64)
+            ratios = []
+            for number in range(arguments.rounds + 1):
+                subject = f"{work}-{number}"
+                costs = {}
+                for side in (now, then) if number % 2 else (then, now):
+                    if waiting:
+                        side.cost("send_many", subject, count)
+                    costs[side] = side.cost(work, subject, count)
+                # The first round finds everything cold.
+                if number:
+                    ratios.append(costs[now] / costs[then])
+            ratio = statistics.median(ratios)
+            missed += ratio > BAR
+            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            print(f"{work:15} {ratio:.3f} ({spread}) {'met' if ratio <= BAR else 'missed'}", flush=True)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
