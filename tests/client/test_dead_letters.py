@@ -266,6 +266,38 @@ async def test_a_suspension_uses_up_no_attempt_of_what_was_pulled_ahead(client: 
     assert await letters(client) == []
 
 
+@pytest.mark.parametrize("threads", [False, True])
+async def test_deploys_use_up_no_attempts(broker: EmbeddedBroker, client: plait.Client, threads: bool) -> None:
+    await send(client, 200)
+    attempts: dict[int, list[int]] = {}
+
+    async def deploy() -> None:
+        """A service that ends with its first message."""
+        app = plait.App(broker.address, group="g")
+        before = len(attempts)
+
+        def take(message: plait.Message) -> None:
+            attempts.setdefault(message.sequence, []).append(message.attempt)
+            if len(attempts) == before + 1:
+                # Once: another time would mean that it is urgent.
+                app.stop()
+
+        async def take_async(message: plait.Message) -> None:
+            take(message)
+            await asyncio.sleep(0)
+
+        app.subscriber("s", retry=plait.Retry(attempts=1))(take if threads else take_async)
+        await app.run()
+
+    for _ in range(5):
+        await deploy()
+    assert {tuple(numbers) for numbers in attempts.values()} == {(1,)}
+    async with member(client) as consumer:
+        rest = await fetch_all(consumer, 200 - len(attempts))
+        assert {message.attempt for message in rest} == {1}
+    assert await letters(client) == []
+
+
 # --- looking at them ------------------------------------------------------------------------------
 
 
