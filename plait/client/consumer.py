@@ -8,6 +8,7 @@ has not started, because somebody else has it by now.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections import deque
@@ -150,7 +151,8 @@ class Consumer:
         if self._attached and link is not None and not link.closed:
             try:
                 async with asyncio.timeout(self._limits.request_seconds):
-                    await self._give_back(link)
+                    with contextlib.suppress(PlaitError):
+                        await self._give_back(link)
                     await link.request(m.Detach(self._session))
             except (PlaitError, TimeoutError):
                 # The broker notices by itself.
