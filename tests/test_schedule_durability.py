@@ -34,7 +34,7 @@ class Books:
 async def schedule(client: plait.Client, books: Books, rng: random.Random, name: str) -> None:
     """Send in all ways; a kill in between is only a pause."""
     bodies = [f"{name}.{n}".encode() for n in range(COUNT)]
-    waits = [rng.uniform(0.05, 4.0) for _ in bodies]
+    waits = [rng.uniform(0.05, 3.0) for _ in bodies]
     third = COUNT // 3
     receipts = await asyncio.gather(
         *(client.send("s", body, key="k", delay=wait) for body, wait in zip(bodies[:third], waits, strict=False))

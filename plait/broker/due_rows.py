@@ -75,6 +75,22 @@ class DueRows:
             mine, place = mine[:count], place[:count]
         return mine, Gathered(sets, place)
 
+    def describe(self, schedule: Schedule, rows: SoonRows) -> Iterator[tuple[int, int, bytes, int]]:
+        """(producer, producer sequence, key, size of the body) of rows that can be read."""
+        sets, which = self._sets(schedule, rows)
+        place = np.empty(len(which), np.int64)
+        place[which] = np.arange(len(which))
+        ids = [each.ids() for each in sets]
+        producers = np.concatenate([producers for producers, _ in ids])[place]
+        numbers = np.concatenate([numbers for _, numbers in ids])[place]
+        sizes = np.concatenate([each.spans(Column.BODY)[1] for each in sets])[place]
+        spans = [each.spans(Column.KEY) for each in sets]
+        keys = b"".join([each.data(*span) for each, span in zip(sets, spans, strict=True)])
+        lengths = np.concatenate([length for _, length in spans])
+        starts = (np.cumsum(lengths) - lengths)[place]
+        texts = [keys[start : start + length] for start, length in zip(starts, lengths[place], strict=True)]
+        return zip(producers.tolist(), numbers.tolist(), texts, sizes.tolist(), strict=True)
+
     def _sets(self, schedule: Schedule, rows: SoonRows) -> tuple[list[Rows], Int64s]:
         """The rows by where they are, and which of them each row of the sets is."""
         sets: list[Rows] = []

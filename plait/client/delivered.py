@@ -301,6 +301,9 @@ class Delivered:
         epoch = self.epoch
         selected = _SELECTION in self.frame.places
         sequences = self.frame.sequences()[rows] if selected else rows + self.frame.base
+        if len(sequences) == 1:
+            # Where every row has a reason of its own there are many of these.
+            return [(int(sequences[0]), int(sequences[0]) + 1, epoch)]
         breaks = np.flatnonzero(np.diff(sequences) != 1) + 1
         starts = sequences[np.concatenate([[0], breaks])]
         ends = sequences[np.concatenate([breaks - 1, [len(sequences) - 1]])] + 1

@@ -278,20 +278,6 @@ class Gathered:
             sizes += np.diff(ends, prepend=0)
         return sizes
 
-    def keys(self, row: int) -> bytes:
-        """The key of a row; empty where it has none."""
-        return self._value(Column.KEY, row)
-
-    def _value(self, column: int, row: int) -> bytes:
-        if column not in self._variable:
-            return b""
-        ends, data = self._variable[column]
-        return data[int(ends[row - 1]) if row else 0 : int(ends[row])]
-
-    def body_sizes(self) -> Int64s:
-        """Bytes of each body."""
-        return np.diff(self._variable[Column.BODY][0], prepend=0)
-
     def cuts(self, size: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
         """[start, stop) in pieces that make frames of about ``size`` bytes, of rows that have the same columns."""
         stop = self.count if stop is None else stop

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from plait.broker import schedule, upcoming
+from plait.broker.schedule_views import count_scheduled, list_scheduled
 from plait.frame.columns import Column
+from plait.storage.buckets import GRID, NEVER
 from tests.broker.schedule_node import SECOND, delayed_frame, delivered_frames, run_due, schedules, submit
 from tests.support.broker_node import Node, Producer
 
@@ -148,6 +151,28 @@ class Scheduling(RuleBasedStateMachine):
         late = [place for place, row in self.waiting.items() if row.due <= now]
         assert late == [], "these were due"
 
+    @rule(subject=SUBJECTS, start=DELAYS, end=DELAYS, limit=st.sampled_from([1, 3, 1000]))
+    def list_and_count(self, subject: str, start: float, end: float, limit: int) -> None:
+        now = self.node.clock.now()
+        low, high = now + int(start * SECOND), now + int(end * SECOND)
+        mine = sorted(
+            (row.due, number, *row.id, row.key.decode() or None, len(row.body))
+            for (name, number), row in self.waiting.items()
+            if name == subject and low <= row.due < high
+        )
+        broker = self.node.broker
+        self.node.partition(subject)
+        found: list[tuple[object, ...]] = []
+        after = None
+        while page := list_scheduled(broker, subject, low, high, after, limit):
+            found += [(v.deliver_at, v.number, v.producer, v.sequence, v.key, v.size) for v in page]
+            after = (page[-1].deliver_at, page[-1].number)
+        assert found == mine
+        [*counts] = count_scheduled(broker, subject, low, high, "subject")
+        assert sum(view.count for view in counts) == len(mine)
+        times = {view.bucket: view.count for view in count_scheduled(broker, subject, low, high, "time")}
+        assert times == Counter(due // GRID * GRID for due, *_ in mine)
+
     @rule()
     def checkpoint(self) -> None:
         self.node.checkpoint()
@@ -231,6 +256,8 @@ class Scheduling(RuleBasedStateMachine):
     def everything_is_counted(self) -> None:
         self._match()
         assert schedules(self.node).count == len(self.waiting)
+        counts = {view.subject: view.count for view in count_scheduled(self.node.broker, None, 0, NEVER, "subject")}
+        assert counts == Counter(subject for subject, _ in self.waiting)
         assert schedules(self.node).lost_count == 0
 
 
