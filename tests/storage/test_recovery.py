@@ -331,7 +331,7 @@ def test_a_recovery_that_is_interrupted_is_done_again(seed: int, operation: int,
 def test_a_cut_that_is_interrupted_keeps_its_reason_until_all_behind_it_is_gone(byte: int):
     """The first frame of a segment is the reason: it says that bytes before it are missing."""
     bodies = [b"x" * 700, b"y" * 100, b"z" * 100]
-    for operation in range(1, 10):
+    for operation in range(10):
         disk, log, offsets = written(bodies)
         disk.crash_at(disk.operations + operation, byte)
         with suppress(SimulatedCrash):
