@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import scale as scale_suite
-from benchmarks import throughput
+from benchmarks import schedule, throughput
 from benchmarks.peers.suite import machine_facts
 from benchmarks.plot import plot
 from benchmarks.result import Result
@@ -31,6 +31,8 @@ SUITES: dict[str, Suite] = {
     "subjects": scale_suite.many_subjects,
     "restart": scale_suite.restart,
     "idle": scale_suite.idle_consumers,
+    "lateness": schedule.lateness,
+    "scheduled": schedule.ten_million,
     "spark": lambda smoke: _spark(smoke),
 }
 

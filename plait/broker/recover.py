@@ -26,6 +26,7 @@ from plait.storage.action_log import (
 from plait.storage.buckets import SHARD_PREFIX
 from plait.storage.catalog import CATALOG, PartitionRow, read_rows
 from plait.storage.consume_log import RECORD, ConsumeLog
+from plait.storage.fresh import UNFILED_SHARD
 from plait.storage.recovery import Damage, LogScan, settle
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Recovery:
         rebuild: list[Partition] = []
         message_start, action_start = broker.message_log.start, broker.action_log.start
         durable = 0
+        unfiled = b""
         if loaded is not None and manifest is not None:
             message_start, action_start = manifest.message_offset, manifest.action_offset
             durable = manifest.durable
@@ -77,11 +79,15 @@ class Recovery:
                     rebuild.extend(self._load_partitions(data))
                 elif shard.startswith(SHARD_PREFIX):
                     broker.schedules.filed.load(data)
+                elif shard == UNFILED_SHARD:
+                    unfiled = data
                 else:
                     state.load_producers(broker.producers, data)
             broker.producers.order()
         if rebuild:
             self._rebuild(rebuild, message_start)
+        if unfiled:
+            broker.schedules.filed.load_unfiled(unfiled)
         messages = LogScan(broker.message_log, message_start, durable, self._plausible)
         for offset, frame in messages:
             self._message(offset, frame)
