@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import retry, throughput
+from benchmarks import retry, schedule, throughput
 from benchmarks import scale as scale_suite
 from benchmarks.peers.suite import machine_facts
 from benchmarks.plot import plot
@@ -33,6 +33,8 @@ SUITES: dict[str, Suite] = {
     "idle": scale_suite.idle_consumers,
     "storm": retry.storm,
     "dead": retry.dead_letters,
+    "lateness": schedule.lateness,
+    "scheduled": schedule.ten_million,
     "spark": lambda smoke: _spark(smoke),
 }
 

@@ -159,7 +159,7 @@ class Broker:
         for partition in self.partitions.values():
             for waiter in [*partition.readers, *(w for g in partition.waiting for w in g.waiters)]:
                 waiter.time_out()
-        work = self.begin_checkpoint(clean=True)
+        work = self.begin_checkpoint(clean=True, waited_for=True)
         try:
             work.run()
         except OSError as error:
@@ -171,18 +171,18 @@ class Broker:
 
     def checkpoint(self, *, clean: bool = False) -> None:
         """Make a checkpoint here and now. Blocks; raises OSError when it could not be written."""
-        work = self.begin_checkpoint(clean=clean)
+        work = self.begin_checkpoint(clean=clean, waited_for=True)
         work.run()
         self.end_checkpoint(work)
         if work.error is not None:
             raise work.error
 
-    def begin_checkpoint(self, *, clean: bool = False) -> CheckpointWork:
+    def begin_checkpoint(self, *, clean: bool = False, waited_for: bool = False) -> CheckpointWork:
         """Copy the state; run the work's ``run`` where blocking is fine, then call ``end_checkpoint``."""
         self.commit()
         if self.failed is not None:
             raise self.failed
-        return self.snapshots.begin(clean=clean)
+        return self.snapshots.begin(clean=clean, waited_for=waited_for)
 
     def end_checkpoint(self, work: CheckpointWork) -> None:
         """The work is done. Where it could not be written (``work.error``), the next checkpoint makes up for it."""

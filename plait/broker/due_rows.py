@@ -103,7 +103,7 @@ class DueRows:
                 continue
             bucket = self._schedules.buckets[key]
             view = bucket.view()
-            sets.append(Rows(view, bucket.places[rows["run"][mine]], rows["row"][mine]))
+            sets.append(Rows(view, bucket.places, rows["run"][mine], rows["row"][mine]))
             which.append(mine)
             # At least a page for each.
             bucket.read(4096 * len(mine))

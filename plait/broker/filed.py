@@ -1,26 +1,34 @@
 """The schedule's way into a checkpoint and back: what the buckets hold, and what the logs say since.
 
-Everything that waits when a checkpoint is written is filed by it. Recovery therefore begins with the buckets of the
-checkpoint; rows that come in the log after it are not filed, and frames and events after it say which rows have left.
+A checkpoint files what waits, unless that is too much at a time; of what it leaves in the log it says which rows wait.
+Recovery begins with both; rows that come in the log after the checkpoint are not filed, and frames and events after it
+say which rows have left.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from plait.broker.partition import Partition
+from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 from plait.storage.buckets import DIRECTORY, NEVER, Bucket
 from plait.storage.catalog import SCHEDULE
 from plait.storage.filing import BucketCopy, Filing, FreshCopy, segment_places
+from plait.storage.fresh import Fresh, Unfiled, decode_unfiled
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.schedule import Schedule, Schedules
+
+#: Rows that one checkpoint files: a few seconds of work, and a bound on the memory it takes.
+FILE_MAX: Final = 2_000_000
+#: Rows that are filed by a start or a stop, which somebody waits for.
+FILE_NOW_MAX: Final = 200_000
 
 _Settled = tuple[npt.NDArray[Any], npt.NDArray[Any] | None]
 
@@ -41,6 +49,26 @@ class Filed:
         """A bucket of a checkpoint."""
         bucket = Bucket.load(self._broker.disk, self._schedules.report, data)
         self._schedules.buckets[bucket.key] = bucket
+
+    def load_unfiled(self, data: bytes) -> None:
+        """Rows that a checkpoint left in the message log: their frames are looked up there again."""
+        log = self._broker.message_log
+        for unfiled in decode_unfiled(data):
+            schedule = self._schedules.get(unfiled.partition)
+            if schedule is None:
+                continue
+            fresh = schedule.fresh = Fresh(unfiled.base)
+            records = schedule.partition.consume_log
+            for index in range(records.find(unfiled.base), len(records)):
+                record = records.record(index)
+                try:
+                    frame = FrameView(log.view(record.offset, record.size))
+                    if (frame.partition, frame.base, frame.count) != (unfiled.partition, record.base, record.count):
+                        raise FrameError("another frame stands there")
+                    fresh.append(frame, record.offset)
+                except (FrameError, DamageError) as error:
+                    self._schedules.report("message", f"{error} (at {record.offset})", record.count)
+            fresh.keep_only(unfiled)
 
     def replay(self, partition: Partition, offset: int, frame: FrameView) -> None:
         """A frame of the message log that holds rows that wait, or says that some do no longer."""
@@ -109,8 +137,8 @@ class Filed:
 
     # --- checkpoint -----------------------------------------------------------------------------
 
-    def begin(self, checkpoint: int) -> Filing:
-        """Copy what a checkpoint has to know: everything that waits is filed by it."""
+    def begin(self, checkpoint: int, rows: int = FILE_MAX) -> Filing:
+        """Copy what a checkpoint has to know. It files at most so many rows, the oldest of each subject first."""
         broker = self._broker
         copies: dict[int, BucketCopy] = {}
         for key, bucket in self._schedules.buckets.items():
@@ -118,18 +146,27 @@ class Filed:
             cursors = bucket.cursors.copy()
             copies[key] = BucketCopy(key, bucket.path, bucket.runs, cursors, bucket.settled, bucket.dirty)
             bucket.dirty = False
-        fresh = [
-            FreshCopy(s.partition.id, s.fresh.base, s.fresh.due.values.copy(), s.fresh.frames.values.copy())
-            for s in self._schedules.by_subject.values()
-            if len(s.fresh.due)
-        ]
+        copies_of_rows: list[FreshCopy] = []
+        unfiled: list[Unfiled] = []
+        for schedule in self._schedules.by_subject.values():
+            fresh = schedule.fresh
+            if not len(fresh.due):
+                continue
+            end = fresh.frame_end(rows)
+            copy = FreshCopy(schedule.partition.id, fresh.base, *fresh.first(end))
+            rows -= len(copy.due)
+            if len(copy.due):
+                copies_of_rows.append(copy)
+            if end < fresh.end:
+                unfiled.append(fresh.unfiled(schedule.partition.id, end))
         segments = segment_places(broker.message_log.directory, [each.base for each in broker.message_log.segments])
         self._filing = Filing(
             broker.disk,
             self._schedules.report,
-            fresh,
+            copies_of_rows,
             copies,
             segments,
+            unfiled,
             now=broker.clock.now(),
             epoch=broker.epoch,
             checkpoint=checkpoint,
@@ -166,6 +203,9 @@ class Filed:
             left = np.flatnonzero((copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER))
             schedule.fresh.filed(copy.end)
             schedule.partition.start = copy.end
+            if len(schedule.fresh.due):
+                # There is more to file.
+                self._broker.touch(schedule.partition)
             schedules.window.remove_partition(copy.partition, before=copy.end)
             schedules.upcoming.expect_from(schedule, schedules.window.end)
             if len(left):

@@ -28,6 +28,7 @@ from plait.storage.action_log import (
 from plait.storage.buckets import SHARD_PREFIX
 from plait.storage.catalog import CATALOG, PartitionRow, read_rows
 from plait.storage.consume_log import RECORD, ConsumeLog
+from plait.storage.fresh import UNFILED_SHARD
 from plait.storage.kept import is_head, note_of
 from plait.storage.ranges import Range
 from plait.storage.recovery import Damage, LogScan, settle
@@ -68,6 +69,7 @@ class Recovery:
         rebuild: list[Partition] = []
         message_start, kept_start, action_start = (log.start for log in broker.logs)
         durable = 0
+        unfiled = b""
         if loaded is not None and manifest is not None:
             message_start, action_start = manifest.message_offset, manifest.action_offset
             kept_start = manifest.kept_offset
@@ -82,11 +84,15 @@ class Recovery:
                     rebuild.extend(self._load_partitions(data))
                 elif shard.startswith(SHARD_PREFIX):
                     broker.schedules.filed.load(data)
+                elif shard == UNFILED_SHARD:
+                    unfiled = data
                 else:
                     state.load_producers(broker.producers, data)
             broker.producers.order()
         if rebuild:
             self._rebuild(rebuild, message_start)
+        if unfiled:
+            broker.schedules.filed.load_unfiled(unfiled)
         messages = LogScan(broker.message_log, message_start, durable, self._plausible)
         for offset, frame in messages:
             self._message(offset, frame)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from plait.broker import state
+from plait.broker.filed import FILE_MAX, FILE_NOW_MAX
 from plait.storage.checkpoint import KEEP, Checkpoints, Manifest
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog
@@ -103,7 +104,7 @@ class Snapshots:
             return False
         return broker.clock.monotonic() - self._last_time >= config.checkpoint_seconds
 
-    def begin(self, *, clean: bool) -> CheckpointWork:
+    def begin(self, *, clean: bool, waited_for: bool = False) -> CheckpointWork:
         """Copy the state. Everything committed is in it; nothing after."""
         broker = self._broker
         if self._work is not None:
@@ -155,7 +156,7 @@ class Snapshots:
         )
         garbage = [path for after, path in self._garbage if number > after + KEEP]
         self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
-        filing = broker.schedules.filed.begin(number)
+        filing = broker.schedules.filed.begin(number, FILE_NOW_MAX if waited_for else FILE_MAX)
         changed = Changed(dirty, producers)
         self._work = CheckpointWork(
             broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage, changed, filing

@@ -14,7 +14,7 @@ from plait.broker.group import Consumer, Group
 from plait.broker.partition import Partition
 from plait.limits import ServerLimits
 from plait.storage.action_log import GroupDefinition
-from plait.storage.catalog import SCHEDULE, PartitionRow
+from plait.storage.catalog import PartitionRow
 from plait.storage.kept import Kept
 from plait.storage.producers import ProducerTable
 from plait.storage.pull_log import PullLog, PullLogState
@@ -82,8 +82,7 @@ def dump_partition(partition: Partition, generation: int, flushed: int) -> Parti
     """A partition and its groups, with the consume log as it will be once flushed."""
     return PartitionState(
         partition.row,
-        # Whatever is in a schedule partition when a checkpoint is written is filed by it.
-        partition.next if partition.row.kind == SCHEDULE else partition.start,
+        partition.start,
         partition.next,
         partition.size,
         partition.epochs,

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute  # Taking rows needs it: from the start, not when the first message is due.
 from xxhash import xxh3_64_intdigest
 
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
@@ -66,10 +68,9 @@ assert _PLACE.size == PLACE.itemsize
 _KIND_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.PRIORITY
 #: What a keyless row has among rows with keys: the hash of no text, as clients write it.
 NO_KEY_HASH: Final = xxh3_64_intdigest(b"")
-#: Pieces that are longer on average are copied one by one, shorter ones by an index of their bytes.
-PIECE_SIZE: Final = 256
-#: Bytes that are copied by one index, which takes sixteen times as much.
-INDEXED_SIZE: Final = 1 << 20
+#: Pieces that are longer on average are copied one by one, shorter ones together.
+PIECE_SIZE: Final = 1024
+_LARGE: Final = pa.large_binary()
 
 
 def place_of(frame: FrameView, at: int) -> bytes:
@@ -119,14 +120,17 @@ def flatten(frame: FrameView) -> tuple[bytes, Places]:
 
 
 class Rows:
-    """Rows of frames that stand in one buffer: ``places`` and ``rows`` have one item for each."""
+    """Rows of frames that stand in one buffer: ``index`` says whose place is each one's, ``rows`` which row it is."""
 
-    def __init__(self, buffer: Buffer, places: Places, rows: npt.NDArray[Any]) -> None:
+    def __init__(
+        self, buffer: Buffer, places: Places, index: npt.NDArray[np.integer[Any]], rows: npt.NDArray[np.integer[Any]]
+    ) -> None:
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
         size = len(self._bytes)
         self._words: UInt64s = self._bytes[: size & ~7].view("<u8")
         self._offsets: npt.NDArray[np.int32] = self._bytes[: size & ~3].view("<i4")
         self._places = places
+        self._index = index
         self._rows: Int64s = rows.astype(np.int64)
 
     def __len__(self) -> int:
@@ -135,21 +139,23 @@ class Rows:
     @property
     def bits(self) -> npt.NDArray[np.uint32]:
         """The columns of each row's frame."""
-        bits: npt.NDArray[np.uint32] = self._places["bits"]
+        bits: npt.NDArray[np.uint32] = self._places["bits"][self._index]
         return bits
 
     def _at(self, column: int) -> Int64s:
         at: Int64s = self._places["at"] + self._places["positions"][:, _INDEX[column]]
-        return at
+        found: Int64s = at[self._index]
+        return found
 
     def _has(self, column: int) -> npt.NDArray[np.bool_]:
-        has: npt.NDArray[np.bool_] = (self.bits >> np.uint32(column) & 1).astype(bool)
-        return has
+        has: npt.NDArray[np.bool_] = (self._places["bits"] >> np.uint32(column) & 1).astype(bool)
+        found: npt.NDArray[np.bool_] = has[self._index]
+        return found
 
     def ids(self) -> tuple[UInt64s, UInt64s]:
         """(producer, producer sequence) of each row."""
-        producers: UInt64s = self._places["producer"].copy()
-        numbers: UInt64s = self._places["first"] + self._rows.astype(np.uint64)
+        producers: UInt64s = self._places["producer"][self._index]
+        numbers: UInt64s = self._places["first"][self._index] + self._rows.astype(np.uint64)
         joined = self._has(Column.RUNS)
         if joined.any():
             entry = (self._at(Column.RUNS)[joined] >> 3) + 4 * self._rows[joined]
@@ -163,7 +169,8 @@ class Rows:
         has = self._has(column)
         if not has.any():
             return values
-        row = np.where(self._places["consts"] >> np.uint32(column) & 1, 0, self._rows)[has]
+        const = (self._places["consts"] >> np.uint32(column) & 1)[self._index]
+        row = np.where(const, 0, self._rows)[has]
         at = self._at(column)[has]
         if FIXED_WIDTHS[column] == 1:
             values[has] = self._bytes[at + row]
@@ -181,7 +188,8 @@ class Rows:
             offset = at >> 2
             begin = self._offsets[offset + row].astype(np.int64)
             lengths[has] = self._offsets[offset + row + 1] - begin
-            starts[has] = at + 4 * (self._places["count"][has].astype(np.int64) + 1) + begin - self._offsets[offset]
+            count = self._places["count"].astype(np.int64)[self._index[has]]
+            starts[has] = at + 4 * (count + 1) + begin - self._offsets[offset]
         return starts, lengths
 
     def data(self, starts: Int64s, lengths: Int64s) -> bytes:
@@ -204,13 +212,13 @@ def row_sets(
     """
     flat = (places["bits"][index] & FLATTEN_BIT) != 0
     if not flat.any():
-        return [Rows(buffer, places[index], rows)], np.arange(len(rows))
+        return [Rows(buffer, places, index, rows)], np.arange(len(rows))
     plain = np.flatnonzero(~flat)
-    sets, which = [Rows(buffer, places[index[plain]], rows[plain])], [plain]
+    sets, which = [Rows(buffer, places, index[plain], rows[plain])], [plain]
     for number in np.unique(index[flat]).tolist():
         mine = np.flatnonzero(index == number)
         memory, place = (flat_of or flatten)(FrameView(buffer, int(places["at"][number])))
-        sets.append(Rows(memory, place[np.zeros(len(mine), np.int64)], rows[mine]))
+        sets.append(Rows(memory, place, np.zeros(len(mine), np.int64), rows[mine]))
         which.append(mine)
     return sets, np.concatenate(which)
 
@@ -224,27 +232,20 @@ def take_spans(source: npt.NDArray[np.uint8], starts: Int64s, lengths: Int64s) -
     ends = starts + lengths
     # Neighbours are one piece.
     first = np.flatnonzero(np.concatenate(([True], starts[1:] != ends[:-1])))
-    starts, ends = starts[first], ends[np.concatenate((first[1:], [len(ends)])) - 1]
-    lengths = ends - starts
-    if int(lengths.sum()) >= PIECE_SIZE * len(starts):
+    if int(lengths.sum()) >= PIECE_SIZE * len(first):
         memory = source.data
-        return b"".join([memory[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
-    taken: list[bytes] = []
-    totals = np.cumsum(lengths)
-    low = 0
-    while low < len(starts):
-        done = int(totals[low - 1]) if low else 0
-        high = max(low + 1, int(np.searchsorted(totals, done + INDEXED_SIZE, "right")))
-        piece = lengths[low:high]
-        size = int(piece.sum())
-        # Within a piece the index grows by one; at its beginning it jumps there.
-        index = np.ones(size, np.int64)
-        index[0] = starts[low]
-        if high - low > 1:
-            index[np.cumsum(piece)[:-1]] = starts[low + 1 : high] - ends[low : high - 1] + 1
-        taken.append(source[np.cumsum(index)].tobytes())
-        low = high
-    return b"".join(taken)
+        last = np.concatenate((first[1:], [len(ends)])) - 1
+        return b"".join([memory[a:b] for a, b in zip(starts[first].tolist(), ends[last].tolist(), strict=True)])
+    # The pieces and the gaps between them, in the order they stand, are an Arrow array: taking rows of it is a copy.
+    places, which = np.unique(starts, return_inverse=True)
+    edges = np.empty(2 * len(places), np.int64)
+    edges[0::2] = places
+    edges[1::2][which] = ends
+    array = pa.Array.from_buffers(_LARGE, len(edges) - 1, [None, pa.py_buffer(edges), pa.py_buffer(source)], 0)
+    # Wrapped here: left to itself, Arrow imports pandas for it.
+    chosen = pa.Array.from_buffers(pa.int64(), len(which), [None, pa.py_buffer(2 * which.astype(np.int64))])
+    data: bytes = array.take(chosen).buffers()[2].to_pybytes()
+    return data[: int(lengths.sum())]
 
 
 class Gathered:

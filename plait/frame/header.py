@@ -49,6 +49,7 @@ CLIENT: Final = struct.Struct("<2sBBIIIQQQ")
 STAMP: Final = struct.Struct("<IQqQI")
 U32: Final = struct.Struct("<I")
 
+SIZE_OFFSET: Final = 4
 CRC_OFFSET: Final = 40
 STAMP_OFFSET: Final = 44
 STAMP_CRC_OFFSET: Final = 76

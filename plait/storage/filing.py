@@ -36,7 +36,7 @@ from plait.storage.buckets import (
 )
 from plait.storage.checkpoint import Manifest
 from plait.storage.disk import Disk, File
-from plait.storage.fresh import Frames
+from plait.storage.fresh import UNFILED_SHARD, Frames, Unfiled, encode_unfiled
 from plait.storage.log import segment_name
 
 #: Bytes of the message log, compressed columns inflated, whose rows are sorted together.
@@ -121,6 +121,7 @@ class Filing:
         fresh: Sequence[FreshCopy],
         buckets: dict[int, BucketCopy],
         segments: Sequence[SegmentPlace],
+        unfiled: Sequence[Unfiled],
         *,
         now: int,
         epoch: int,
@@ -131,6 +132,7 @@ class Filing:
         self.fresh = fresh
         self._buckets = buckets
         self._segments = segments
+        self._unfiled = unfiled
         self._bases = np.array([segment.base for segment in segments], np.int64)
         self._now = now
         self._epoch = epoch
@@ -140,8 +142,8 @@ class Filing:
         self._bytes_read = 0
         #: Bucket → its file and the runs that were added.
         self.added: dict[int, tuple[str, Runs]] = {}
-        #: Buckets that the checkpoint names.
-        self.kept = {shard_of(key) for key in buckets}
+        #: Shards that the checkpoint names.
+        self.kept = {shard_of(key) for key in buckets} | ({UNFILED_SHARD} if unfiled else set())
 
     def run(self) -> dict[str, bytes]:
         """File all rows, durably; the checkpoint shards that changed by that or before."""
@@ -168,13 +170,19 @@ class Filing:
     def dropped(self, last: Manifest | None) -> list[str]:
         """Shards of the checkpoint before whose buckets are gone."""
         return (
-            [shard for shard in last.shards if shard.startswith(SHARD_PREFIX) and shard not in self.kept]
+            [
+                shard
+                for shard in last.shards
+                if shard.startswith((SHARD_PREFIX, UNFILED_SHARD)) and shard not in self.kept
+            ]
             if last
             else []
         )
 
     def _shards(self) -> dict[str, bytes]:
         shards: dict[str, bytes] = {}
+        if self._unfiled:
+            shards[UNFILED_SHARD] = encode_unfiled(self._unfiled)
         for key, copy in self._buckets.items():
             if copy.dirty or key in self.added:
                 runs, cursors = copy.runs, copy.cursors
@@ -192,44 +200,47 @@ class Filing:
     # --- one schedule partition -------------------------------------------------------------------
 
     def _file(self, fresh: FreshCopy) -> None:
-        waiting = np.flatnonzero(fresh.due != NEVER)
-        numbers = waiting + fresh.base
-        bases = fresh.frames["base"]
-        index = np.searchsorted(bases, numbers, "right") - 1
-        rows = numbers - bases[index]
-        for segment, wanted in self._pieces(fresh, index):
-            view = self._view(segment)
-            places = fresh.frames["place"][wanted].copy()
+        for segment, wanted in self._pieces(fresh):
+            frames = fresh.frames[wanted]
+            places = frames["place"].copy()
             places["at"] -= self._segments[segment].base
-            # Rows stand in the order of their frames.
-            low, high = np.searchsorted(index, wanted[[0, -1]] + [0, 1])
-            frame = np.searchsorted(wanted, index[low:high])
-            mine = low + np.flatnonzero(wanted[frame] == index[low:high])
-            sets, which = row_sets(view, places, np.searchsorted(wanted, index[mine]), rows[mine])
-            due = fresh.due[waiting[mine]]
-            keys = bucket_keys(due, self._now)
-            order = np.lexsort((numbers[mine], due, keys))
+            first, last = int(frames["base"][0]), int(frames["base"][-1]) + int(places["count"][-1])
+            due = fresh.due[first - fresh.base : last - fresh.base]
+            numbers = np.flatnonzero(due != NEVER) + first
+            index = np.searchsorted(frames["base"], numbers, "right") - 1
+            rows = numbers - frames["base"][index]
+            # Frames that do not read back may stand between these.
+            there = rows < places["count"][index]
+            numbers, index, rows = numbers[there], index[there], rows[there]
+            due = fresh.due[numbers - fresh.base]
+            sets, which = row_sets(self._view(segment), places, index, rows)
+            # By time, and then by number, as they stand; so the rows of a bucket are together, too.
+            order = np.argsort(due, kind="stable")
             place = np.empty(len(which), np.int64)
             place[which] = np.arange(len(which))
             gathered = Gathered(sets, place[order])
-            self._add(fresh.partition, gathered, keys[order], due[order], numbers[mine][order].astype(np.uint64))
+            self._add(fresh.partition, gathered, due[order], numbers[order].astype(np.uint64))
 
-    def _pieces(self, fresh: FreshCopy, index: Int64s) -> Iterator[tuple[int, Int64s]]:
-        """(segment, frames) of which rows are wanted, in pieces; frames that do not read back are reported."""
-        wanted, counts = np.unique(index, return_counts=True)
-        segments = np.searchsorted(self._bases, fresh.frames["place"]["at"][wanted], "right") - 1
+    def _pieces(self, fresh: FreshCopy) -> Iterator[tuple[int, Int64s]]:
+        """(segment, frames) that have rows which wait, in pieces; frames that do not read back are reported."""
+        places = fresh.frames["place"]
+        segments = np.searchsorted(self._bases, places["at"], "right") - 1
+        starts = fresh.frames["base"] - fresh.base
         piece: list[int] = []
         size, before = 0, -1
-        for frame, count, segment in zip(wanted.tolist(), counts.tolist(), segments.tolist(), strict=True):
-            record = fresh.frames[frame]
-            at, length = int(record["place"]["at"]), int(record["size"])
+        for frame, segment in enumerate(segments.tolist()):
+            start, count = int(starts[frame]), int(places["count"][frame])
+            waiting = int((fresh.due[start : start + count] != NEVER).sum())
+            if not waiting:
+                continue
+            at, length = int(places["at"][frame]), int(fresh.frames["size"][frame])
             try:
                 view = FrameView(self._view(segment)[at - self._segments[segment].base :][:length])
-                if not record["whole"]:
+                if not fresh.frames["whole"][frame]:
                     view.verify()
                     self._bytes_read += length
             except FrameError as error:
-                self._report("message", f"{error} (at {at})", count)
+                self._report("message", f"{error} (at {at})", waiting)
                 continue
             weight = length + _inflated_size(view)
             if piece and (size + weight > PIECE_SIZE or segment != before):
@@ -253,8 +264,9 @@ class Filing:
                 file.close()
         return self._mapped[1]
 
-    def _add(self, partition: int, gathered: Gathered, keys: Int64s, due: Int64s, numbers: UInt64s) -> None:
+    def _add(self, partition: int, gathered: Gathered, due: Int64s, numbers: UInt64s) -> None:
         """Write sorted rows to their buckets."""
+        keys = bucket_keys(due, self._now)
         edges = [0, *(np.flatnonzero(keys[1:] != keys[:-1]) + 1).tolist(), len(keys)]
         for start, stop in pairwise(edges):
             writer = self._writer(int(keys[start]))

@@ -6,8 +6,10 @@ row's due time is found by its place in an array.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -19,6 +21,30 @@ from plait.storage.buckets import NEVER
 #: The first number of a frame, its size, whether it was found whole since it was written, and its place in the log.
 FRAME: Final = np.dtype([("base", "<i8"), ("size", "<u4"), ("whole", "?"), ("place", PLACE)])
 Frames = npt.NDArray[Any]
+
+
+class Unfiled(msgspec.Struct, array_like=True):
+    """Rows of a schedule partition that a checkpoint left in the message log."""
+
+    partition: int
+    base: int
+    count: int
+    #: A bit a row: it waits.
+    waiting: bytes
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[Unfiled])
+#: The checkpoint shard that holds them.
+UNFILED_SHARD: Final = "unfiled"
+
+
+def encode_unfiled(unfiled: Sequence[Unfiled]) -> bytes:
+    return _encoder.encode(unfiled)
+
+
+def decode_unfiled(data: bytes) -> list[Unfiled]:
+    return _decoder.decode(data)
 
 
 class Grown:
@@ -110,6 +136,30 @@ class Fresh:
         self.due.drop(end - self.base)
         self.base = end
         self.waiting = int((self.due.values != NEVER).sum())
+
+    def frame_end(self, rows: int) -> int:
+        """The number after the last whole frame of the first ``rows`` rows."""
+        if rows >= len(self.due):
+            return self.end
+        bases = self.frames.values["base"]
+        at = int(np.searchsorted(bases, self.base + max(rows, 0), "right")) - 1
+        return max(int(bases[at]), self.base) if at >= 0 else self.base
+
+    def first(self, end: int) -> tuple[Int64s, Frames]:
+        """(due times, frames) of the rows before number ``end``, copied."""
+        frames = self.frames.values
+        return self.due.values[: end - self.base].copy(), frames[: np.searchsorted(frames["base"], end)].copy()
+
+    def unfiled(self, partition: int, start: int) -> Unfiled:
+        """The rows from number ``start`` on, for a checkpoint."""
+        due = self.due.values[start - self.base :]
+        return Unfiled(partition, start, len(due), np.packbits(due != NEVER, bitorder="little").tobytes())
+
+    def keep_only(self, unfiled: Unfiled) -> None:
+        """Of the rows that a checkpoint left in the log, those that it says have left do not wait."""
+        waiting = np.unpackbits(np.frombuffer(unfiled.waiting, np.uint8), count=unfiled.count, bitorder="little")
+        left = unfiled.base + np.flatnonzero(waiting == 0)
+        self.settle(left)
 
     def locate(self, numbers: Int64s) -> tuple[Int64s, Int64s]:
         """(frame, row) of each number."""

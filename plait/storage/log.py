@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from plait.errors import DamageError
 from plait.frame.builder import FrameParts
-from plait.frame.header import HEADER_SIZE
+from plait.frame.header import HEADER_SIZE, PREFIX, SIZE_OFFSET
 from plait.limits import FRAME_SIZE_MAX
 from plait.storage.disk import Buffer, Disk, File
 
@@ -303,17 +303,20 @@ class Log:
     def zero_from(self, offset: int) -> None:
         """Clear what stands after ``offset``, in its segment and in those after it, durably.
 
-        The last comes first: until the end of it the reason for the cut is there to be found again. In the sector
-        where the cut begins pieces smaller than any frame make sure of that.
+        The last comes first: until the end of it the reason for the cut is there to be found again. That may be the
+        first frame itself, so what stands behind it goes before any part of it does. In the sector where the cut begins
+        pieces smaller than any frame make sure of that.
         """
         for segment in reversed(self.segments):
             start = max(offset, segment.base) - segment.base
             dirty = used_size(segment.view, start) if start < segment.size else 0
             front = min(dirty, SECTOR_SIZE - start % SECTOR_SIZE)
-            for done in range(front, dirty, len(_ZEROS)):
-                segment.file.write([_ZEROS[: dirty - done]], start + done)
-            if dirty > front:
-                segment.file.sync()
+            behind = min(dirty, max(front, claimed_size(segment.view, start)))
+            for begin, end in ((behind, dirty), (front, behind)):
+                for done in range(begin, end, len(_ZEROS)):
+                    segment.file.write([_ZEROS[: end - done]], start + done)
+                if begin < end:
+                    segment.file.sync()
             for done in reversed(range(0, front, _PIECE_SIZE)):
                 segment.file.write([_ZEROS[: min(_PIECE_SIZE, front - done)]], start + done)
             if dirty:
@@ -334,6 +337,13 @@ class Log:
 _ZEROS = bytes(1 << 18)
 _PIECE_SIZE = 64
 assert _PIECE_SIZE < HEADER_SIZE
+
+
+def claimed_size(view: memoryview, start: int) -> int:
+    """What a header that is not to be trusted says of its frame's size; 0: there is none."""
+    if view[start : start + len(PREFIX)] != PREFIX:
+        return 0
+    return int.from_bytes(view[start + SIZE_OFFSET : start + SIZE_OFFSET + 4], "little")
 
 
 def used_size(view: memoryview, start: int) -> int:

@@ -22,7 +22,7 @@ from plait.errors import FrameError
 from plait.frame.header import HEADER_SIZE, PREFIX
 from plait.frame.view import FrameView
 from plait.storage.disk import Disk
-from plait.storage.log import SECTOR_SIZE, Log, used_size
+from plait.storage.log import SECTOR_SIZE, Log, claimed_size, used_size
 
 QUARANTINE = "quarantine"
 #: At most this much of one damaged region is copied aside; the region itself stays in the log.
@@ -101,6 +101,7 @@ class LogScan:
         A segment that goes as a whole leaves the log to go on where the one before ended.
         """
         self._stopped = True
+        offset = self._tail_from(offset, self.durable)
         if all(segment.base != offset for segment in self._log.segments):
             self.end = offset
         for segment in self._log.segments:
@@ -135,7 +136,8 @@ class LogScan:
                 return
             behind = self._behind_bad(segment, position, used_end)
             if self._never_durable(segment, position, behind, used_end):
-                self.stop_before(self._tail_from(segment, offset, behind), reason)
+                durable = self._durable_from(segment, behind)
+                self.stop_before(self._tail_from(offset, durable), reason)
                 return
             # Whether this is damage or a torn tail depends on whether a valid frame follows: ``_finish`` knows.
             self.damages.append(Damage(self._log.directory, offset, behind - position, "damaged", reason))
@@ -160,19 +162,18 @@ class LogScan:
         end = behind
         if behind >= used_end:
             # The last frame of the segment may have been meant to reach further than anything that is there.
-            end = max(end, position + _claimed_size(segment.view, position))
+            end = max(end, position + claimed_size(segment.view, position))
         return (
             offset >= self.durable
             and _missing_sector(segment.view, position, end)
             and offset >= self._durable_from(segment, behind)
         )
 
-    def _tail_from(self, segment: ReadableSegment, offset: int, behind: int) -> int:
+    def _tail_from(self, offset: int, durable: int) -> int:
         """Where a tail that goes on at ``offset`` begins: with the bad frames right before it that had no need to be.
 
         A cut that was interrupted leaves such: the frame that was the reason for it, half zeroed.
         """
-        durable = self._durable_from(segment, behind)
         while self.damages and self.damages[-1].offset + self.damages[-1].size == offset:
             if self.damages[-1].offset < durable:
                 break
@@ -245,12 +246,6 @@ class LogScan:
             kept.append(Damage(self._log.directory, self.end, size, "damaged", "durable bytes are missing"))
         self.damages = kept
         self.end = max(self.end, self.durable)
-
-
-def _claimed_size(view: memoryview, position: int) -> int:
-    """What a header that is not to be trusted says of its frame's size."""
-    prefix_and_size = bytes(view[position : position + 8])
-    return int.from_bytes(prefix_and_size[4:], "little") if prefix_and_size.startswith(PREFIX) else 0
 
 
 def _missing_sector(view: memoryview, start: int, end: int) -> bool:

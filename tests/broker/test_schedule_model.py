@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from plait.broker import schedule, upcoming
+from plait.broker import schedule, snapshot, upcoming
 from plait.broker.schedule_views import count_scheduled, list_scheduled
 from plait.frame.columns import Column
 from plait.storage.buckets import GRID, NEVER
@@ -42,6 +42,7 @@ class Scheduling(RuleBasedStateMachine):
         # Small steps show what many rows would.
         upcoming.LOAD_MAX = 3 if few else 32_768
         schedule.DELIVER_MAX = 2 if few else 8_192
+        snapshot.FILE_MAX = snapshot.FILE_NOW_MAX = 4 if few else 200_000
         self.node = Node(flush=flush, checkpoint_bytes=1 << 40)
         self.producer = Producer(1)
         #: (subject, number) → what waits under it.
@@ -53,6 +54,7 @@ class Scheduling(RuleBasedStateMachine):
     def teardown(self) -> None:
         """In the end everything that waits is delivered, once."""
         upcoming.LOAD_MAX, schedule.DELIVER_MAX = 32_768, 8_192
+        snapshot.FILE_MAX = snapshot.FILE_NOW_MAX = 200_000
         if hasattr(self, "node"):
             self.node.clock.advance(70_000_000.0)
             self.compare()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.storage.log import Log, segment_name
 from plait.storage.recovery import QUARANTINE, SECTOR_SIZE, Damage, LogScan, settle
@@ -323,6 +325,26 @@ def test_a_recovery_that_is_interrupted_is_done_again(seed: int, operation: int,
     read = scan(left)[2]
     assert read[:2] == expected
     assert read == whole
+
+
+@pytest.mark.parametrize("byte", range(0, 1000, 72))
+def test_a_cut_that_is_interrupted_keeps_its_reason_until_all_behind_it_is_gone(byte: int):
+    """The first frame of a segment is the reason: it says that bytes before it are missing."""
+    bodies = [b"x" * 700, b"y" * 100, b"z" * 100]
+    for operation in range(10):
+        disk, log, offsets = written(bodies)
+        disk.crash_at(disk.operations + operation, byte)
+        with suppress(SimulatedCrash):
+            log.zero_from(0)
+        left = disk.copy().read(f"{DIRECTORY}/{segment_name(0)}")
+        assert intact(left, offsets[0]) or not any(intact(left, offset) for offset in offsets[1:])
+
+
+def intact(data: bytes, offset: int) -> bool:
+    try:
+        return FrameView(data, offset).verify().count > 0
+    except FrameError:
+        return False
 
 
 # --- frames inside of frames ---------------------------------------------------------------------
