@@ -409,6 +409,23 @@ async def test_a_resent_letter_comes_to_its_group_alone_with_its_id_attempts_and
     assert (await client.admin.group("s", "g")).lag == 0
 
 
+async def test_a_resent_letter_gets_as_many_attempts_as_a_new_message(client: plait.Client) -> None:
+    await send(client, 1)
+    async with member(client, retry=TWICE) as consumer:
+        for life in range(3):
+            for attempt in (1, 2):
+                [message] = await fetch_all(consumer, 1)
+                assert message.attempt == 2 * life + attempt
+                message.nack(reason=f"{life}")
+                await consumer.flush()
+            [letter] = await letters(client)
+            assert (letter.attempts, letter.reason.text) == (2 * (life + 1), f"{life}")
+            assert [(old.attempts, old.reason.text) for old in letter.history] == [
+                (2 * (before + 1), f"{before}") for before in range(life)
+            ]
+            assert await client.admin.resend_dead("s", "g") == 1
+
+
 async def test_letters_outlive_restarts(broker: EmbeddedBroker, client: plait.Client) -> None:
     await send(client, 3)
     await reject(client, 3, "why")
