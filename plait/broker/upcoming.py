@@ -18,8 +18,8 @@ from plait.storage.buckets import NEVER, Bucket
 if TYPE_CHECKING:
     from plait.broker.schedule import Schedule
 
-#: Rows are put in order at most this long before they are due.
-WINDOW_MICROS: Final = 2_000_000
+#: Rows are put in order at most this long before they are due: the fewer, the shorter the loop is held up by it.
+WINDOW_MICROS: Final = 500_000
 #: Rows that are put in order in one turn.
 LOAD_MAX: Final = 32_768
 #: Entries that count no more which may stand among the others, at least.
