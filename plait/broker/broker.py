@@ -238,7 +238,7 @@ class Broker:
         try:
             self.message_log.place_for(frame.size)
         except OSError as error:
-            raise self._disk_error(error) from error
+            raise self.disk_error(error) from error
         self._mark()
         return self.message_log.append(frame.parts, frame.size)
 
@@ -303,14 +303,14 @@ class Broker:
             try:
                 self._appender.append(partition, submissions, self.epoch, now, appended)
             except OSError as error:
-                refusal = self._disk_error(error)
+                refusal = self.disk_error(error)
                 answered = {id(reply) for reply, _, _ in appended.replies}
                 for submission in submissions:
                     if submission.reply is not None and id(submission.reply) not in answered:
                         appended.replies.append((submission.reply, None, refusal))
             self.touch(partition)
         if self.schedules.ready:
-            self._deliver_due(now, appended)
+            self.schedules.run(now, appended)
         if self.failed is not None:
             return
         try:
@@ -331,23 +331,6 @@ class Broker:
             if self.config.flush == "sync":
                 return
         self._finish(commit)
-
-    def _deliver_due(self, now: int, appended: Appended) -> None:
-        self.write_messages()
-        if self._low_space:
-            self.schedules.hold()
-        elif self.failed is None:
-            try:
-                self.schedules.deliver(now, appended)
-            except OSError as error:
-                self._disk_error(error)
-
-    def write_messages(self) -> None:
-        """What was appended can be read from here on."""
-        try:
-            self.message_log.write()
-        except OSError as error:
-            self._fail(error)
 
     def _write(self, now: int) -> None:
         self._actions_stalled = False
@@ -426,7 +409,8 @@ class Broker:
     def _fail(self, error: OSError) -> None:
         self.failed = StorageFailed(f"a log could not be written or synced ({error}); the server stops and recovers")
 
-    def _disk_error(self, error: OSError) -> PlaitError:
+    def disk_error(self, error: OSError) -> PlaitError:
+        """What a failed write means: a full disk refuses, anything else ends the server."""
         if error.errno == errno.ENOSPC:
             return DiskFull("the disk is full; nothing was stored")
         if error.errno not in (errno.EMFILE, errno.ENFILE):
