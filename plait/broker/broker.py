@@ -312,7 +312,7 @@ class Broker:
                         appended.replies.append((submission.reply, None, refusal))
             self.touch(partition)
         if self.schedules.ready:
-            self.schedules.turn(now, appended)
+            self.schedules.run(now, appended)
         if self.failed is not None:
             return
         try:
@@ -332,13 +332,6 @@ class Broker:
             if self.config.flush == "sync":
                 return
         self._finish(commit)
-
-    def write_messages(self) -> None:
-        """What was appended can be read from here on."""
-        try:
-            self.message_log.write()
-        except OSError as error:
-            self.storage_failed(error)
 
     def _write(self, now: int) -> None:
         self._actions_stalled = False

@@ -19,7 +19,7 @@ from plait.broker.partition import Partition
 from plait.broker.sends import Appended
 from plait.broker.subjects import create_partition
 from plait.broker.upcoming import Upcoming
-from plait.errors import FrameError, InvalidArgument, LimitExceeded
+from plait.errors import DiskFull, FrameError, InvalidArgument, LimitExceeded, ReadOnly, StorageFailed
 from plait.frame.columns import Column
 from plait.frame.gather import Int64s
 from plait.frame.header import pack_stamp
@@ -169,32 +169,47 @@ class Schedules:
         return max(clock.monotonic() + max(due - clock.now(), 0) / 1_000_000, self._turn_at)
 
     def look(self) -> bool:
-        """Whether there is something to do for ``deliver``."""
+        """Whether there is something to do for ``run``."""
         clock = self._broker.clock
         now = clock.now()
         due = self.window.next_due <= now or self.upcoming.wants(now)
         self.ready = due and clock.monotonic() >= self._held_until
         return self.ready
 
-    def turn(self, now: int, appended: Appended) -> None:
-        """Deliver what is due, as far as the disk has room for it."""
-        broker = self._broker
-        broker.write_messages()
-        if broker.low_space:
-            self.hold()
-        elif broker.failed is None:
-            try:
-                self.deliver(now, appended)
-            except OSError as error:
-                broker.disk_error(error)
+    def run(self, now: int, appended: Appended) -> None:
+        """Deliver what is due; what there is no room for stays, and is tried again."""
+        try:
+            self._broker.refuse_when_full()
+            self._write()
+            self._deliver_all(now, appended)
+        except OSError as error:
+            self._hold()
+            self._broker.disk_error(error)
+        except (DiskFull, ReadOnly):
+            self._hold()
+        except StorageFailed:
+            # The broker knows, and stops.
+            pass
 
-    def deliver(self, now: int, appended: Appended) -> None:
-        """Append what is due to its subjects' partitions. Raises OSError when the log cannot grow: the rest stays."""
+    def _hold(self) -> None:
+        """Nothing is delivered for a while."""
+        self.ready = False
+        self._turn_at = self._held_until = self._broker.clock.monotonic() + RETRY_SECONDS
+
+    def _write(self) -> None:
+        """Rows that came this turn can be read from here on."""
+        try:
+            self._broker.message_log.write()
+        except OSError as error:
+            self._broker.storage_failed(error)
+            assert self._broker.failed is not None
+            raise self._broker.failed from error
+
+    def _deliver_all(self, now: int, appended: Appended) -> None:
         self.ready = False
         clock = self._broker.clock
         self._turn_at = clock.monotonic() + TURN_SECONDS
-        if self.upcoming.wants(now):
-            self.upcoming.load(now)
+        self.upcoming.load(now)
         rows = self.window.due(now, DELIVER_MAX)
         if not len(rows):
             return
@@ -207,17 +222,9 @@ class Schedules:
             for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
                 mine = order[start:stop]
                 self._deliver(rows, mine, now, appended, kept)
-        except OSError:
-            self.hold()
-            raise
         finally:
             self.window.took(len(rows), rows[kept])
             self.filed.drop_finished()
-
-    def hold(self) -> None:
-        """Nothing is delivered for now: the disk is as full as it may be."""
-        self.ready = False
-        self._turn_at = self._held_until = self._broker.clock.monotonic() + RETRY_SECONDS
 
     def _deliver(self, rows: Any, mine: Int64s, now: int, appended: Appended, kept: npt.NDArray[np.bool_]) -> None:
         """Deliver one subject's rows; those that left are kept no longer."""
@@ -260,10 +267,7 @@ class Schedules:
         if schedule is None:
             return None
         broker.refuse_when_full()
-        # Perhaps it came this very turn.
-        broker.write_messages()
-        if broker.failed is not None:
-            raise broker.failed
+        self._write()
         frame = self.rows.copy(schedule, number, due, to)
         if frame is None:
             return None

@@ -18,10 +18,14 @@ from plait.storage.buckets import NEVER, Bucket
 if TYPE_CHECKING:
     from plait.broker.schedule import Schedule
 
-#: Rows are put in order at most this long before they are due.
-WINDOW_MICROS: Final = 2_000_000
+#: Rows are put in order at most this long before they are due: the fewer, the shorter the loop is held up by it.
+WINDOW_MICROS: Final = 500_000
 #: Rows that are put in order in one turn.
 LOAD_MAX: Final = 32_768
+#: The longest step of the window, when it has fallen far behind: two years.
+STEP_MAX: Final = 1 << 46
+#: Steps in one turn.
+STEPS_MAX: Final = 16
 #: Entries that count no more which may stand among the others, at least.
 STALE_MAX: Final = 64
 
@@ -90,7 +94,14 @@ class Upcoming:
     # --- moving on ------------------------------------------------------------------------------
 
     def load(self, now: int) -> None:
-        """Bring more rows into the window: those of the next moments, of which there may be many."""
+        """Bring more rows into the window, if there is need to."""
+        for _ in range(STEPS_MAX):
+            if not self.wants(now):
+                return
+            self._load(now)
+
+    def _load(self, now: int) -> None:
+        """Bring the rows of the next moments into the window, of which there may be many."""
         start = max(self.window.end, self._beyond)
         end = min(now + WINDOW_MICROS, start + self._step)
         count = self._count_before(end)
@@ -104,7 +115,8 @@ class Upcoming:
             self.window.end = start
         else:
             if count < LOAD_MAX // 4:
-                self._step = min(2 * self._step, WINDOW_MICROS)
+                # Never past what is near: only what is late is caught up with in longer steps.
+                self._step = min(2 * self._step, STEP_MAX)
             self._load_runs(end)
             self._load_unfiled(end)
             self.window.end = end

@@ -1,0 +1,289 @@
+"""Buckets: what is filed, what a crash, damage or a full disk makes of it, and when files go."""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+
+from plait.broker import snapshot, upcoming
+from plait.broker.schedule_views import count_scheduled
+from plait.storage.buckets import DIRECTORY, LEVELS, bucket_keys, keys_at
+from plait.storage.checkpoint import KEEP
+from plait.testing.disk import SimulatedCrash
+from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due, schedules
+from tests.support.broker_node import Node, Producer
+
+DAY = 86_400
+
+
+@pytest.fixture
+def producer() -> Producer:
+    return Producer(7)
+
+
+def files(node: Node) -> list[str]:
+    return [f"{DIRECTORY}/{name}" for name in node.disk.list(DIRECTORY)]
+
+
+def numbered(start: int, stop: int) -> list[bytes]:
+    return [b"%d" % number for number in range(start, stop)]
+
+
+# --- which bucket ---------------------------------------------------------------------------------
+
+
+def test_two_years_need_few_buckets_and_every_row_is_in_one_that_covers_it() -> None:
+    now = 1_700_000_000_123_456
+    due = now + np.linspace(-3600 * SECOND, 732 * DAY * SECOND, 200_000).astype(np.int64)
+    keys = bucket_keys(due, now)
+    # Rows in the order they are due have those of one bucket together, which filing relies on.
+    assert len(np.unique(keys)) == 1 + int((keys[1:] != keys[:-1]).sum()) <= 95
+    for time, key in zip(due[::997].tolist(), keys[::997].tolist(), strict=True):
+        level = key % 60_000_000
+        assert key in keys_at(time)
+        assert key - level <= time < key - level + LEVELS[level][1]
+
+
+def test_near_and_far_rows_wait_in_files_of_their_own(producer: Producer) -> None:
+    node = Node()
+    now = node.clock.now()
+    delays = [5 * 60, 3 * 3600, 5 * DAY, 400 * DAY]
+    delay(node, producer, [now + seconds * SECOND for seconds in delays], b"a", b"b", b"c", b"d")
+    node.checkpoint()
+    assert sorted(name.split("-")[-1].split(".")[0] for name in files(node)) == ["10m", "16d", "1d", "2h"]
+    for index, seconds in enumerate(delays):
+        node.clock.jump((now + seconds * SECOND - node.clock.now()) / SECOND)
+        run_due(node)
+        assert delivered(node) == [b"a", b"b", b"c", b"d"][: index + 1]
+        node = node.killed()
+    assert schedules(node).count == 0
+
+
+def test_a_row_filed_early_and_one_filed_late_come_in_their_order(producer: Producer) -> None:
+    """The same moment, seen from far and from near, is in different buckets."""
+    node = Node()
+    due = node.clock.now() + 20 * DAY * SECOND
+    for index in range(5):
+        delay(node, producer, due + 4 - index, b"%d" % index)
+        node.checkpoint()
+        later(node, 4.9 * DAY)
+    assert len(files(node)) > 2
+    later(node, DAY)
+    assert delivered(node) == [b"4", b"3", b"2", b"1", b"0"]
+
+
+def test_large_and_packed_rows_are_filed_in_several_runs(producer: Producer) -> None:
+    node = Node(message_segment_size=32 << 20)
+    due = node.clock.now() + 60 * SECOND
+    bodies = [bytes([index]) * 700_000 for index in range(6)]
+    delay(node, producer, [due + i for i in range(6)], *bodies, compression="zstd")
+    delay(node, producer, due + 10, b"\7" * (16 << 20))
+    node.checkpoint()
+    [bucket] = schedules(node).buckets.values()
+    assert len(bucket.runs) == 7
+    node = node.killed()
+    later(node, 61)
+    assert delivered(node) == [*bodies, b"\7" * (16 << 20)]
+
+
+def test_rows_due_in_the_same_microsecond_come_in_pieces(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upcoming, "LOAD_MAX", 10)
+    node = Node()
+    due = node.clock.now() + 60 * SECOND
+    for start in range(0, 100, 20):
+        delay(node, producer, due, *numbered(start, start + 20))
+        node.checkpoint()
+    delay(node, producer, due, b"fresh")
+    later(node, 60)
+    assert sorted(delivered(node)) == sorted([*numbered(0, 100), b"fresh"])
+    assert schedules(node).count == 0
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_may_leave_rows_in_the_log(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 7)
+    node = Node()
+    due = node.clock.now() + 60 * SECOND
+    for start in range(0, 20, 5):
+        delay(node, producer, [due + i for i in range(start, start + 5)], *numbered(start, start + 5))
+    assert schedules(node).cancel("orders", 12, due + 12)
+    node.checkpoint()
+    assert schedules(node).buckets != {}
+    assert schedules(node).by_subject["orders"].fresh.waiting == 14
+    for _ in range(2):
+        node = node.killed()
+        assert schedules(node).count == 19
+    later(node, 61)
+    assert delivered(node) == [body for body in numbered(0, 20) if body != b"12"]
+
+
+@pytest.mark.parametrize("back", [1, 2, 4])
+def test_an_older_checkpoint_serves_as_well(producer: Producer, back: int) -> None:
+    node = Node()
+    now = node.clock.now()
+    for step in range(6):
+        delay(node, producer, [now + (20 + step) * SECOND, now + (step + 1) * SECOND], b"late%d" % step, b"%d" % step)
+        node.checkpoint()
+        later(node, 1)
+        if step == 3:
+            assert schedules(node).cancel("orders", 2, now + 21 * SECOND)
+    node.turn()
+    assert delivered(node) == numbered(0, 6)
+    for name in sorted(name for name in node.disk.list("checkpoints") if name.startswith("manifest-"))[-back:]:
+        node.disk.flip_bit(f"checkpoints/{name}", 30, 1)
+    node = node.killed()
+    assert len(node.report.rejected_checkpoints) == back
+    assert schedules(node).count == 5
+    node.checkpoint()
+    node = node.killed()
+    later(node, 30)
+    assert delivered(node) == [*numbered(0, 6), *(b"late%d" % step for step in range(6) if step != 1)]
+
+
+def test_the_file_of_a_finished_bucket_goes_when_no_checkpoint_needs_it(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + SECOND, b"a")
+    node.checkpoint()
+    [path] = files(node)
+    later(node, 1)
+    assert schedules(node).buckets == {}
+    for _ in range(KEEP):
+        node.checkpoint()
+        assert files(node) == [path]
+    node.checkpoint()
+    assert files(node) == []
+
+
+def test_files_that_a_crash_left_behind_go_as_well(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + SECOND, b"a")
+    node.checkpoint()
+    later(node, 1)
+    node = node.killed()
+    for _ in range(KEEP + 1):
+        node.checkpoint()
+    assert files(node) == []
+    assert delivered(node) == [b"a"]
+
+
+def test_a_crash_at_any_moment_of_a_checkpoint_loses_and_repeats_nothing(producer: Producer) -> None:
+    def prepared(crash_at: int | None = None) -> Node:
+        node = Node(flush="sync")
+        sender = Producer(7)
+        now = node.clock.now()
+        delay(node, sender, [now + 2 * SECOND, now + SECOND, now + 9 * DAY * SECOND], b"b", b"a", b"far")
+        node.checkpoint()
+        later(node, 1)
+        delay(node, sender, [now + 2 * SECOND + 1, now + 9 * DAY * SECOND + 1], b"c", b"far2")
+        assert schedules(node).cancel("orders", 2, now + 9 * DAY * SECOND)
+        node.turn()
+        if crash_at is not None:
+            node.disk.crash_at(crash_at)
+        return node
+
+    whole = prepared()
+    first = whole.disk.operations
+    whole.checkpoint()
+    for operation in range(first, whole.disk.operations):
+        node = prepared(operation)
+        with pytest.raises(SimulatedCrash):
+            node.checkpoint()
+        for end in (node.killed(), node.power_lost("none"), node.power_lost("random", Random(operation))):
+            assert schedules(end).count == 3
+            later(end, 10 * DAY)
+            assert delivered(end) == [b"a", b"b", b"c", b"far2"]
+
+
+def test_a_full_disk_leaves_everything_in_the_log(producer: Producer) -> None:
+    node = Node()
+    now = node.clock.now()
+    delay(node, producer, now + SECOND, b"a", b"b")
+    node.checkpoint()
+    delay(node, producer, [now + 2 * SECOND, now + 5 * DAY * SECOND], b"c", b"d")
+    node.disk.fail("write", path=f"{DIRECTORY}/*", times=None, error=28)
+    with pytest.raises(OSError, match="No space"):
+        node.checkpoint()
+    assert schedules(node).count == 4
+    later(node, 1)
+    node.disk._faults.clear()
+    node.checkpoint()
+    node = node.killed()
+    later(node, 6 * DAY)
+    assert delivered(node) == [b"a", b"b", b"c", b"d"]
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+def in_runs(node: Node, producer: Producer) -> str:
+    """Three runs of one bucket, of two messages each; the bucket's file."""
+    due = node.clock.now() + 60 * SECOND
+    for index in range(3):
+        delay(node, producer, [due + index, due + index + 10], b"%d" % index, b"%d+" % index)
+        node.checkpoint()
+    [path] = files(node)
+    return path
+
+
+@pytest.mark.parametrize("part", [2, 5, 60, 100, 200])
+def test_a_damaged_run_is_told_and_the_others_come(producer: Producer, part: int) -> None:
+    node = Node()
+    path = in_runs(node, producer)
+    [bucket] = schedules(node).buckets.values()
+    node.disk.flip_bit(path, int(bucket.runs["offset"][1]) + part, 4)
+    node = node.killed()
+    later(node, 61)
+    assert delivered(node) == [b"0", b"2", b"0+", b"2+"]
+    assert schedules(node).lost_count == 2
+    assert path in schedules(node).damages[0]
+    assert schedules(node).count == 0
+    node = node.killed()
+    later(node, 100)
+    assert delivered(node) == [b"0", b"2", b"0+", b"2+"]
+
+
+def test_a_file_that_was_cut_loses_what_was_cut_off(producer: Producer) -> None:
+    node = Node()
+    path = in_runs(node, producer)
+    [bucket] = schedules(node).buckets.values()
+    file = node.disk.open(path)
+    file.truncate(int(bucket.runs["offset"][2]) + 40)
+    node = node.killed()
+    later(node, 61)
+    assert delivered(node) == [b"0", b"1", b"0+", b"1+"]
+    assert schedules(node).lost_count == 2
+
+
+def test_a_file_that_is_gone_loses_its_rows_and_nothing_else(producer: Producer) -> None:
+    node = Node()
+    path = in_runs(node, producer)
+    delay(node, producer, node.clock.now() + 5 * DAY * SECOND, b"elsewhere")
+    node.checkpoint()
+    node.disk.remove(path)
+    node = node.killed()
+    later(node, 6 * DAY)
+    assert delivered(node) == [b"elsewhere"]
+    assert schedules(node).lost_count == 6
+    assert count_scheduled(node.broker, None, 0, 1 << 62, "subject") == []
+
+
+@pytest.mark.parametrize("filed", [False, True])
+def test_a_damaged_frame_of_the_log_is_told_and_the_others_come(producer: Producer, filed: bool) -> None:
+    node = Node()
+    due = node.clock.now() + 60 * SECOND
+    for index in range(3):
+        delay(node, producer, due + index, b"%d" % index)
+    log = schedules(node).partition_of("orders").consume_log
+    offset = log.record(1).offset
+    segment = node.broker.message_log.segment_at(offset)
+    node.disk.flip_bit(f"message/{segment.base:020d}.log", offset - segment.base + 100, 0)
+    if filed:
+        node.checkpoint()
+    later(node, 61)
+    assert delivered(node) == [b"0", b"2"]
+    assert schedules(node).lost_count == 1
+    assert schedules(node).count == 0
