@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Final
 
 import msgspec
 import numpy as np
@@ -14,9 +13,6 @@ from plait.broker.schedule import Schedule
 from plait.broker.window import SOON, SoonRows, soon_rows
 from plait.frame.gather import Int64s
 from plait.storage.buckets import GRID, NEVER, Bucket
-
-#: Rows that one listing gives.
-LIST_MAX: Final = 1_000
 
 
 class ScheduledView(msgspec.Struct, frozen=True):

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from plait.broker.schedule_views import LIST_MAX, CountView, ScheduledView, count_scheduled, list_scheduled
+from plait.broker.schedule_views import CountView, ScheduledView, count_scheduled, list_scheduled
 from plait.errors import InvalidArgument
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
+from plait.limits import SCHEDULE_PAGE_MAX
 
 if TYPE_CHECKING:
     from plait.server.host import Server
@@ -61,8 +62,8 @@ def reschedule(server: Server, request: Reschedule) -> int | None:
 
 
 def list_(server: Server, request: ListScheduled) -> list[ScheduledView]:
-    if not 1 <= request.limit <= LIST_MAX:
-        raise InvalidArgument(f"a listing takes a limit of 1 to {LIST_MAX}, not {request.limit}")
+    if not 1 <= request.limit <= SCHEDULE_PAGE_MAX:
+        raise InvalidArgument(f"a listing takes a limit of 1 to {SCHEDULE_PAGE_MAX}, not {request.limit}")
     start, end = _span(request.start, request.end)
     if request.after is not None:
         _check(deliver_at=request.after[0], number=request.after[1])
