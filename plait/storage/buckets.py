@@ -106,6 +106,11 @@ _decoder = msgspec.msgpack.Decoder(BucketState)
 SHARD_PREFIX: Final = "schedule-"
 
 
+def decode_bucket(data: bytes) -> BucketState:
+    """A bucket as a checkpoint shard has it."""
+    return _decoder.decode(data)
+
+
 def shard_of(key: int) -> str:
     """The checkpoint shard of a bucket."""
     return f"{SHARD_PREFIX}{key}"
@@ -163,7 +168,7 @@ class Bucket:
     @classmethod
     def load(cls, disk: Disk, report: Report, data: bytes) -> Bucket:
         """As a checkpoint has it."""
-        state = _decoder.decode(data)
+        state = decode_bucket(data)
         bucket = cls(disk, report, state.key, state.path)
         bucket.add(np.frombuffer(state.runs, RUN), np.frombuffer(state.cursors, "<u4").astype(np.int64))
         bucket._settled = np.frombuffer(state.settled, "<u8")
