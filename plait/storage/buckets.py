@@ -185,7 +185,6 @@ class Bucket:
         self.loaded = np.concatenate([self.loaded, cursors])
         # For a run that has begun to leave this is too early: who looks there finds out.
         self.next_due = np.concatenate([self.next_due, np.where(cursors < counts, runs["due_first"], NEVER)])
-        self.places = np.concatenate([self.places, np.zeros(len(runs), PLACE)])
         self._verified = np.concatenate([self._verified, np.zeros(len(runs), bool)])
         self.waiting += int((counts - cursors).sum())
 
@@ -233,6 +232,9 @@ class Bucket:
             self._lose(run, f"{error} (at {offset})")
             return False
         self.read(size)
+        if len(self.places) < len(self.runs):
+            # Nobody needs them before.
+            self.places = np.concatenate([self.places, np.zeros(len(self.runs) - len(self.places), PLACE)])
         self.places[run] = np.frombuffer(place_of(frame, offset), PLACE)[0]
         self._verified[run] = True
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from plait.broker import upcoming
 from plait.broker.upcoming import WINDOW_MICROS
 from plait.errors import DiskFull, FrameError, InvalidArgument, SubjectNotFound
 from plait.frame.columns import Column
@@ -315,3 +316,18 @@ def test_nothing_is_delivered_below_the_watermark(producer: Producer) -> None:
     node.broker.check_space()
     later(node, 5)
     assert delivered(node) == [b"a"]
+
+
+def test_a_full_window_does_not_keep_the_loop_busy(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upcoming, "LOAD_MAX", 5)
+    node = Node()
+    due = node.clock.now() + SECOND
+    delay(node, producer, [due + 10 * i for i in range(40)], *[b"x"] * 40)
+    node.checkpoint()
+    later(node, 0.9)
+    deadline = node.broker.next_deadline
+    assert deadline == pytest.approx(node.clock.monotonic() + 0.1)
+    later(node, 0.1)
+    assert len(delivered(node)) == 1
+    later(node, 0.001)
+    assert len(delivered(node)) == 40
