@@ -7,8 +7,9 @@ import pytest
 
 from plait.broker import upcoming
 from plait.broker.upcoming import WINDOW_MICROS
-from plait.errors import DiskFull, FrameError, InvalidArgument, SubjectNotFound
+from plait.errors import DiskFull, FrameError, InvalidArgument, LimitExceeded, SubjectNotFound
 from plait.frame.columns import Column
+from plait.limits import ServerLimits
 from plait.retry import WAIT_SECONDS_MAX
 from tests.broker.schedule_node import (
     SECOND,
@@ -229,6 +230,23 @@ def test_a_rescheduled_message_comes_once_at_its_new_time(node: Node, producer: 
     assert delivered(node) == [b"b", b"a"]
     with pytest.raises(InvalidArgument):
         schedules(node).reschedule("orders", again, 0, now + int(3 * WAIT_SECONDS_MAX) * SECOND)
+
+
+def test_so_many_cancelled_messages_are_remembered(producer: Producer) -> None:
+    node = Node(limits=ServerLimits(schedule_settled=3))
+    due = node.clock.now() + 3600 * SECOND
+    delay(node, producer, due, *[b"%d" % i for i in range(6)])
+    for number in range(2):
+        # In the log alone they cost nothing.
+        assert schedules(node).cancel("orders", number, due)
+    node.checkpoint()
+    for number in range(2, 5):
+        assert schedules(node).cancel("orders", number, due)
+    with pytest.raises(LimitExceeded):
+        schedules(node).cancel("orders", 5, due)
+    node.turn()
+    later(node, 3600)
+    assert delivered(node) == [b"5"]
 
 
 # --- crashes ----------------------------------------------------------------------------------------
