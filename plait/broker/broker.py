@@ -573,19 +573,19 @@ class Broker:
     @property
     def next_deadline(self) -> float | None:
         """When ``run_timers`` has something to do, on the monotonic clock."""
-        deadline = self.deadlines.next
-        if (due := self.retries.next) is not None:
+        deadline, due = self.deadlines.next, self.retries.next
+        if due is not None:
             # Wall time may jump: the server looks every second, whatever this says.
             at = self.clock.monotonic() + max(due - self.clock.now(), 0) / 1_000_000
             deadline = at if deadline is None else min(at, deadline)
-        if self.schedules.by_subject and (turn := self.schedules.next_deadline) is not None:
-            deadline = turn if deadline is None else min(turn, deadline)
+        if self.schedules.by_subject and (later := self.schedules.next_deadline) is not None:
+            deadline = later if deadline is None else min(later, deadline)
         return deadline
 
     def run_timers(self) -> None:
         """Hand out what has become due; answer the long polls whose time is up."""
         for group in self.retries.due(self.clock.now()):
             self.wake_group(group)
-        if self.schedules.look():
+        if self.schedules.by_subject and self.schedules.look():
             self._mark()
         self.deadlines.run(self.clock.monotonic())

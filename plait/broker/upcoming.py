@@ -50,6 +50,8 @@ class Upcoming:
         """When to look next, in microseconds of wall time; None: there is nothing to wait for."""
         if self.window.next_due == NEVER and self._beyond == NEVER:
             return None
+        if len(self.window) >= LOAD_MAX:
+            return self.window.next_due
         return min(self.window.next_due, max(self._beyond, self.window.end) - WINDOW_MICROS // 2)
 
     def wants(self, now: int) -> bool:

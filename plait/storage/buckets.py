@@ -106,6 +106,11 @@ _decoder = msgspec.msgpack.Decoder(BucketState)
 SHARD_PREFIX: Final = "schedule-"
 
 
+def decode_bucket(data: bytes) -> BucketState:
+    """A bucket as a checkpoint shard has it."""
+    return _decoder.decode(data)
+
+
 def shard_of(key: int) -> str:
     """The checkpoint shard of a bucket."""
     return f"{SHARD_PREFIX}{key}"
@@ -163,7 +168,7 @@ class Bucket:
     @classmethod
     def load(cls, disk: Disk, report: Report, data: bytes) -> Bucket:
         """As a checkpoint has it."""
-        state = _decoder.decode(data)
+        state = decode_bucket(data)
         bucket = cls(disk, report, state.key, state.path)
         bucket.add(np.frombuffer(state.runs, RUN), np.frombuffer(state.cursors, "<u4").astype(np.int64))
         bucket._settled = np.frombuffer(state.settled, "<u8")
@@ -180,7 +185,6 @@ class Bucket:
         self.loaded = np.concatenate([self.loaded, cursors])
         # For a run that has begun to leave this is too early: who looks there finds out.
         self.next_due = np.concatenate([self.next_due, np.where(cursors < counts, runs["due_first"], NEVER)])
-        self.places = np.concatenate([self.places, np.zeros(len(runs), PLACE)])
         self._verified = np.concatenate([self._verified, np.zeros(len(runs), bool)])
         self.waiting += int((counts - cursors).sum())
 
@@ -228,6 +232,9 @@ class Bucket:
             self._lose(run, f"{error} (at {offset})")
             return False
         self.read(size)
+        if len(self.places) < len(self.runs):
+            # Nobody needs them before.
+            self.places = np.concatenate([self.places, np.zeros(len(self.runs) - len(self.places), PLACE)])
         self.places[run] = np.frombuffer(place_of(frame, offset), PLACE)[0]
         self._verified[run] = True
         return True

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from plait.broker import upcoming
 from plait.broker.upcoming import WINDOW_MICROS
-from plait.errors import DiskFull, FrameError, InvalidArgument, SubjectNotFound
+from plait.errors import DiskFull, FrameError, InvalidArgument, LimitExceeded, SubjectNotFound
 from plait.frame.columns import Column
+from plait.limits import ServerLimits
 from plait.retry import WAIT_SECONDS_MAX
 from tests.broker.schedule_node import (
     SECOND,
@@ -230,6 +232,23 @@ def test_a_rescheduled_message_comes_once_at_its_new_time(node: Node, producer: 
         schedules(node).reschedule("orders", again, 0, now + int(3 * WAIT_SECONDS_MAX) * SECOND)
 
 
+def test_so_many_cancelled_messages_are_remembered(producer: Producer) -> None:
+    node = Node(limits=ServerLimits(schedule_settled=3))
+    due = node.clock.now() + 3600 * SECOND
+    delay(node, producer, due, *[b"%d" % i for i in range(6)])
+    for number in range(2):
+        # In the log alone they cost nothing.
+        assert schedules(node).cancel("orders", number, due)
+    node.checkpoint()
+    for number in range(2, 5):
+        assert schedules(node).cancel("orders", number, due)
+    with pytest.raises(LimitExceeded):
+        schedules(node).cancel("orders", 5, due)
+    node.turn()
+    later(node, 3600)
+    assert delivered(node) == [b"5"]
+
+
 # --- crashes ----------------------------------------------------------------------------------------
 
 
@@ -315,3 +334,18 @@ def test_nothing_is_delivered_below_the_watermark(producer: Producer) -> None:
     node.broker.check_space()
     later(node, 5)
     assert delivered(node) == [b"a"]
+
+
+def test_a_full_window_does_not_keep_the_loop_busy(producer: Producer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upcoming, "LOAD_MAX", 5)
+    node = Node()
+    due = node.clock.now() + SECOND
+    delay(node, producer, [due + 10 * i for i in range(40)], *[b"x"] * 40)
+    node.checkpoint()
+    later(node, 0.9)
+    deadline = node.broker.next_deadline
+    assert deadline == pytest.approx(node.clock.monotonic() + 0.1)
+    later(node, 0.1)
+    assert len(delivered(node)) == 1
+    later(node, 0.001)
+    assert len(delivered(node)) == 40

@@ -12,9 +12,12 @@ import pytest
 from crc32c import crc32c
 
 import plait
-from plait.broker import BrokerConfig
+from plait.broker import Broker, BrokerConfig
 from plait.cli.checkup import Finding, Report, examine
+from plait.clock import SystemClock
 from plait.errors import DataDirError
+from plait.frame.builder import build_frame
+from plait.frame.view import FrameView
 from plait.server import Server
 from plait.storage.disk import RealDisk
 from tests.cli import data_directory
@@ -252,3 +255,34 @@ async def test_a_directory_in_use_is_checked_while_it_is_written(tmp_path: Path)
             assert report.message_log.rows == 50 * (number + 1)
     await server.stop()
     assert not check(data).in_use
+
+
+# --- delayed messages ---------------------------------------------------------------------------
+
+
+def delayed(data: Path) -> None:
+    """Two delayed messages in a bucket, and one that was delivered."""
+    broker = Broker(RealDisk(data), SystemClock(), BrokerConfig(message_segment_size=SEGMENT_SIZE))
+    broker.start()
+    partition = broker.schedules.partition_of("orders")
+    for number, seconds in enumerate([-1, 3600, 86_400], 1):
+        due = SystemClock().now() + seconds * 1_000_000
+        frame = build_frame([b"later"], producer=77, first=number, previous=number - 1, deliver_at=due)
+        broker.submit(partition, FrameView(frame.tobytes()), None)
+        broker.commit()
+    broker.run_timers()
+    broker.stop()
+
+
+def test_delayed_messages_are_looked_at(data: Path):
+    delayed(data)
+    report = check(data)
+    assert report.findings == []
+    assert (report.subjects, report.scheduled) == (2, 2)
+    first, second = sorted((data / "schedule").iterdir())
+    flip(first, 130)
+    [finding] = damages(check(data))
+    assert finding.file == f"schedule/{first.name}"
+    assert finding.harm == "1 delayed messages cannot be delivered"
+    second.unlink()
+    assert len(damages(check(data))) == 2

@@ -22,6 +22,7 @@ from plait.storage.chunks import Chunk, Plan, Wanted, plan, read_chunk
 from plait.storage.disk import Disk, RealDisk
 from plait.storage.reader import LogReader, open_log
 from plait.testing.disk import SimulatedDisk
+from tests.broker.schedule_node import SECOND, delay, later
 from tests.support.broker_node import Node, Producer
 
 Row = tuple[str, int, bytes]
@@ -103,6 +104,17 @@ def test_frames_of_several_producers_joined_into_one_are_read(node: Node, tmp_pa
         node.submit(producer.frame("orders", b"from %d" % producer.id))
     node.turn()
     assert [row[2] for row in read(open_log(str(tmp_path)), wanted("orders"))] == [b"from %d" % n for n in range(1, 6)]
+
+
+def test_delayed_messages_are_read_once_they_are_delivered(node: Node, tmp_path: Path):
+    node.send("orders", b"now")
+    delay(node, Producer(9), [node.clock.now() + SECOND, node.clock.now() + 2 * SECOND], b"soon", b"later")
+    assert [row[2] for row in read(open_log(str(tmp_path)), wanted("orders"))] == [b"now"]
+    node.checkpoint()
+    later(node, 1)
+    rows = read(open_log(str(tmp_path)), Wanted(prefixes=("",)))
+    assert rows == stored(node, "orders")
+    assert [row[2] for row in rows] == [b"now", b"soon"]
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4"])

@@ -6,6 +6,7 @@ import msgspec
 
 from plait.broker.state import PartitionState, decode_partitions
 from plait.cli.checkup.findings import CheckpointFacts, Finding, Report
+from plait.storage.buckets import SHARD_PREFIX
 from plait.storage.checkpoint import DIRECTORY, Checkpoints, Manifest
 from plait.storage.disk import RealDisk
 
@@ -17,6 +18,8 @@ class Newest(msgspec.Struct):
 
     manifest: Manifest
     partitions: dict[int, PartitionState]
+    #: Shards of buckets.
+    buckets: list[bytes]
 
 
 def examine_checkpoints(disk: RealDisk, report: Report) -> Newest | None:
@@ -26,7 +29,7 @@ def examine_checkpoints(disk: RealDisk, report: Report) -> Newest | None:
     needed: set[str] = set()
     for name in reversed(names):
         path = f"{DIRECTORY}/{name}"
-        manifest, partitions, problem = _read(disk, name)
+        manifest, partitions, buckets, problem = _read(disk, name)
         if problem and report.in_use and not disk.exists(path):
             # The server made a new one meanwhile and let the oldest go.
             continue
@@ -45,29 +48,30 @@ def examine_checkpoints(disk: RealDisk, report: Report) -> Newest | None:
                 )
             )
         elif newest is None and manifest is not None:
-            newest = Newest(manifest, partitions)
+            newest = Newest(manifest, partitions, buckets)
     if not report.in_use:
         _note_leftovers(disk, needed, report)
     return newest
 
 
-def _read(disk: RealDisk, name: str) -> tuple[Manifest | None, dict[int, PartitionState], str]:
-    """(manifest, its partitions, what is wrong) of one checkpoint."""
+def _read(disk: RealDisk, name: str) -> tuple[Manifest | None, dict[int, PartitionState], list[bytes], str]:
+    """(manifest, its partitions, its buckets, what is wrong) of one checkpoint."""
     one = Checkpoints(_OneManifest(disk, name))
     try:
         loaded = one.load()
     except FileNotFoundError:
-        return None, {}, "is gone"
+        return None, {}, [], "is gone"
     if loaded is None:
-        return None, {}, one.rejected[-1].split(": ", 1)[-1] if one.rejected else "does not read back whole"
+        return None, {}, [], one.rejected[-1].split(": ", 1)[-1] if one.rejected else "does not read back whole"
     partitions: dict[int, PartitionState] = {}
     for shard, data in loaded.shards.items():
         if shard.startswith("partitions-"):
             try:
                 partitions.update({entry.row.id: entry for entry in decode_partitions(data)})
             except msgspec.MsgspecError as error:
-                return loaded.manifest, {}, f"shard {shard} does not decode: {error}"
-    return loaded.manifest, partitions, ""
+                return loaded.manifest, {}, [], f"shard {shard} does not decode: {error}"
+    buckets = [data for shard, data in loaded.shards.items() if shard.startswith(SHARD_PREFIX)]
+    return loaded.manifest, partitions, buckets, ""
 
 
 class _OneManifest(RealDisk):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.cli.checkup.action_log import ActionCheck
+from plait.cli.checkup.buckets import examine_buckets
 from plait.cli.checkup.checkpoints import examine_checkpoints
 from plait.cli.checkup.consume_logs import ConsumeCheck
 from plait.cli.checkup.findings import Finding, LogFacts, Report
@@ -16,6 +17,7 @@ from plait.cli.checkup.message_log import MessageCheck
 from plait.cli.checkup.segments import Walk
 from plait.errors import DataDirError
 from plait.storage.action_log import DIRECTORY as ACTION
+from plait.storage.buckets import DIRECTORY as SCHEDULE
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
 from plait.storage.consume_log import DIRECTORY as CONSUME
@@ -25,7 +27,7 @@ from plait.storage.recovery import QUARANTINE
 
 MESSAGE = "message"
 LOCK = "LOCK"
-OURS = {MESSAGE, KEPT, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK}
+OURS = {MESSAGE, KEPT, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE}
 
 #: Called with the name of a step, and how many bytes of how many are done.
 OnStep = Callable[[str, int, int], None]
@@ -90,6 +92,7 @@ def _examine(path: Path, on_step: OnStep) -> Report:
     )
     report.action_log = actions.facts
     ActionCheck(actions, (messages.end, kept.end), report).run()
+    examine_buckets(disk, newest.buckets if newest else [], report)
     report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
     _note_strangers(set(entries) - OURS, report)
     for walk in (messages, kept, actions):

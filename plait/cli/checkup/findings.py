@@ -65,6 +65,8 @@ class Report(msgspec.Struct, kw_only=True):
     action_log: LogFacts
     subjects: int = 0
     missing_messages: int = 0
+    #: Delayed messages that wait in buckets.
+    scheduled: int = 0
     consume_logs: int = 0
     consume_logs_damaged: int = 0
     quarantine: list[str] = []

@@ -60,7 +60,8 @@ class MessageCheck:
             self._consume.frame(offset, frame)
             self._sequence(offset, frame)
         self._find_lost_ends()
-        self._report.subjects = len(self._subjects)
+        # A subject's schedule has its name.
+        self._report.subjects = len(set(self._subjects.values()))
         self._gaps = [gap for gap in self._gaps if gap.partition not in self._deleted]
         self._report.missing_messages = sum(gap.end - gap.start for gap in self._gaps)
         told: set[Gap] = set()
