@@ -203,6 +203,9 @@ class PullLog:
         """Move the scan past ``end``; what it jumps over was lost with an event and is handed out again."""
         if end > self.next:
             if start > self.next:
+                if self.dead:
+                    # As where it is handed out: a reset went back before it.
+                    self.dead.remove(self.next, start)
                 self.returned.add(self.next, start, 0)
             self.next = end
 

@@ -47,6 +47,7 @@ class PullLogMachine(RuleBasedStateMachine):
     def _pass(self, start: int, end: int) -> None:
         if end > self.next:
             self.returned.update(dict.fromkeys(range(self.next, start), 0))
+            self.dead = {s: attempt for s, attempt in self.dead.items() if not self.next <= s < start}
             self.next = end
 
     @rule(consumer=CONSUMERS, count=SIZES)
