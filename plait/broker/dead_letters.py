@@ -156,19 +156,31 @@ class DeadLetters:
 
     # --- finding --------------------------------------------------------------------------------
 
-    def page(self, group: Group, choice: Choice, after: int, limit: int) -> tuple[list[Letters], int | None]:
-        """The dead letters that are meant among the next ``limit`` after a sequence; where to go on, None: the end."""
+    def page(
+        self, group: Group, choice: Choice, after: int, limit: int, look: int = 0
+    ) -> tuple[list[Letters], int | None]:
+        """The first ``limit`` dead letters after a sequence that are meant; where to go on, None: there are no more.
+
+        At most ``look`` are looked at (``limit`` at least): where few of them are meant it may be fewer.
+        """
+        look = max(limit, look)
         dead = group.pull_log.dead
         if choice.sequences is None:
-            ranges = dead.after(after + 1, limit + 1)
-            looked = np.concatenate([np.empty(0, np.int64), *(_numbers(r, limit + 1) for r in ranges)])
+            ranges = dead.after(after + 1, look + 1)
+            looked = np.concatenate([np.empty(0, np.int64), *(_numbers(r, look + 1) for r in ranges)])
         else:
             looked = np.unique(np.array([s for s in choice.sequences if s > after], np.int64))
-        following = int(looked[limit - 1]) if len(looked) > limit else None
-        looked = looked[:limit]
+        following = int(looked[look - 1]) if len(looked) > look else None
+        looked = looked[:look]
         if choice.sequences is not None:
             looked = looked[[bool(dead.overlap(s, s + 1)) for s in looked.tolist()]]
-        return list(self._letters(group, choice, looked)), following
+        found = list(self._letters(group, choice, looked))
+        meant = np.sort(np.concatenate([np.empty(0, np.int64), *(letters.sequences for letters in found)]))
+        if len(meant) > limit:
+            following = int(meant[limit - 1])
+            found = [letters._replace(sequences=letters.sequences[letters.sequences <= following]) for letters in found]
+            found = [letters for letters in found if len(letters.sequences)]
+        return found, following
 
     def _letters(self, group: Group, choice: Choice, sequences: Sequences) -> Iterator[Letters]:
         if not len(sequences):

@@ -35,6 +35,10 @@ PIECES_MAX = 64
 #: The same for rows of one frame that lie apart, which cost less.
 APART_MAX = 4_096
 
+#: A message dies with its consumers after so many deliveries at the earliest, however few attempts it has: most of what
+#: a lost consumer held it had not begun with.
+LOST_ATTEMPTS_MIN = 16
+
 #: The policy of groups that name none.
 USUAL = Retry()
 
@@ -373,17 +377,18 @@ class Group:
         # Those before the first record have outlived retention; how old they are is not known here.
         return 0 if index == 0 else log.record(index).base if index < len(log) else self.partition.next
 
-    def _fates(self, piece: Range, failure: Failure, old: int) -> Iterator[tuple[Range, bool]]:
+    def _fates(self, piece: Range, failure: Failure, old: int, attempts_min: int = 1) -> Iterator[tuple[Range, bool]]:
         """The parts of what failed, and whether each is a dead letter."""
         if failure.reject or not failure.counted:
             yield piece, failure.reject
             return
         start, end, attempt = piece
+        attempts = self.retry.attempts
         for first, last, before in [*self.pull_log.resent.overlap(start, end), Range(end, end, 0)]:
-            # Those between were never dead; for those that were attempts count from then on.
-            for low, high, made in ((start, first, attempt), (first, last, attempt - before)):
-                over = self.retry.attempts is not None and made >= self.retry.attempts
-                middle = high if over else min(max(low, old), high)
+            # Those between were never dead; for those that were attempts count from then on, and their age does not.
+            for low, high, made, limit in ((start, first, attempt, old), (first, last, attempt - before, 0)):
+                over = attempts is not None and made >= max(attempts, attempts_min)
+                middle = high if over else min(max(low, limit), high)
                 if low < middle:
                     yield Range(low, middle, attempt), True
                 if middle < high:
@@ -403,7 +408,7 @@ class Group:
         count = 0
         if held is not None:
             count = held.count
-            over = [part for piece in held for part, dies in self._fates(piece, FAILURE, 0) if dies]
+            over = [part for piece in held for part, dies in self._fates(piece, FAILURE, 0, LOST_ATTEMPTS_MIN) if dies]
             if over:
                 reason = Reason("ConsumerLost", f"consumer {consumer.client} was lost while it held the message")
                 journal.bury(self, consumer.id, over, reason)

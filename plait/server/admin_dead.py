@@ -39,7 +39,7 @@ class Select(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Page(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a group's letters: the next ``limit`` that come after a sequence, as far as they are meant."""
+    """A part of a group's letters: at most ``limit`` of those that are meant and come after a sequence."""
 
     subject: str
     group: str
@@ -171,7 +171,8 @@ def _page(server: Server, request: Page, limit: int) -> tuple[Group, list[Letter
     if select.sequences is not None and any(not 0 <= sequence < 1 << 62 for sequence in select.sequences):
         raise InvalidArgument("a sequence of a dead letter is a number from 0 on")
     choice = Choice(select.sequences, select.type, select.handler, select.before)
-    return group, *server.broker.dead_letters.page(group, choice, request.after, request.limit)
+    # Where few are meant, a page that looked at few would be one of very many.
+    return group, *server.broker.dead_letters.page(group, choice, request.after, request.limit, limit)
 
 
 def _count(found: list[Letters]) -> int:

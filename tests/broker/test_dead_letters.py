@@ -96,20 +96,22 @@ def test_a_message_that_is_too_old_is_not_tried_again():
     assert node.pull(consumer).ranges == [(10, 15, 3)]
 
 
-def test_who_ends_its_consumers_ends_as_a_dead_letter():
-    node, consumer = begin(2, retry=Retry(attempts=3))
-    for life in range(3):
+@pytest.mark.parametrize(("attempts", "lives"), [(1, 16), (20, 20)])
+def test_who_ends_its_consumers_ends_as_a_dead_letter(attempts: int, lives: int):
+    node, consumer = begin(2, retry=Retry(attempts=attempts))
+    for life in range(1, lives + 1):
+        assert dead(node, consumer.group) == [], "what nobody began with does not die of one that was lost"
         node.clock.advance(6)
         assert [count for _, count in node.membership.lose_silent()] == [2]
         node.turn()
-        if life < 2:
-            consumer = node.attach("orders", "g", f"c{life + 2}")
-            assert node.pull(consumer).ranges == [(0, 2, life + 2)]
+        if life < lives:
+            consumer = node.attach("orders", "g", f"c{life + 1}")
+            assert node.pull(consumer).ranges == [(0, 2, life + 1)]
     [letter] = letters(node, node.group("orders", "g"))
     assert letter.sequences.tolist() == [0, 1]
     assert letter.death is not None
     assert letter.death.reason.type == "ConsumerLost"
-    assert "c3" in letter.death.reason.text
+    assert f"c{lives}" in letter.death.reason.text
 
 
 def test_what_is_given_back_in_order_does_not_use_up_attempts():
@@ -169,6 +171,18 @@ def test_a_resent_letter_has_all_attempts_again_and_tells_of_its_deaths():
         assert node.pull(consumer).ranges == [(0, 1, 2 * life + 3)]
 
 
+def test_a_resent_letter_is_not_judged_by_its_age_again():
+    node, consumer = begin(1, retry=Retry(attempts=3, expires=60.0))
+    node.clock.advance(100)
+    node.membership.session(consumer.session)
+    node.nack(consumer, (0, 1))
+    assert resend(node, consumer.group) == 1
+    for attempt in (2, 3, 4):
+        assert node.pull(consumer).ranges == [(0, 1, attempt)]
+        node.nack(consumer, (0, 1))
+    assert dead(node, consumer.group) == [0]
+
+
 def test_dead_letters_outlive_the_retention_of_their_subject():
     node, consumer = begin(30, retention_seconds=60.0)
     node.nack(consumer, (3, 5), (9, 12), delay=None)
@@ -195,10 +209,13 @@ def test_dead_letters_outlive_the_retention_of_their_subject():
 
 def test_a_letter_whose_consumer_comes_back_and_acks_is_settled():
     node, consumer = begin(1)
-    node.clock.advance(6)
-    node.membership.lose_silent()
+    for life in range(2, 18):
+        node.clock.advance(6)
+        node.membership.lose_silent()
+        node.turn()
+        late = node.attach("orders", "g", f"c{life}")
+        node.pull(late)
     assert dead(node, consumer.group) == [0]
-    late = node.attach("orders", "g")
     node.ack(late, (0, 1))
     assert dead(node, late.group) == []
     assert dead(node.killed(), late.group) == []
@@ -252,6 +269,24 @@ def test_pages_go_through_all_letters_once():
             page, after = node.broker.dead_letters.page(consumer.group, choice, after, 7)
             got += sorted(s for part in page for s in part.sequences.tolist())
         assert got == list(range(0, 100, 3))
+
+
+def test_a_page_looks_further_than_it_is_long():
+    node, consumer = begin(100)
+    node.nack(consumer, *((n, n + 1) for n in range(99)), delay=None, reason=Reason("A"))
+    node.nack(consumer, (99, 100), delay=None, reason=Reason("B"))
+    letters_of = node.broker.dead_letters
+    [found], following = letters_of.page(consumer.group, Choice(type="B"), -1, 1, 1000)
+    assert (found.sequences.tolist(), following) == ([99], None)
+    found, following = letters_of.page(consumer.group, Choice(type="B"), -1, 1, 50)
+    assert (found, following) == ([], 49)
+    got: list[int] = []
+    after: int | None = -1
+    while after is not None:
+        page, after = letters_of.page(consumer.group, Choice(type="A"), after, 7, 20)
+        assert sum(len(part.sequences) for part in page) <= 7
+        got += sorted(s for part in page for s in part.sequences.tolist())
+    assert got == list(range(99))
 
 
 def test_letters_are_chosen_by_handler_and_time_as_well():

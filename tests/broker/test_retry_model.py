@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from plait.broker.dead_letters import Choice
-from plait.broker.group import Consumer
+from plait.broker.group import LOST_ATTEMPTS_MIN, Consumer
 from plait.frame.columns import Column
 from plait.reason import Reason
 from plait.retry import Retry
@@ -45,6 +45,11 @@ class Message:
     def last(self) -> bool:
         """If this attempt fails, there is no other."""
         return self.attempt - (self.resent[-1] if self.resent else 0) >= RETRY.attempts
+
+    @property
+    def last_of_many(self) -> bool:
+        """If nobody hears of it any more, there is no other."""
+        return self.attempt - (self.resent[-1] if self.resent else 0) >= LOST_ATTEMPTS_MIN
 
 
 class Retrying(RuleBasedStateMachine):
@@ -235,7 +240,7 @@ class Retrying(RuleBasedStateMachine):
         self.node.membership.lose_silent()
         self.node.later(0)
         for sequence in self._in_hands(client):
-            if self.messages[sequence].last:
+            if self.messages[sequence].last_of_many:
                 self.messages[sequence].holder, self.messages[sequence].dead = None, "ConsumerLost"
         self._back(client)
 
