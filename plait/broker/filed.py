@@ -65,7 +65,7 @@ class Filed:
                     frame = FrameView(log.view(record.offset, record.size))
                     if (frame.partition, frame.base, frame.count) != (unfiled.partition, record.base, record.count):
                         raise FrameError("another frame stands there")
-                    fresh.append(frame, record.offset)
+                    fresh.append(frame, record.offset, record.base)
                 except (FrameError, DamageError) as error:
                     self._schedules.report("message", f"{error} (at {record.offset})", record.count)
             fresh.keep_only(unfiled)
@@ -80,7 +80,7 @@ class Filed:
             due = None if delayed else frame.fixed(Column.DELIVER_AT)
             self._settle(schedule, frame.fixed(Column.SCHEDULE), due)
         if delayed:
-            self._schedules.upcoming.append(schedule, frame, offset)
+            self._schedules.upcoming.append(schedule, frame, offset, frame.base)
 
     def replay_cancel(self, partition: int, start: int, end: int, due: int, epoch: int) -> None:
         """An event of the action log."""
