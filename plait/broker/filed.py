@@ -77,7 +77,8 @@ class Filed:
             return
         delayed = partition.row.kind == SCHEDULE
         if frame.has(Column.SCHEDULE):
-            due = None if delayed else frame.fixed(Column.DELIVER_AT)
+            timed = not delayed and frame.has(Column.DELIVER_AT)
+            due = frame.fixed(Column.DELIVER_AT) if timed else None
             self._settle(schedule, frame.fixed(Column.SCHEDULE), due)
         if delayed:
             self._schedules.upcoming.append(schedule, frame, offset, frame.base)
