@@ -227,7 +227,7 @@ def test_a_checkpoint_that_failed_after_all_keeps_what_it_names(producer: Produc
             node.checkpoint()
         node.disk._faults.clear()
     delay(node, producer, due, b"c")
-    node.disk.fail("create", path="checkpoints/*")
+    node.disk.fail("truncate", path="checkpoints/*")
     with pytest.raises(OSError, match="Input/output"):
         node.checkpoint()
     for end in (node, node.killed()):
