@@ -320,7 +320,7 @@ class Broker:
         except OSError as error:
             self.storage_failed(error)
             return
-        if self.schedules.by_subject:
+        if appended.delayed:
             self.schedules.take_in(appended)
         if not self._actions_stalled:
             # Otherwise their events are not in the log yet: they wait for the commit that brings them.

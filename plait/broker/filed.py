@@ -65,7 +65,7 @@ class Filed:
                     frame = FrameView(log.view(record.offset, record.size))
                     if (frame.partition, frame.base, frame.count) != (unfiled.partition, record.base, record.count):
                         raise FrameError("another frame stands there")
-                    fresh.append(frame, record.offset)
+                    fresh.append(frame, record.offset, record.base)
                 except (FrameError, DamageError) as error:
                     self._schedules.report("message", f"{error} (at {record.offset})", record.count)
             fresh.keep_only(unfiled)
@@ -77,10 +77,11 @@ class Filed:
             return
         delayed = partition.row.kind == SCHEDULE
         if frame.has(Column.SCHEDULE):
-            due = None if delayed else frame.fixed(Column.DELIVER_AT)
+            timed = not delayed and frame.has(Column.DELIVER_AT)
+            due = frame.fixed(Column.DELIVER_AT) if timed else None
             self._settle(schedule, frame.fixed(Column.SCHEDULE), due)
         if delayed:
-            self._schedules.upcoming.append(schedule, frame, offset)
+            self._schedules.upcoming.append(schedule, frame, offset, frame.base)
 
     def replay_cancel(self, partition: int, start: int, end: int, due: int, epoch: int) -> None:
         """An event of the action log."""

@@ -146,16 +146,11 @@ class Schedules:
             )
 
     def take_in(self, appended: Appended) -> None:
-        """A commit wrote frames: those of schedule partitions hold rows that wait."""
-        for partition in appended.partitions:
+        """A commit wrote frames of rows that wait."""
+        for partition, frame, offset, base in appended.delayed:
             schedule = self._by_partition.get(partition.id)
-            if schedule is None:
-                continue
-            log = partition.consume_log
-            for index in range(log.find(schedule.fresh.end), len(log)):
-                record = log.record(index)
-                frame = FrameView(self._broker.message_log.view(record.offset, record.size))
-                self.upcoming.append(schedule, frame, record.offset)
+            if schedule is not None:
+                self.upcoming.append(schedule, frame, offset, base)
 
     # --- rows leave -----------------------------------------------------------------------------
 
@@ -278,7 +273,7 @@ class Schedules:
         partition.appended(base, offset, now, frame.size, 1, broker.epoch)
         broker.touch(partition)
         self._settle(schedule, number, due)
-        self.upcoming.append(schedule, FrameView(frame.tobytes()), offset)
+        self.upcoming.append(schedule, FrameView(frame.tobytes()), offset, base)
         return base
 
     def _find(self, subject: str, number: int, due: int) -> Schedule | None:

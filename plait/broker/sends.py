@@ -43,12 +43,14 @@ class Submission:
 class Appended:
     """What one commit put into the message log."""
 
-    __slots__ = ("partitions", "replies")
+    __slots__ = ("delayed", "partitions", "replies")
 
     def __init__(self) -> None:
         #: Partition → the end of its appended rows.
         self.partitions: dict[Partition, int] = {}
         self.replies: list[tuple[SendReply, int | None, PlaitError | None]] = []
+        #: (schedule partition, frame, its log offset, its first number) of rows that are to wait.
+        self.delayed: list[tuple[Partition, FrameView, int, int]] = []
 
 
 class Appender:
@@ -116,8 +118,9 @@ class Appender:
             return
         stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
         parts: list[Buffer]
+        frame = fresh[0].frame
         if len(fresh) == 1:
-            buffer = fresh[0].frame.buffer
+            buffer = frame.buffer
             size = len(buffer)
             parts = [buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]]
         else:
@@ -127,6 +130,10 @@ class Appender:
         offset = self._log.append(parts, size)
         partition.appended(base, offset, now, size, end - base, epoch)
         appended.partitions[partition] = end
+        if partition.row.kind:
+            if len(fresh) > 1:
+                frame = FrameView(joined.tobytes())
+            appended.delayed.append((partition, frame, offset, base))
 
     def _refuse(self, partition: Partition, frame: FrameView, verdict: Verdict) -> tuple[int | None, PlaitError | None]:
         if verdict is Verdict.DUPLICATE:

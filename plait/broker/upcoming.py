@@ -61,13 +61,13 @@ class Upcoming:
 
     # --- rows that are not filed ------------------------------------------------------------------
 
-    def append(self, schedule: Schedule, frame: FrameView, offset: int) -> None:
-        """A frame of delayed rows is in the message log."""
-        due = schedule.fresh.append(frame, offset)
+    def append(self, schedule: Schedule, frame: FrameView, offset: int, base: int) -> None:
+        """A frame of delayed rows, numbered from ``base`` on, is in the message log."""
+        due = schedule.fresh.append(frame, offset, base)
         later = due
         if int(due.min()) < self.window.end:
             soon = due < self.window.end
-            self.window.add(soon_rows(due[soon], frame.base + np.flatnonzero(soon), schedule.partition.id))
+            self.window.add(soon_rows(due[soon], base + np.flatnonzero(soon), schedule.partition.id))
             later = due[~soon]
         if len(later):
             self._expect(schedule, int(later.min()))

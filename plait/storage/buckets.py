@@ -6,7 +6,7 @@ the next hours are kept apart by ten minutes, those of next year by sixteen days
 however far rows are spread. A run is read from front to back as time passes: what left is a beginning of it, and one
 number says how far. Rows that left out of turn (cancelled ones) are remembered one by one.
 
-Files only grow, and a checkpoint says how much of each counts: what a crash left behind that is overwritten.
+Files only grow, and a checkpoint says where in them its runs are: what a crash left behind is passed over.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Bucket:
 
     @property
     def end(self) -> int:
-        """How much of the file counts."""
+        """The end of the last run."""
         return int(self.runs["offset"][-1]) + int(self.runs["size"][-1]) if len(self.runs) else 0
 
     def of(self, partition: int) -> npt.NDArray[np.bool_]:

@@ -69,6 +69,10 @@ class File(Protocol):
         """
         ...
 
+    def unmap(self) -> None:
+        """Let the window go: pages that were read through it are no memory of this process any more. Views live on."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -192,6 +196,9 @@ class RealFile:
     def _release(self) -> None:
         # Readers may still hold slices of the map: it then lives on until the last of them goes.
         self._view = None
+
+    def unmap(self) -> None:
+        self._release()
 
     def close(self) -> None:
         self._release()

@@ -2,8 +2,8 @@
 
 The index of the rows is copied where the broker runs; everything else, from reading the log to syncing the files, is
 work for a thread. The log is read in pieces, so memory stays bounded, and every piece adds at most one stretch of runs
-to a bucket. Nothing counts before the checkpoint that names it is written: a crash leaves bytes behind the end of
-files, which the next filing overwrites.
+to a bucket. Nothing counts before the checkpoint that names it is written: a crash leaves bytes that no run names, and
+the next filing goes on behind them. Nothing is ever overwritten, so older checkpoints keep what they name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from plait.errors import FrameError
 from plait.frame.builder import Buffer
 from plait.frame.columns import Codec
 from plait.frame.gather import Gathered, Int64s, UInt64s, row_sets
-from plait.frame.header import U32, pack_stamp
+from plait.frame.header import U32, pack_stamp, pad
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.buckets import (
@@ -86,12 +86,12 @@ class _Writer:
     def __init__(self, disk: Disk, path: str, end: int) -> None:
         self.path = path
         self.runs: list[Runs] = []
-        self._end = end
         self._file: File = disk.open(path, create=True)
-        if self._file.size != end:
-            self._file.truncate(end)
+        # A checkpoint that failed may have left bytes there, and perhaps a manifest that names them.
+        self._end = max(end, self._file.size)
+        self._end += pad(self._end)
         self._parts: list[Buffer] = []
-        self._written = end
+        self._written = self._end
 
     def add(self, parts: list[Buffer], run: Runs, size: int) -> None:
         run["offset"] = self._end

@@ -101,15 +101,15 @@ class Fresh:
         """The number that the next row gets."""
         return self.base + len(self.due)
 
-    def append(self, frame: FrameView, offset: int) -> Int64s:
-        """A frame is in the message log at ``offset``; when its rows are due."""
+    def append(self, frame: FrameView, offset: int, base: int) -> Int64s:
+        """A frame is in the message log at ``offset``, numbered from ``base`` on; when its rows are due."""
         if not len(self.due):
-            self.base = max(self.base, frame.base)
-        elif frame.base > self.end:
-            self.due.extend(NEVER, frame.base - self.end)
+            self.base = max(self.base, base)
+        elif base > self.end:
+            self.due.extend(NEVER, base - self.end)
         due = self.due.extend(frame.values(Column.DELIVER_AT), frame.count)
         record = np.zeros(1, FRAME)
-        record["base"], record["size"] = frame.base, frame.size
+        record["base"], record["size"] = base, frame.size
         record["place"] = np.frombuffer(place_of(frame, offset), PLACE)
         self.frames.extend(record, 1)
         self.waiting += frame.count

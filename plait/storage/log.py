@@ -54,6 +54,11 @@ class Segment:
             self._view = self.file.view()
         return self._view
 
+    def unmap(self) -> None:
+        """Let the mapping go; the next look makes it again."""
+        self._view = None
+        self.file.unmap()
+
     def close(self) -> None:
         self._view = None
         self.file.close()
@@ -170,6 +175,8 @@ class Log:
             if segment.end > known_durable:
                 segment.file.sync()
             segment.written = segment.synced = max(segment.base, min(end, segment.end))
+            # All of it may have been read: a start's memory is not what it looked at.
+            segment.unmap()
         self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
 

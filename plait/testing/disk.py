@@ -126,6 +126,9 @@ class SimulatedFile:
         self._check_open()
         return self._disk._view(self._cached, self._size)
 
+    def unmap(self) -> None:
+        self._check_open()
+
     def close(self) -> None:
         self._open = False
 

@@ -216,6 +216,30 @@ def test_a_full_disk_leaves_everything_in_the_log(producer: Producer) -> None:
     assert delivered(node) == [b"a", b"b", b"c", b"d"]
 
 
+def test_a_checkpoint_that_failed_after_all_keeps_what_it_names(producer: Producer) -> None:
+    """Its manifest is there, and the process that made it does not count on it."""
+    node = Node()
+    due = node.clock.now() + 3600 * SECOND
+    for body in (b"a", b"b"):
+        delay(node, producer, due, body)
+        node.disk.fail("sync_directory", path="checkpoints", after=1)
+        with pytest.raises(OSError, match="Input/output"):
+            node.checkpoint()
+        node.disk._faults.clear()
+    delay(node, producer, due, b"c")
+    node.disk.fail("truncate", path="checkpoints/*")
+    with pytest.raises(OSError, match="Input/output"):
+        node.checkpoint()
+    for end in (node, node.killed()):
+        assert schedules(end).count == 3
+        end.checkpoint()
+        end = end.killed()
+        later(end, 3600)
+        assert delivered(end) == [b"a", b"b", b"c"]
+        assert schedules(end).lost_count == 0
+        end.clock.jump(-3600)
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 
