@@ -52,6 +52,9 @@ DEAD_LIST_MAX: Final = 1_000
 #: Dead letters that one request counts, resends or purges: a few milliseconds of the server's time.
 DEAD_PAGE_MAX: Final = 2_000
 
+#: Sequences of dead letters that one request names.
+DEAD_SEQUENCES_MAX: Final = 5_000
+
 # --- open files ---------------------------------------------------------------------------------
 #: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments
 #: that are to come, and connections that are about to be refused.

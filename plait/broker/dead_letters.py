@@ -7,7 +7,8 @@ the group that failed it and to no other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from enum import Enum, auto
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -61,6 +62,15 @@ class Letters(NamedTuple):
     death: Death | None
 
 
+class Copied(Enum):
+    """What became of rows that were to be kept."""
+
+    YES = auto()
+    #: They do not read back, or the group has as many as it may.
+    NO = auto()
+    DISK_FULL = auto()
+
+
 class DeadLetters:
     """All dead letters of a broker."""
 
@@ -77,22 +87,26 @@ class DeadLetters:
             for (attempt, first, before), mask in rows.items():
                 death = Death(attempt, first * 1_000_000, now, reason, self._history(before))
                 sequences = frame.sequences()[mask]
-                stored = self._keep(group, frame, mask, Note(group.id, death))
+                stored = self._keep(group, frame, mask, Note(group.id, death), again=before >= 0)
                 for start, end in _joined(sequences):
-                    if not stored:
+                    if stored is not Copied.YES:
                         rest.append(Range(start, end, attempt))
                         continue
                     self._broker.event(Action.BURY, group, consumer, start, end, attempt)
                     group.pull_log.buried(consumer, start, end, attempt, now)
         return rest
 
-    def keep(self, group: Group, pieces: list[Range]) -> bool:
-        """Copy messages that retention is about to take; False: there is no room."""
-        for frame, rows in self._by_frame(group, pieces, 0, []):
-            for (_, _, before), mask in rows.items():
-                if before < 0 and not self._keep(group, frame, mask, Note(group.id)):
-                    return False
-        return True
+    def keep(self, group: Group, pieces: list[Range]) -> list[Range] | None:
+        """Copy messages that retention is about to take; what could not be. None: the disk has no room for it now."""
+        rest: list[Range] = []
+        for frame, rows in self._by_frame(group, pieces, 0, rest):
+            for (attempt, _, before), mask in rows.items():
+                copied = self._keep(group, frame, mask, Note(group.id)) if before < 0 else Copied.YES
+                if copied is Copied.DISK_FULL:
+                    return None
+                if copied is Copied.NO:
+                    rest += [Range(start, end, attempt) for start, end in _joined(frame.sequences()[mask])]
+        return rest
 
     def _by_frame(
         self, group: Group, pieces: list[Range], now: int, rest: list[Range]
@@ -137,22 +151,29 @@ class DeadLetters:
         last = Death(death.attempts, death.first_time, death.last_time, death.reason)
         return [*death.history, last][-HISTORY_MAX:]
 
-    def _keep(self, group: Group, frame: FrameView, mask: npt.NDArray[np.bool_], note: Note) -> bool:
-        """Copy rows to the kept log; False: they cannot be read, or there is no room."""
+    def _keep(
+        self, group: Group, frame: FrameView, mask: npt.NDArray[np.bool_], note: Note, *, again: bool = False
+    ) -> Copied:
+        """Copy rows to the kept log; ``again``: they are there already, for another reason."""
         broker = self._broker
+        if not again and len(group.kept) + int(mask.sum()) > broker.limits.kept_messages:
+            return Copied.NO
+        places: list[tuple[Sequences, int]] = []
         try:
             for parts, sequences in kept_frames(frame, mask, note):
-                group.kept.add(sequences, broker.kept_log.append(parts.parts, parts.size))
+                places.append((sequences, broker.kept_log.append(parts.parts, parts.size)))
             # It may be looked for before the turn ends.
             broker.kept_log.write()
         except FrameError:
-            return False
+            return Copied.NO
         except OSError as error:
             broker.disk_error(error)
-            return False
+            return Copied.DISK_FULL
+        for sequences, offset in places:
+            group.kept.add(sequences, offset)
         broker.touch(group.partition)
         broker.answer_after_commit(None)
-        return True
+        return Copied.YES
 
     # --- finding --------------------------------------------------------------------------------
 
@@ -215,26 +236,35 @@ class DeadLetters:
                 self._broker.event(Action.PURGE, group, 0, start, end, 0)
                 count += group.pull_log.purged(start, end)
         group.kept.settled()
+        if len(group.kept) >= self._broker.limits.kept_messages:
+            self.tidy(group)
         return count
 
     def expire(self, group: Group, before: int) -> int:
         """Forget those that died earlier; how many."""
         count = 0
-        for offset, sequences in group.kept.by_offset():
+        for offset, sequences in group.kept.by_offset(_pairs(group.pull_log.dead)):
             death = _death(frame_at(self._broker.kept_log, offset))
-            if death is not None and death.last_time >= before:
+            if death is None:
+                # It does not read back, so how old it is is not known: somebody has to say what becomes of it.
+                continue
+            if death.last_time >= before:
                 # They stand in the order in which they died.
                 break
-            dead = [s for s in sequences.tolist() if group.pull_log.dead.overlap(s, s + 1)]
-            if dead:
-                count += self.purge(group, [Letters(np.array(dead, np.int64), None, death)])
+            count += self.purge(group, [Letters(sequences, None, death)])
         return count
 
     def tidy(self, group: Group) -> None:
-        """Forget where those are kept that nobody needs any more."""
+        """Forget where those are kept that nobody needs any more; there may be room for new messages then."""
         log = group.pull_log
-        needed = sorted((piece.start, piece.end) for piece in [*log.open_below(log.next), *log.dead])
-        group.kept.tidy(np.array(needed, np.int64).reshape(-1, 2))
+        group.kept.tidy(_pairs([*log.begun(0, log.next), *log.dead]))
+        self._broker.wake_group(group)
+
+
+def _pairs(pieces: Iterable[Range]) -> npt.NDArray[np.int64]:
+    """[start, end) of each, in ascending order."""
+    pairs = np.array([(start, end) for start, end, _ in pieces], np.int64).reshape(-1, 2)
+    return pairs[np.argsort(pairs[:, 0])]
 
 
 def _death(frame: FrameView | None) -> Death | None:

@@ -194,7 +194,7 @@ class Group:
             if start < self.partition.start:
                 end = min(self.partition.start, max(end, start + 1))
                 # What is kept comes in its turn.
-                self._skip(start, self.kept.next_after(start, end) if self.pull_log.returned else end, journal)
+                self._skip(start, self.kept.elsewhere_after(start, end) if self.pull_log.returned else end, journal)
                 continue
             if start >= self.partition.visible or start >= end:
                 break
@@ -226,9 +226,18 @@ class Group:
         return delivery if delivery.count else None
 
     def frame_of(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
-        """The frame that has a message that was handed out, not verified; None: it cannot be found."""
-        frame = self.partition.whole_frame(log, sequence) if sequence >= self.partition.start else None
-        return frame or self.kept.frame(kept_log, sequence)
+        """The frame that has a message that was handed out; None: it cannot be found.
+
+        A copy was verified, as it is small; the original was not.
+        """
+        copy = self.kept.frame(kept_log, sequence) if self.kept else None
+        try:
+            if copy is not None:
+                return copy.verify()
+        except FrameError:
+            # The original may be there still.
+            pass
+        return self.partition.whole_frame(log, sequence) if sequence >= self.partition.start else None
 
     def _frame_apart(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
         """The frame in which rows that came back lie apart from others, or from where they were."""

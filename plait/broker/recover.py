@@ -229,7 +229,9 @@ class Recovery:
         except FrameError:
             return
         if group is not None and frame.partition == group.partition.id:
-            group.kept.add(frame.sequences(), offset)
+            sequences = frame.sequences()
+            # Rows may have been lost with the power and their sequences given to others: these are not those.
+            group.kept.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
             group.kept.settled()
             self._broker.touch(group.partition)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from plait.broker.broker import Broker
+from plait.broker.group import Group
 from plait.broker.partition import Partition
 from plait.storage.action_log import Action
 from plait.storage.catalog import SCHEDULE
@@ -96,16 +97,21 @@ class Retention:
         if start <= partition.start:
             return
         behind = [group for group in partition.groups.values() if group.pull_log.floor < start]
-        if not all(self._broker.dead_letters.keep(group, group.pull_log.open_below(start)) for group in behind):
-            # There is no room to keep them: nothing goes until there is.
-            return
+        lost: list[tuple[Group, int, int]] = []
+        for group in behind:
+            # What was begun with before that is kept already.
+            rest = self._broker.dead_letters.keep(group, group.pull_log.begun(partition.start, start))
+            if rest is None:
+                # There is no room to keep them: nothing goes until there is.
+                return
+            lost += [(group, piece.start, piece.end) for piece in rest]
+            lost.append((group, group.pull_log.next, start))
         partition.start = start
         self._broker.touch(partition)
-        for group in behind:
-            following = group.pull_log.next
-            if following < start:
-                self._broker.event(Action.SKIP, group, 0, following, start, 0)
-                group.lost_count += group.pull_log.skipped(following, start)
+        for group, first, last in lost:
+            if first < last:
+                self._broker.event(Action.SKIP, group, 0, first, last, 0)
+                group.lost_count += group.pull_log.skipped(first, last)
 
     def _by_time(self, partition: Partition) -> int:
         seconds = partition.row.settings.retention_seconds

@@ -43,9 +43,10 @@ class GroupState(msgspec.Struct, array_like=True):
     lost_count: int
     used: int
     waiting: list[Due] = []
-    dead: list[Range] = []
-    failing: list[Range] = []
-    resent: list[Range] = []
+    #: Packed ``Ranges``.
+    dead: bytes = b""
+    failing: bytes = b""
+    resent: bytes = b""
     kept: bytes = b""
 
 

@@ -6,21 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from plait.broker.dead_letters import Choice, Letters
 from plait.broker.group import Group
 from plait.errors import InvalidArgument
 from plait.frame.columns import Column
+from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
-from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX, MIB
+from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX, DEAD_SEQUENCES_MAX, KIB, MIB
 from plait.reason import Reason
 from plait.storage.kept import Death
 
 if TYPE_CHECKING:
     from plait.server.host import Server
 
-#: Bodies of one page, about; one is always there.
+#: Bytes of one page, about; one letter is always there.
 PAGE_BYTES = 8 * MIB
+#: What a letter takes beside its own bytes, at most: its reason.
+LETTER_BYTES = 8 * KIB
 
 
 class ListQueues(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,16 +127,31 @@ def list_queues(server: Server, request: ListQueues) -> list[QueueView]:
 
 def list_letters(server: Server, request: ListLetters) -> dict[str, Any]:
     group, found, following = _page(server, request, DEAD_LIST_MAX)
-    letters: list[LetterView] = []
-    for part in found:
-        letters += _views(group, part, bodies=request.bodies)
+    if found:
+        # Cut before anything is copied: all letters together may be larger than any answer.
+        sequences = np.concatenate([part.sequences for part in found])
+        sizes = np.concatenate([_sizes(part, bodies=request.bodies) for part in found])
+        order = np.argsort(sequences)
+        room = int(np.searchsorted(np.cumsum(sizes[order]), PAGE_BYTES, "right"))
+        if room < len(order):
+            following = int(sequences[order[max(room, 1) - 1]])
+            found = [part._replace(sequences=part.sequences[part.sequences <= following]) for part in found]
+    letters = [view for part in found if len(part.sequences) for view in _views(group, part, bodies=request.bodies)]
     letters.sort(key=lambda letter: letter.sequence)
-    size = 0
-    for index, letter in enumerate(letters):
-        size += len(letter.body or b"")
-        if size > PAGE_BYTES and index:
-            return {"letters": letters[:index], "next": letters[index - 1].sequence}
     return {"letters": letters, "next": following}
+
+
+def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
+    """About what each letter takes in an answer."""
+    sequences, frame, death = letters
+    if frame is None or death is None:
+        return np.full(len(sequences), LETTER_BYTES)
+    rows = np.searchsorted(frame.sequences(), sequences)
+    sizes = np.full(len(rows), LETTER_BYTES * (1 + len(death.history)))
+    for column in (Column.KEY, Column.TAGS, Column.HEADERS, *([Column.BODY] if bodies else [])):
+        if frame.has(column):
+            sizes += np.diff(frame.variable(column)[0])[rows]
+    return sizes
 
 
 def count_reasons(server: Server, request: Page) -> dict[str, Any]:
@@ -168,8 +187,13 @@ def _page(server: Server, request: Page, limit: int) -> tuple[Group, list[Letter
         raise InvalidArgument(f"a page of {request.limit} dead letters is not possible; use 1 to {limit}")
     group = server.membership.group(request.subject, request.group)
     select = request.select
-    if select.sequences is not None and any(not 0 <= sequence < 1 << 62 for sequence in select.sequences):
-        raise InvalidArgument("a sequence of a dead letter is a number from 0 on")
+    if select.sequences is not None:
+        if len(select.sequences) > DEAD_SEQUENCES_MAX:
+            raise InvalidArgument(
+                f"{len(select.sequences)} sequences are too many; name {DEAD_SEQUENCES_MAX} at a time"
+            )
+        if any(not 0 <= sequence < SEQUENCE_MAX for sequence in select.sequences):
+            raise InvalidArgument("a sequence of a dead letter is a number from 0 on")
     choice = Choice(select.sequences, select.type, select.handler, select.before)
     # Where few are meant, a page that looked at few would be one of very many.
     return group, *server.broker.dead_letters.page(group, choice, request.after, request.limit, limit)

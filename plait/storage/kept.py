@@ -123,9 +123,14 @@ class Kept:
     def offsets(self, sequences: Iterable[int]) -> list[int | None]:
         return list(map(self._offsets.get, sequences))
 
-    def next_after(self, start: int, end: int) -> int:
-        """The first of them in (start, end); ``end`` when there is none."""
-        return min((sequence for sequence in self._offsets if start < sequence < end), default=end)
+    def elsewhere_after(self, start: int, end: int) -> int:
+        """The first of [start, end) that is kept, and in another frame than ``start`` is; ``end``: none is."""
+        here = self._offsets.get(start)
+        if not self._offsets:
+            return end
+        places = np.array([-1 if offset is None or offset == here else 0 for offset in self.offsets(range(start, end))])
+        others = np.flatnonzero(places == 0)
+        return start + int(others[0]) if len(others) else end
 
     def settled(self) -> None:
         """Some may be of no use any more."""
@@ -137,10 +142,7 @@ class Kept:
             return
         self._untidy = False
         sequences, offsets = self._arrays()
-        at = np.searchsorted(needed[:, 0], sequences, "right") - 1
-        wanted = at >= 0
-        if len(needed):
-            wanted &= sequences < needed[at, 1]
+        wanted = _within(sequences, needed)
         self._offsets = dict(zip(sequences[wanted].tolist(), offsets[wanted].tolist(), strict=True))
 
     @property
@@ -148,9 +150,11 @@ class Kept:
         """The kept log is needed from here on; None: not for these."""
         return min(self._offsets.values(), default=None)
 
-    def by_offset(self) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """(offset, sequences) of each frame, in the order of the log."""
+    def by_offset(self, needed: npt.NDArray[np.int64]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
+        """(offset, sequences) of each frame with some of ``needed`` (as for ``tidy``), in the order of the log."""
         sequences, offsets = self._arrays()
+        wanted = _within(sequences, needed)
+        sequences, offsets = sequences[wanted], offsets[wanted]
         order = np.lexsort((sequences, offsets))
         sequences, offsets = sequences[order], offsets[order]
         edges = np.flatnonzero(np.diff(offsets, prepend=-1, append=-1)).tolist()
@@ -170,7 +174,18 @@ class Kept:
         kept = cls()
         numbers = np.frombuffer(data, "<i8").reshape(2, -1).tolist()
         kept._offsets = dict(zip(*numbers, strict=True))
+        # Some may have been settled since anybody looked.
+        kept._untidy = True
         return kept
+
+
+def _within(sequences: npt.NDArray[np.int64], needed: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Which of the sequences lie in one of the [start, end) pairs, which ascend."""
+    if not len(needed):
+        return np.zeros(len(sequences), bool)
+    at = np.searchsorted(needed[:, 0], sequences, "right") - 1
+    within: npt.NDArray[np.bool_] = (at >= 0) & (sequences < needed[at, 1])
+    return within
 
 
 def frame_at(log: Log, offset: int) -> FrameView | None:
@@ -178,6 +193,8 @@ def frame_at(log: Log, offset: int) -> FrameView | None:
     try:
         segment = log.segment_at(offset)
         frame = FrameView(segment.view, offset - segment.base)
+        # Looked at by whoever asks for rows, which may be before anybody verifies.
+        frame.selection()
     except (DamageError, FrameError):
         return None
     return None if is_head(frame) else frame

@@ -23,9 +23,9 @@ class PullLogState(msgspec.Struct, array_like=True):
     returned: list[Range]
     held: dict[int, list[Range]]
     waiting: list[Due]
-    dead: list[Range]
-    failing: list[Range]
-    resent: list[Range]
+    dead: bytes
+    failing: bytes
+    resent: bytes
 
 
 class PullLog:
@@ -152,9 +152,11 @@ class PullLog:
     def revived(self, start: int, end: int) -> int:
         """What is dead in [start, end) is handed out again, and attempts count anew; how many sequences."""
         pieces = self.dead.remove(start, end)
-        for piece in pieces:
-            self.returned.add(*piece)
-            self.resent.add(*piece)
+        for first, last, attempt in pieces:
+            # Where a reset went back before it, the scan comes by anyway.
+            last = min(last, self.next)
+            self.returned.add(first, last, attempt)
+            self.resent.add(first, last, attempt)
         return count_of(pieces)
 
     def purged(self, start: int, end: int) -> int:
@@ -225,11 +227,11 @@ class PullLog:
     def held_count(self) -> int:
         return sum(held.count for held in self.held.values())
 
-    def open_below(self, end: int) -> list[Range]:
-        """What was handed out and is neither done nor dead, below ``end``; in no order."""
-        pieces = [*self.returned.overlap(0, end), *self.waiting.overlap(0, end)]
+    def begun(self, start: int, end: int) -> list[Range]:
+        """What was handed out and is neither done nor dead in [start, end); in no order."""
+        pieces = [*self.returned.overlap(start, end), *self.waiting.overlap(start, end)]
         for held in self.held.values():
-            pieces += held.overlap(0, end)
+            pieces += held.overlap(start, end)
         return pieces
 
     def ranges_of(self, consumer: int) -> int:
@@ -250,9 +252,9 @@ class PullLog:
             list(returned),
             {consumer: list(ranges) for consumer, ranges in held.items()},
             list(self.waiting),
-            list(self.dead),
-            list(self.failing),
-            list(self.resent),
+            self.dead.pack(),
+            self.failing.pack(),
+            self.resent.pack(),
         )
 
     @classmethod
@@ -262,7 +264,7 @@ class PullLog:
         log.waiting = Waiting(state.waiting)
         log.returned = Ranges(state.returned)
         log.held = {consumer: Ranges(ranges) for consumer, ranges in state.held.items()}
-        log.dead, log.failing, log.resent = Ranges(state.dead), Ranges(state.failing), Ranges(state.resent)
+        log.dead, log.failing, log.resent = map(Ranges.unpack, (state.dead, state.failing, state.resent))
         return log
 
 

@@ -9,6 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 
 class Range(NamedTuple):
     """Sequences [start, end), delivered ``attempt`` times so far."""
@@ -142,6 +144,18 @@ class Ranges:
     def overlap(self, start: int, end: int) -> list[Range]:
         """The parts of [start, end) that are in the set."""
         return self._cut(*self._between(start, end), start, end)
+
+    def pack(self) -> bytes:
+        """All ranges as little-endian 64-bit numbers: starts, ends, attempts. There may be very many."""
+        columns = (self._starts, self._ends, self._attempts)
+        return np.array([column[self._gone :] for column in columns], "<i8").tobytes()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Ranges:
+        """What was packed."""
+        ranges = cls()
+        ranges._starts, ranges._ends, ranges._attempts = np.frombuffer(data, "<i8").reshape(3, -1).tolist()
+        return ranges
 
     def clear(self) -> None:
         self._gone = 0

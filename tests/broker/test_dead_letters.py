@@ -13,7 +13,9 @@ from plait.frame.columns import Column
 from plait.limits import ServerLimits
 from plait.reason import Reason
 from plait.retry import Retry
-from tests.support.broker_node import Node, Producer
+from plait.storage.catalog import SubjectSettings
+from plait.storage.kept import frame_at
+from tests.support.broker_node import Node, Producer, Pulled
 
 ONCE = Retry(attempts=1)
 
@@ -361,14 +363,201 @@ def test_a_letter_that_does_not_read_back_is_told_and_the_others_are_there():
     assert node.pull(consumer).bodies == [b"body 10"], "the message log has it still"
 
 
-def test_a_group_with_too_many_kept_messages_gets_nothing_new():
-    node, consumer = begin(10, limits=ServerLimits(kept_messages=5))
+def full(kept_messages: int = 5, **settings: Any) -> tuple[Node, Consumer, Pulled]:
+    """A group with as many dead letters as it may have, and one who waits for more messages."""
+    node, consumer = begin(10, limits=ServerLimits(kept_messages=kept_messages), **settings)
     node.send("orders", b"new")
-    node.nack(consumer, (0, 5), delay=None)
-    assert node.pull(consumer).ranges == []
+    node.nack(consumer, (0, kept_messages), delay=None)
+    waiting = node.pull(consumer, wait=30)
+    assert not waiting.answered
+    return node, consumer, waiting
+
+
+def test_a_group_with_too_many_kept_messages_gets_nothing_new_until_some_are_purged():
+    node, consumer, waiting = full()
     node.broker.dead_letters.purge(consumer.group, letters(node, consumer.group))
+    node.turn()
+    assert waiting.bodies == [b"new"]
+
+
+def test_a_group_with_too_many_kept_messages_goes_on_when_resent_ones_are_done():
+    node, consumer, waiting = full()
+    resend(node, consumer.group)
+    assert waiting.ranges == [(0, 5, 2)]
+    node.ack(consumer, (0, 5))
+    waiting = node.pull(consumer, wait=30)
+    assert not waiting.answered
     node.retention.run()
-    assert node.pull(consumer).bodies == [b"new"]
+    assert waiting.bodies == [b"new"]
+
+
+def test_what_was_purged_before_a_restart_is_not_counted_after_it():
+    node, consumer, _ = full()
+    node.broker.dead_letters.purge(consumer.group, letters(node, consumer.group, sequences=[0, 1]))
+    node.turn()
+    assert len(consumer.group.kept) == 3
+    node, consumer, _ = full(kept_messages=6)
+    node.broker.dead_letters.resend(consumer.group, letters(node, consumer.group))
+    node.ack(consumer, (0, 6))
+    node.turn()
+    node = node.restart()
+    node.retention.run()
+    assert len(node.group("orders", "g").kept) == 0
+
+
+def test_a_message_that_would_be_one_letter_too_many_waits():
+    node, consumer = begin(10, limits=ServerLimits(kept_messages=5))
+    node.nack(consumer, (0, 4), delay=None)
+    node.nack(consumer, (4, 10), delay=None)
+    assert dead(node, consumer.group) == [0, 1, 2, 3]
+    assert consumer.group.pull_log.waiting.count == 6
+
+
+def test_retention_keeps_no_more_than_it_may_and_says_so():
+    limits = ServerLimits(kept_messages=5)
+    node, consumer = begin(10, limits=limits, retention_seconds=50.0, retry=Retry(attempts=None))
+    node.nack(consumer, (0, 3), (6, 9), delay=1000.0)
+    node.ack(consumer, (3, 6), (9, 10))
+    node.clock.advance(100)
+    node.retention.run()
+    assert node.partition("orders").start == 10
+    assert (len(consumer.group.kept), consumer.group.lost_count) == (0, 6), "all six are in one frame"
+
+
+def spoil(node: Node, group: Group, sequence: int, column: Column) -> None:
+    """A bit of the copy of a message rots, in one of the frame's columns."""
+    offset = group.kept.offset(sequence)
+    assert offset is not None
+    frame = frame_at(node.broker.kept_log, offset)
+    assert frame is not None
+    segment = node.broker.kept_log.segment_at(offset)
+    _, start, end = frame.places[column]
+    node.disk.flip_bit(f"kept/{segment.base:020d}.log", offset - segment.base + end - 1 - (end - start) // 2, 1)
+
+
+@pytest.mark.parametrize("column", [Column.SELECTION, Column.NOTE, Column.BODY])
+def test_a_copy_that_rots_costs_its_messages_and_nothing_else(column: Column):
+    node, consumer = begin(30, retention_seconds=50.0, retry=Retry(attempts=None))
+    node.nack(consumer, *((n, n + 1) for n in range(0, 30, 2)), delay=1000.0)
+    node.ack(consumer, *((n, n + 1) for n in range(1, 30, 2)))
+    node.clock.advance(100)
+    node.membership.session(consumer.session)
+    node.send("orders", b"new")
+    node.retention.run()
+    assert (node.partition("orders").start, len(consumer.group.kept)) == (30, 15)
+    spoil(node, consumer.group, 12, column)
+    waiting = node.pull(consumer, wait=1)
+    assert waiting.bodies == [b"new"]
+    node.retention.run()
+    node.later(1000)
+    node.membership.session(consumer.session)
+    assert node.pull(consumer).bodies == [b"body %d" % n for n in (*range(0, 10, 2), *range(20, 30, 2))]
+    assert consumer.group.lost_count == 5
+    node.retention.run()
+
+
+def test_a_pull_over_many_lost_copies_does_not_look_at_each():
+    node = Node(message_segment_size=1 << 22, kept_segment_size=1 << 22, action_segment_size=1 << 22)
+    consumer = node.attach("orders", "g", retry=Retry(attempts=1))
+    node.send("orders", *[b"x"] * 4000)
+    node.pull(consumer, 4000)
+    node.nack(consumer, (0, 4000), delay=None)
+    node.broker.update_subject("orders", SubjectSettings(retention_seconds=10.0))
+    node.clock.advance(100)
+    node.retention.run()
+    spoil(node, consumer.group, 0, Column.BODY)
+    assert resend(node, consumer.group) == 4000
+    looks: list[int] = []
+    whole = consumer.group.kept.frame
+    kept = consumer.group.kept
+
+    class Counting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kept, name)
+
+        def __len__(self) -> int:
+            return len(kept)
+
+        def frame(self, log: Any, sequence: int) -> Any:
+            looks.append(sequence)
+            return whole(log, sequence)
+
+    consumer.group.kept = Counting()  # type: ignore[assignment]
+    assert node.pull(consumer, 4000).ranges == []
+    assert consumer.group.lost_count == 4000
+    assert len(looks) < 5
+
+
+def test_a_letter_whose_copy_rots_is_not_thrown_away_for_its_age():
+    node, consumer = begin(10, dead_seconds=86_400.0, retention_seconds=None)
+    node.nack(consumer, (0, 4), delay=None)
+    spoil(node, consumer.group, 0, Column.NOTE)
+    node.clock.advance(200_000)
+    node.retention.run()
+    assert dead(node, consumer.group) == [0, 1, 2, 3]
+
+
+def test_a_rotten_original_does_not_hide_its_copy():
+    node, consumer = begin(10)
+    node.nack(consumer, (0, 4), delay=None)
+    record = node.partition("orders").consume_log.record(0)
+    node.disk.flip_bit(f"message/{0:020d}.log", record.offset + record.size - 20, 1)
+    assert resend(node, consumer.group) == 4
+    assert node.pull(consumer).bodies == [b"body %d" % n for n in range(4)]
+
+
+def test_a_damaged_message_does_not_hold_up_retention():
+    node, consumer = begin(10, retention_seconds=50.0, retry=Retry(attempts=None))
+    node.nack(consumer, (0, 4), delay=1000.0)
+    record = node.partition("orders").consume_log.record(0)
+    node.disk.flip_bit(f"message/{0:020d}.log", record.offset + record.size - 20, 1)
+    node.clock.advance(100)
+    node.retention.run()
+    assert node.partition("orders").start == 10
+    assert consumer.group.lost_count == 4
+
+
+def test_a_copy_of_what_the_power_took_is_not_taken_for_another_message():
+    node = Node(retention_seconds=100.0)
+    producer = Producer(5)
+    node.send("orders", b"first")
+    consumer = node.attach("orders", "g")
+    node.pull(consumer)
+    node.ack(consumer, (0, 1))
+    node.checkpoint()
+    node.send("orders", b"old")
+    node.pull(consumer)
+    node.nack(consumer, (1, 2), reject=True)
+    node.broker.kept_log.sync()
+    node = node.power_lost()
+    consumer = node.attach("orders", "g")
+    node.send("orders", b"new", producer=producer)
+    node.pull(consumer)
+    node.nack(consumer, (1, 2), delay=1000.0)
+    for _ in range(4):
+        node.clock.advance(60)
+        node.send("orders", b"z" * 3000, producer=producer)
+        node.checkpoint()
+        node.retention.run()
+        node.turn()
+    node.later(1000)
+    node.membership.session(consumer.session)
+    assert node.pull(consumer, 1).bodies == [b"new"]
+
+
+def test_what_is_resent_after_a_reset_back_comes_once():
+    node, consumer = begin(10)
+    node.nack(consumer, (5, 6), (7, 8), reject=True)
+    node.ack(consumer, (0, 5), (6, 7), (8, 10))
+    node.membership.detach(consumer)
+    node.membership.reset("orders", "g", "earliest")
+    node.turn()
+    first, second = node.attach("orders", "g", "c1"), node.attach("orders", "g", "c2")
+    assert resend(node, first.group) == 2
+    got = [*node.pull(first, 2).rows, *node.pull(second).rows]
+    assert sorted(row.sequence for row in got) == list(range(10))
+    again = node.killed()
+    assert again.group("orders", "g").pull_log.next == first.group.pull_log.next == 10
 
 
 def test_a_broadcast_has_dead_letters_too():

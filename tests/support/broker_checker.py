@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from plait.broker.dead_letters import Choice
 from plait.broker.group import Group
 from plait.clock import ManualClock
@@ -148,7 +150,8 @@ def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_
     name = None if group.definition.broadcast else group.name
     consumer = node.attach(key[0], name, client, delivery=group.definition.delivery)
     got: list[int] = []
-    kept = {sequence for _, sequences in group.kept.by_offset() for sequence in sequences.tolist()}
+    everything = np.array([[0, 1 << 60]])
+    kept = {sequence for _, sequences in group.kept.by_offset(everything) for sequence in sequences.tolist()}
     letters, _ = node.broker.dead_letters.page(group, Choice(), -1, 10_000)
     dead = {sequence for found in letters for sequence in found.sequences.tolist()}
     assert dead <= group_told.rejected, f"{key}: dead letters that nobody rejected"

@@ -219,7 +219,7 @@ def leave_segment_names_unsynced(patch: Patch) -> None:
 
 def keep_nothing(patch: Patch) -> None:
     """R21: what expires is gone, whoever has begun with it."""
-    patch.setattr(DeadLetters, "keep", lambda self, group, pieces: True)
+    patch.setattr(DeadLetters, "keep", lambda self, group, pieces: [])
 
 
 def expire_silently(patch: Patch) -> None:
