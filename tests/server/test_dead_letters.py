@@ -1,0 +1,91 @@
+"""Requests about dead letters: pages that fit into a packet, and refusals that say what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from plait.errors import GroupNotFound, InvalidArgument, PlaitError, SubjectNotFound
+from plait.limits import MIB
+from plait.reason import Reason
+from plait.retry import Retry
+from plait.wire import messages as m
+from tests.server.conftest import Serve
+from tests.server.raw import Raw
+
+OF = {"subject": "orders", "group": "g"}
+
+
+async def ask(raw: Raw, operation: str, **arguments: Any) -> Any:
+    reply: m.AdminReply = await raw.ask(m.Admin(f"dlq.{operation}", {**OF, **arguments}))
+    return msgspec.msgpack.decode(reply.result)
+
+
+async def bury(raw: Raw, *bodies: bytes) -> None:
+    """Dead letters, each with a reason of its own."""
+    for number, body in enumerate(bodies):
+        await raw.store("orders", body, first=number + 1, previous=number)
+    session = await raw.attach("orders", retry=Retry(attempts=1))
+    for number in range(len(bodies)):
+        await raw.ask(m.Pull(session, 1, 1, 0.0))
+        await raw.ask(m.Nack(session, [(number, number + 1, 1)], None, Reason("ValueError", f"text {number}", "h")))
+
+
+async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
+    server = await serve(message_segment_size=64 * MIB, kept_segment_size=64 * MIB)
+    async with Raw(server) as raw:
+        await raw.hello()
+        await bury(raw, *[b"%02d" % number + bytes(MIB) for number in range(20)])
+        got: list[dict[str, Any]] = []
+        after = -1
+        while after is not None:
+            page = await ask(raw, "list", after=after, bodies=True, limit=1000)
+            assert sum(len(letter["body"]) for letter in page["letters"]) <= 8 * MIB
+            got += page["letters"]
+            after = page["next"]
+        assert [letter["body"][:2] for letter in got] == [b"%02d" % number for number in range(20)]
+        assert [letter["reason"][1] for letter in got] == [f"text {number}" for number in range(20)]
+        assert len((await ask(raw, "list", limit=1000))["letters"]) == 20, "without bodies they fit into one"
+
+
+async def test_letters_are_counted_resent_and_purged(serve: Serve):
+    server = await serve()
+    async with Raw(server) as raw:
+        await raw.hello()
+        await bury(raw, *[b"x"] * 5)
+        [reason] = (await ask(raw, "reasons"))["reasons"]
+        assert (reason["type"], reason["handler"], reason["count"]) == ("ValueError", "h", 5)
+        assert await ask(raw, "resend", dry_run=True, limit=2) == {"count": 2, "next": 1}
+        assert await ask(raw, "resend", select={"sequences": [0, 3, 99]}) == {"count": 2, "next": None}
+        assert await ask(raw, "resend", select={"sequences": [0, 3]}) == {"count": 0, "next": None}
+        assert await ask(raw, "purge") == {"count": 3, "next": None}
+        reply: m.AdminReply = await raw.ask(m.Admin("dlq.queues", {}))
+        assert msgspec.msgpack.decode(reply.result) == []
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "error", "words"),
+    [
+        ("list", {"limit": 0}, InvalidArgument, "use 1 to 1000"),
+        ("list", {"limit": 1001}, InvalidArgument, "use 1 to 1000"),
+        ("resend", {"limit": 2001}, InvalidArgument, "use 1 to 2000"),
+        ("purge", {"select": {"sequences": [-1]}}, InvalidArgument, "a number from 0 on"),
+        ("purge", {"select": {"sequences": list(range(5001))}}, InvalidArgument, "name 5000 at a time"),
+        ("purge", {"select": {"kind": "x"}}, InvalidArgument, "unknown field"),
+        ("resend", {"group": "nobody"}, GroupNotFound, "it has: g"),
+        ("reasons", {"subject": "nothing"}, SubjectNotFound, "'nothing' does not exist"),
+        ("list", {"after": "first"}, InvalidArgument, "dlq.list"),
+    ],
+)
+async def test_what_cannot_be_done_is_refused_and_changes_nothing(
+    serve: Serve, operation: str, arguments: dict[str, Any], error: type[PlaitError], words: str
+):
+    server = await serve()
+    async with Raw(server) as raw:
+        await raw.hello()
+        await bury(raw, b"x")
+        with pytest.raises(error, match=words):
+            await ask(raw, operation, **arguments)
+        assert len((await ask(raw, "list"))["letters"]) == 1
