@@ -68,6 +68,9 @@ def serve(
     retention: Annotated[
         str, Parameter(help="How long subjects that say nothing else keep messages; 'forever' keeps them.")
     ] = "72h",
+    dead_retention: Annotated[
+        str, Parameter(help="How long dead letters are kept; 'forever' keeps them until they are purged.")
+    ] = "30d",
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
     ] = True,
@@ -83,6 +86,7 @@ def serve(
         flush=flush,
         message_segment_size=_segment_size(segment_size),
         retention_seconds=None if retention == "forever" else duration_of(retention),
+        dead_seconds=None if dead_retention == "forever" else duration_of(dead_retention),
         auto_create=auto_create,
         limits=fit(ServerLimits(), raise_limit(), segment_count(data)),
     )

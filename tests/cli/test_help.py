@@ -17,7 +17,7 @@ from plait.version import VERSION
 from tests.cli.commands import plait
 
 COMMANDS = {
-    "serve": ["--data", "--port", "--flush", "--segment-size", "--retention", "--no-auto-create", "--log-level"],
+    "serve": ["--data", "--port", "--flush", "--segment-size", "--retention", "--dead-retention", "--no-auto-create"],
     "send": [
         "SUBJECT",
         "BODY",

@@ -120,6 +120,7 @@ def test_a_newer_format_is_refused_untouched(tmp_path: Path):
         (["--data", "x", "--segment-size", "1KiB"], "--segment-size 1KiB is too small"),
         (["--data", "x", "--segment-size", "big"], "size 'big'"),
         (["--data", "x", "--retention", "soon"], "duration 'soon'"),
+        (["--data", "x", "--dead-retention", "never"], "duration 'never'"),
         (["--data", "x", "--host", "0.0.0.0"], "loopback"),
     ],
 )
