@@ -383,7 +383,11 @@ def test_threads_share_a_consumer(client: plait.sync.Client) -> None:
 
         def fetch() -> None:
             while not done.is_set():
-                batch = consumer.fetch(17, wait=0.01)
+                try:
+                    batch = consumer.fetch(17, wait=0.01)
+                except plait.Closed:
+                    # Since it looked whether all were done.
+                    return
                 for message in batch:
                     seen.put(int(message.body))
                 batch.ack()
