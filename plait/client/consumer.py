@@ -191,6 +191,7 @@ class Consumer:
         return pieces
 
     def _halt(self) -> None:
+        """Whoever comes from now on gets nothing."""
         self._stopping = True
         if self._tracks:
             # What was handed over at most once is nobody else's.
@@ -283,10 +284,12 @@ class Consumer:
             return
         self._stale = False
         pieces = self._take_unstarted()
-        for delivered in dict.fromkeys(d for d, _, _ in pieces):
+        frames = dict.fromkeys(d for d, _, _ in pieces)
+        for delivered in frames:
             self._settling.settle_now(delivered)
-            for _, start, stop in (piece for piece in pieces if piece[0] is delivered):
-                delivered.nack_rows(slice(start, stop))
+        for delivered, start, stop in pieces:
+            delivered.nack_rows(slice(start, stop))
+        for delivered in frames:
             # The broker has them back already: nobody is told.
             delivered.collect()
             if not delivered.open_count:
