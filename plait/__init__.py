@@ -5,7 +5,7 @@
 
 import typing
 
-from plait.client.admin import ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
+from plait.client.admin import Admin, ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
 from plait.client.app import App
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
@@ -57,6 +57,7 @@ from plait.retry import Retry
 from plait.version import VERSION as __version__
 
 __all__ = [
+    "Admin",
     "App",
     "ArrowBatch",
     "Batch",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from plait.errors import InvalidArgument
+
 #: Characters kept of each part; what is longer ends with "...".
 TYPE_LENGTH_MAX = 200
 TEXT_LENGTH_MAX = 1_000
@@ -20,6 +22,8 @@ class Reason(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         for name, limit in (("type", TYPE_LENGTH_MAX), ("text", TEXT_LENGTH_MAX), ("handler", HANDLER_LENGTH_MAX)):
             value = getattr(self, name)
+            if not isinstance(value, str):
+                raise InvalidArgument(f"the {name} of a reason is text, not a {type(value).__name__}")
             if len(value) > limit:
                 msgspec.structs.force_setattr(self, name, value[: limit - 3] + "...")
 
@@ -30,6 +34,12 @@ class Reason(msgspec.Struct, frozen=True, array_like=True):
     @classmethod
     def of(cls, failure: BaseException, handler: str = "") -> Reason:
         """What an exception says of itself."""
-        kind = type(failure)
-        name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        return cls(name, str(failure), handler)
+        return cls(type_name(type(failure)), str(failure), handler)
+
+
+def type_name(kind: type[BaseException]) -> str:
+    """A type of exception as reasons have it: its module and name, where it is to be imported from."""
+    module = kind.__module__
+    if module == "builtins":
+        return kind.__qualname__
+    return f"{'plait' if module.startswith('plait.') else module}.{kind.__qualname__}"

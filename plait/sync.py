@@ -5,12 +5,14 @@
 
 from plait.client.inbox import Ticket
 from plait.client.sync import Client, connect
+from plait.client.sync_admin import Admin
 from plait.client.sync_consumer import ArrowBatch, Batch, Consumer
 from plait.client.sync_reader import Reader
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts
 from plait.limits import ClientLimits
 
 __all__ = [
+    "Admin",
     "ArrowBatch",
     "Batch",
     "Client",

@@ -13,8 +13,10 @@ import numpy as np
 import psutil
 import pytest
 
+from plait.demo.delayed import Delayed
 from plait.demo.ledger import Ledger
 from plait.demo.orders import HANDLED, STEPS, Event, events
+from plait.demo.processes import DemoFailed
 
 SECONDS = 100.0
 
@@ -37,7 +39,11 @@ def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
     assert re.search(
         r"failed 3 times became a dead letter \(ValueError: amount 'five' is no number \(.*invoice\)\)", out
     )
-    assert re.search(r"950 delayed messages came [\d.]+ ms after their time .*, none early; 50 were cancelled", out)
+    said = re.search(
+        r"(\d+) delayed messages came [\d.]+ ms after their time .*, none early; (\d+) were cancelled", out
+    )
+    assert said is not None
+    assert int(said[1]) + int(said[2]) == 1_000
     table = out[out.index("result") :]
     for group in ("billing", "audit"):
         row = next(line.split() for line in table.splitlines() if line.split()[:1] == [group])
@@ -120,3 +126,10 @@ def test_a_ledger_finds_another_order_in_the_log(ledger: Ledger):
     ledger.add("a", np.array(rows, HANDLED).tobytes())
     result = ledger.result()
     assert (result.right, result.order_checked - result.order_kept) == (False, 1)
+
+
+def test_delays_are_right_also_where_a_cancel_came_too_late():
+    Delayed(951, 49, 0, 0, 1.0, 2.0).check()
+    for wrong in (Delayed(950, 49, 0, 0, 1.0, 2.0), Delayed(950, 50, 1, 0, 1.0, 2.0), Delayed(950, 50, 0, 1, 1.0, 2.0)):
+        with pytest.raises(DemoFailed, match=r"expected 95[01] messages"):
+            wrong.check()

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "clock": set(),
     "version": set(),
     "names": {"errors", "limits"},
-    "reason": set(),
+    "reason": {"errors"},
     "retry": {"errors"},
     "frame": {"errors", "limits"},
     "storage": BASE | {"frame"},

@@ -139,7 +139,7 @@ def test_every_public_name_is_documented():
 def test_sync_has_the_same_client_names_as_the_asynchronous_package():
     client = importlib.import_module("plait")
     sync = importlib.import_module("plait.sync")
-    for name in ("connect", "Client", "Consumer", "Reader"):
+    for name in ("connect", "Admin", "Client", "Consumer", "Reader"):
         if name not in client.__all__:
             continue
         assert name in sync.__all__, f"plait.sync lacks {name}"

@@ -196,3 +196,14 @@ def test_a_private_host_is_found():
 )
 def test_a_sleep_is_found(source: str, count: int):
     assert len(sleeps("f", source)) == count
+
+
+#: A time as examples have it. One that is to come is too far ahead for a delay today, and over some day.
+FIXED_TIME = re.compile(r"\b(20\d\d)-\d\d-\d\dT|datetime\((20\d\d)")
+
+
+def test_no_example_has_a_time_that_is_to_come():
+    pages = {name: text for name, text in TEXTS.items() if re.fullmatch(r"README\.md|docs/[\w-]+\.md", name)}
+    found = [(name, match.group()) for name, text in pages.items() for match in FIXED_TIME.finditer(text)]
+    assert found
+    assert [(name, text) for name, text in found if not re.search(r"20(?:1\d|2[0-5])", text)] == []

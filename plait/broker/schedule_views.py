@@ -27,6 +27,13 @@ class ScheduledView(msgspec.Struct, frozen=True):
     size: int
 
 
+class ScheduledPage(msgspec.Struct, frozen=True):
+    """Messages that wait, and the place (time and number) after which the next page begins; None: that is all."""
+
+    rows: list[ScheduledView]
+    next: tuple[int, int] | None
+
+
 class CountView(msgspec.Struct, frozen=True):
     """How many messages of a subject wait, or are due within ten minutes from ``bucket`` on (microseconds)."""
 
@@ -37,12 +44,15 @@ class CountView(msgspec.Struct, frozen=True):
 
 def list_scheduled(
     broker: Broker, subject: str, start: int, end: int, after: tuple[int, int] | None, limit: int
-) -> list[ScheduledView]:
-    """The first rows that are due in [start, end), in the order they are; ``after`` a time and number, if given."""
+) -> ScheduledPage:
+    """The first rows that are due in [start, end), in the order they are; ``after`` a time and number, if given.
+
+    At most ``limit`` are looked at; those that do not read back are left out of the page, and it goes on after them.
+    """
     broker.partition_of(subject, create=False)
     schedule = broker.schedules.by_subject.get(subject)
     if schedule is None:
-        return []
+        return ScheduledPage([], None)
     after = max(after or (0, -1), (start, -1))
     found = _unfiled(schedule, after, end)[:limit]
     for bucket, run in _runs_in_order(broker, schedule, after[0], end):
@@ -51,16 +61,18 @@ def list_scheduled(
         if bucket.open_run(run):
             more = np.concatenate([found, _rows_of_run(bucket, run, after, end)[:limit]])
             found = more[np.lexsort((more["number"], more["due"]))][:limit]
+    following = (int(found["due"][-1]), int(found["number"][-1])) if len(found) == limit else None
     mine, _ = broker.schedules.rows.readable(schedule, found, np.arange(len(found)))
     rows = found[mine]
     if not len(rows):
-        return []
+        return ScheduledPage([], following)
     facts = broker.schedules.rows.describe(schedule, rows)
     places = zip(rows["number"].tolist(), rows["due"].tolist(), strict=True)
-    return [
+    views = [
         ScheduledView(subject, number, due, producer, sequence, key.decode() if key else None, size)
         for (number, due), (producer, sequence, key, size) in zip(places, facts, strict=True)
     ]
+    return ScheduledPage(views, following)
 
 
 def _unfiled(schedule: Schedule, after: tuple[int, int], end: int) -> SoonRows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +45,8 @@ Rate = Annotated[float | None, Parameter(help="So many a second at most.")]
 
 #: Characters of a reason in a listing.
 TEXT_WIDTH = 60
+#: Letters of a listing that says nothing else.
+LIMIT = 100
 
 
 @app.command(name="list")
@@ -52,7 +55,7 @@ def list_letters(
     group: Annotated[str | None, Parameter(help="List this group's letters.")] = None,
     /,
     *,
-    limit: Annotated[int, Parameter(help="At most so many letters.")] = 100,
+    limit: Annotated[int | None, Parameter(help=f"At most so many letters; {LIMIT} unless it is said.")] = None,
     error_type: Type = None,
     handler: Handler = None,
     before: Before = None,
@@ -61,9 +64,14 @@ def list_letters(
 ) -> None:
     """List the groups that have dead letters, or a group's letters."""
     if subject is None or group is None:
+        given = {"--limit": limit, "--type": error_type, "--handler": handler, "--before": before}
+        for option, value in given.items():
+            if value is not None:
+                raise InvalidArgument(f"{option} is for the letters of one group; name the group too")
         _list_queues(subject, server, output)
         return
     select = _select((), error_type, handler, before)
+    limit = LIMIT if limit is None else limit
     letters = with_client(server, lambda client: client.admin.dead_letters(subject, group, limit=limit, **select))
     if output == "json":
         print_json([fields_of(letter) for letter in letters])
@@ -258,12 +266,10 @@ class WorkingOff:
                     progress=progress,
                     **self._select,
                 )
-        except PlaitError as error:
-            if not self._dry_run:
-                sys.stderr.write(
-                    f"{self._count} dead letters were {done} before this; what is left can be done again:\n"
-                )
-            raise error from None
+        except (PlaitError, asyncio.CancelledError):
+            # Cancelled: by Ctrl-C.
+            self._tell_how_far(done)
+            raise
         if self._json:
             print_json({"subject": self._subject, "group": self._group, "dry_run": self._dry_run, done: count})
             return
@@ -274,6 +280,11 @@ class WorkingOff:
                 (f"would be {done}" if self._dry_run else done, f"{count:,}"),
             ]
         )
+
+    def _tell_how_far(self, done: str) -> None:
+        """It ends half way. Whether what was asked for last was done, nobody knows."""
+        if self._count and not self._dry_run:
+            sys.stderr.write(f"at least {self._count:,} dead letters were {done}; what is left can be done again\n")
 
 
 def _select(
@@ -290,8 +301,14 @@ def _select(
     if handler is not None:
         select["handler"] = handler
     if before is not None:
-        moment = moment_of(before, "--before", time.time_ns() // 1000)
+        now = time.time_ns() // 1000
+        moment = moment_of(before, "--before", now)
         assert moment is not None
+        if moment > now:
+            # Nothing dies in the future: all of them would be meant, by somebody who says that not all are.
+            raise InvalidArgument(
+                f"--before {before} is still to come; write -7d for seven days ago, or a time that is over"
+            )
         select["before"] = to_datetime(moment)
     return select
 

@@ -57,11 +57,7 @@ def delay_of(text: str) -> Any:
 
 
 def time_of(text: str) -> datetime:
-    """A time: ISO 8601, in UTC unless it says otherwise, or microseconds since 1970."""
-    from plait.client.arguments import to_datetime
-
-    if text.isdecimal():
-        return to_datetime(int(text))
+    """A time: ISO 8601, in UTC unless it says otherwise."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

@@ -116,3 +116,8 @@ def words_of_time(micros: int) -> str:
 def words_of_moment(moment: datetime) -> str:
     """The same of a time in UTC."""
     return moment.strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def exactly(moment: datetime) -> str:
+    """A time in UTC to the microsecond, which is how a delayed message is found again."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from plait.cli.loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Server, delay_of, time_of
-from plait.cli.output import print_facts, print_json, print_table, printable, words_of_size
+from plait.cli.output import exactly, print_facts, print_json, print_table, printable, words_of_size
 from plait.errors import InvalidArgument, NotScheduled
 
 if TYPE_CHECKING:
@@ -129,11 +128,6 @@ def move(
         print_json({"subject": subject, "number": new, "deliver_at": due})
     else:
         print_facts([("subject", subject), ("number", str(new)), ("deliver at", exactly(due))])
-
-
-def exactly(moment: datetime) -> str:
-    """A time to the microsecond, which is how a message is found again."""
-    return moment.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def _fields(message: ScheduledMessage) -> dict[str, Any]:

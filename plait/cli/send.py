@@ -16,7 +16,7 @@ from cyclopts import Parameter
 
 from plait.cli.loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Server, delay_of, time_of
-from plait.cli.output import print_json_line, print_table
+from plait.cli.output import exactly, print_json_line, print_table
 from plait.cli.progress import Steps
 from plait.errors import BufferFull, InvalidArgument, PlaitError, TooLarge
 from plait.limits import BODY_SIZE_MAX, MIB
@@ -199,7 +199,7 @@ def _number(receipt: Receipt) -> int | None:
 
 
 def _cells(receipt: Receipt) -> list[str]:
-    when = [] if receipt.deliver_at is None else [receipt.deliver_at.strftime("%Y-%m-%dT%H:%M:%S.%fZ")]
+    when = [] if receipt.deliver_at is None else [exactly(receipt.deliver_at)]
     return [str(receipt.partition), str(_number(receipt)), *when, str(receipt.message_id)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import msgspec
@@ -108,7 +107,7 @@ class Admin(DeadAdmin, ScheduleAdmin):
 
     async def reset_group(self, subject: str, group: str, start: Start) -> int:
         """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
-        position = start_of(start, time.time_ns() // 1000)
+        position = start_of(start, self._now())
         result: int = await self._run("group.reset", int, subject=subject, group=group, start=position)
         return result
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 import re
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 from plait.errors import InvalidArgument
+from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.retry import WAIT_SECONDS_MAX
 
 #: Seconds, a timedelta, or text such as "5m".
@@ -18,6 +24,58 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 _UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+#: Farther from now than any time there is.
+_FAR_SECONDS = 1e12
+#: Characters of a value in the message that refuses it.
+_SHOWN_MAX = 80
+
+
+def shown(value: Any) -> str:
+    """A value for a message, whatever it is: not for ever, and not an error of its own."""
+    try:
+        text = repr(value)
+    except ValueError:
+        # A number of more digits than Python likes to print.
+        text = f"a huge {type(value).__name__}"
+    return text if len(text) <= _SHOWN_MAX else text[: _SHOWN_MAX - 3] + "..."
+
+
+def index_of(value: Any, name: str) -> int:
+    """A whole number of Python's or NumPy's."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise InvalidArgument(f"{name} {shown(value)} is a {type(value).__name__}; use a whole number")
+    return number
+
+
+def sequence_of(value: Any, name: str) -> int:
+    """A number that a message can have: its sequence, or its number in a schedule."""
+    number = index_of(value, name)
+    if not 0 <= number < SEQUENCE_MAX:
+        raise InvalidArgument(f"{name} {shown(number)} is not one of a message; use 0 to {SEQUENCE_MAX - 1}")
+    return number
+
+
+def sequences_of(values: Any) -> list[int]:
+    """The same for many: a list, a range, an array or anything else that can be gone through."""
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    elif isinstance(values, pa.Array | pa.ChunkedArray):
+        values = values.to_pylist()
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise InvalidArgument(f"sequences are {shown(values)}, a {type(values).__name__}; use a list of numbers")
+    return [sequence_of(value, "sequence") for value in values]
+
+
+def limit_of(value: Any) -> int:
+    """How many are wanted at most."""
+    limit = index_of(value, "limit")
+    if limit < 1:
+        raise InvalidArgument(f"limit must be 1 or more, not {shown(value)}")
+    return limit
 
 
 def to_datetime(micros: int) -> datetime:
@@ -28,8 +86,8 @@ def to_datetime(micros: int) -> datetime:
 def micros_of(moment: Any, name: str) -> int:
     """The same back."""
     if not isinstance(moment, datetime):
-        raise InvalidArgument(f"{name} {moment!r} is a {type(moment).__name__}; use a datetime with a time zone")
-    if moment.tzinfo is None:
+        raise InvalidArgument(f"{name} {shown(moment)} is a {type(moment).__name__}; use a datetime with a time zone")
+    if moment.utcoffset() is None:
         raise InvalidArgument(f"{name} {moment} has no time zone; add one")
     return (moment - _EPOCH) // _MICROSECOND
 
@@ -38,19 +96,30 @@ def moment_of(value: Any, name: str, now: int) -> int | None:
     """A time in microseconds: a datetime, a duration from now, or ``-5m`` before it."""
     if value is None:
         return None
+    micros = _moment_of(value, name, now)
+    if not 0 <= micros <= TIME_MAX:
+        raise InvalidArgument(f"{name} {shown(value)} is not within the years 1970 to 9999")
+    return micros
+
+
+def _moment_of(value: Any, name: str, now: int) -> int:
     if isinstance(value, datetime):
         return micros_of(value, name)
     if isinstance(value, str):
         text = value.strip()
         if text.startswith("-"):
-            return now - round(seconds_of(text[1:]) * 1_000_000)
+            return now - _micros(seconds_of(text[1:]))
         try:
             return micros_of(_with_zone(datetime.fromisoformat(text)), name)
         except ValueError:
             pass
     if isinstance(value, timedelta):
         return now + value // _MICROSECOND
-    return now + round(seconds_of(value) * 1_000_000)
+    return now + _micros(seconds_of(value))
+
+
+def _micros(seconds: float) -> int:
+    return round(min(seconds, _FAR_SECONDS) * 1_000_000)
 
 
 def _with_zone(moment: datetime) -> datetime:
@@ -61,50 +130,70 @@ def seconds_of(value: Any) -> float:
     """A duration in seconds: a number, a timedelta, or text such as '5m' or '1.5h'."""
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+    elif is_number(value):
+        try:
+            seconds = float(value)
+        except OverflowError:
+            raise InvalidArgument(f"duration {shown(value)} is longer than any") from None
     elif isinstance(value, str) and (match := _DURATION.fullmatch(value.strip())):
         seconds = float(match[1]) * _UNITS[match[2]]
     else:
-        raise InvalidArgument(f"duration {value!r} is not understood; use seconds, a timedelta or text such as '5m'")
+        raise InvalidArgument(
+            f"duration {shown(value)} is not understood; use seconds, a timedelta or text such as '5m'"
+        )
     if not 0 <= seconds < float("inf"):
-        raise InvalidArgument(f"duration {value!r} must be 0 or more")
+        raise InvalidArgument(f"duration {shown(value)} must be 0 or more")
     return seconds
+
+
+def is_number(value: Any) -> bool:
+    """One of Python's or NumPy's numbers; truth values and NumPy's durations are none."""
+    if isinstance(value, int | float):
+        return not isinstance(value, bool)
+    return isinstance(value, np.integer | np.floating) and not isinstance(value, np.timedelta64)
 
 
 def wait_of(value: Any) -> float:
     """How long a message is to wait, in seconds."""
     seconds = seconds_of(value)
     if seconds > WAIT_SECONDS_MAX:
-        raise InvalidArgument(f"a message cannot wait {value!r}; the limit is {WAIT_SECONDS_MAX / 86400:.0f} days")
+        raise InvalidArgument(f"a message cannot wait {shown(value)}; the limit is {WAIT_SECONDS_MAX / 86400:.0f} days")
     return seconds
 
 
 def start_of(value: Any, now: int) -> Any:
     """A start position for the wire: 'earliest', 'latest', a sequence, a datetime, or '-5m' before now."""
-    if value is None or value in ("earliest", "latest"):
+    if value is None or (isinstance(value, str) and value in ("earliest", "latest")):
         return value
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64):
         if value < 0:
-            raise InvalidArgument(f"start sequence {value} must be 0 or more")
-        return ["sequence", value]
+            raise InvalidArgument(f"start sequence {shown(value)} must be 0 or more")
+        return ["sequence", sequence_of(value, "start sequence")]
     if isinstance(value, datetime):
-        if value.tzinfo is None:
-            raise InvalidArgument(f"start time {value} has no time zone; add one")
-        return ["time", int(value.timestamp() * 1_000_000)]
+        return _start_at(micros_of(value, "start time"))
     if isinstance(value, timedelta):
-        return ["time", now - int(abs(value.total_seconds()) * 1_000_000)]
+        return _start_at(now - abs(value) // _MICROSECOND)
     if isinstance(value, str):
         if value.startswith("-"):
-            return ["time", now - int(seconds_of(value[1:]) * 1_000_000)]
-        if value.isdigit():
-            return ["sequence", int(value)]
+            return _start_at(now - _micros(seconds_of(value[1:])))
+        if value.isdecimal():
+            return ["sequence", sequence_of(_digits(value), "start sequence")]
         try:
             moment = datetime.fromisoformat(value)
         except ValueError:
             pass
         else:
-            return ["time", int(_with_zone(moment).timestamp() * 1_000_000)]
+            return _start_at(micros_of(_with_zone(moment), "start time"))
     raise InvalidArgument(
-        f"start {value!r} is not understood; use 'earliest', 'latest', a sequence, a datetime or '-5m'"
+        f"start {shown(value)} is not understood; use 'earliest', 'latest', a sequence, a datetime or '-5m'"
     )
+
+
+def _start_at(micros: int) -> list[Any]:
+    """A time before 1970 is before everything."""
+    return ["time", max(micros, 0)]
+
+
+def _digits(text: str) -> int:
+    """What has more digits than any sequence is only known to be too large."""
+    return int(text) if len(text) <= _SHOWN_MAX else 10**_SHOWN_MAX

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import overload
+from typing import Any, TypeAlias, overload
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from plait.client.arguments import Duration
+from plait.client.arguments import Duration, shown
 from plait.client.settling import Piece, Settling
 from plait.client.types import Message, Why
 from plait.client.words import FAILED, Failed, failed_of, rejected_of
 from plait.errors import InvalidArgument
 from plait.frame.arrow import SCHEMA, arrays, attempts
+
+#: Rows of a table: their numbers, or a mask of all of them.
+Rows: TypeAlias = Iterable[int] | Iterable[bool] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray
 
 TABLE_SCHEMA = SCHEMA.append(pa.field("attempt", pa.int32(), nullable=False))
 
@@ -96,28 +100,66 @@ class ArrowBatch:
         self._settling.ack_pieces(self._pieces)
         await self._settling.flush()
 
-    async def nack(
-        self, rows: Iterable[int] | None = None, delay: Duration | None = None, reason: Why | None = None
-    ) -> None:
-        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries."""
+    async def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
+        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries.
+
+        ``rows`` are their numbers in the table, or a mask of all its rows; also of NumPy or Arrow.
+        """
         await self._fail(rows, failed_of(delay, reason))
 
-    async def reject(self, rows: Iterable[int] | None = None, reason: Why | None = None) -> None:
-        """These rows (all: None) go to the group's dead letters at once."""
+    async def reject(self, rows: Rows | None = None, reason: Why | None = None) -> None:
+        """These rows (all: None) go to the group's dead letters at once; ``rows`` as for ``nack``."""
         await self._fail(rows, rejected_of(reason))
 
-    async def _fail(self, rows: Iterable[int] | None, failed: Failed) -> None:
-        if rows is None:
-            self._settling.nack_pieces(self._pieces, failed)
-        else:
-            ends = np.cumsum([stop - start for _, start, stop in self._pieces])
-            for row in rows:
-                if not 0 <= row < len(self):
-                    raise InvalidArgument(f"row {row} is outside a batch of {len(self)}")
-                at = int(np.searchsorted(ends, row, "right"))
-                delivered, start, stop = self._pieces[at]
-                delivered.nack_row(start + row - (int(ends[at]) - (stop - start)), failed)
+    async def _fail(self, rows: Rows | None, failed: Failed) -> None:
+        # All rows are looked at before anything is said of any.
+        pieces = self._pieces if rows is None else self._pieces_of(row_mask(rows, len(self)))
+        self._settling.nack_pieces(pieces, failed)
         await self._settling.flush()
+
+    def _pieces_of(self, mask: npt.NDArray[np.bool_]) -> list[Piece]:
+        """Where the marked rows are, neighbours together."""
+        found: list[Piece] = []
+        before = 0
+        for delivered, start, stop in self._pieces:
+            part = mask[before : before + stop - start]
+            edges = np.flatnonzero(np.diff(part, prepend=False, append=False)) + start
+            found += [(delivered, first, last) for first, last in edges.reshape(-1, 2).tolist()]
+            before += stop - start
+        return found
 
     def __repr__(self) -> str:
         return f"<ArrowBatch of {len(self)} messages>"
+
+
+def row_mask(rows: Any, count: int) -> npt.NDArray[np.bool_]:
+    """Which of ``count`` rows are meant; refused as a whole where one of them cannot be."""
+    if isinstance(rows, pa.Array | pa.ChunkedArray):
+        values = np.asarray(rows.to_numpy(zero_copy_only=False))
+    elif isinstance(rows, np.ndarray):
+        values = rows
+    elif isinstance(rows, Iterable) and not isinstance(rows, str | bytes):
+        try:
+            values = np.array(list(rows))
+        except ValueError:
+            raise _no_rows(rows) from None
+    else:
+        raise _no_rows(rows)
+    if values.ndim == 1 and not len(values):
+        return np.zeros(count, bool)
+    if values.ndim != 1 or values.dtype.kind not in "biu":
+        raise _no_rows(rows)
+    if values.dtype.kind == "b":
+        if len(values) != count:
+            raise InvalidArgument(f"a mask of {len(values)} rows does not fit a batch of {count}")
+        return values
+    outside = values[(values < 0) | (values >= count)]
+    if len(outside):
+        raise InvalidArgument(f"row {outside[0]} is outside a batch of {count}")
+    mask = np.zeros(count, bool)
+    mask[values] = True
+    return mask
+
+
+def _no_rows(rows: Any) -> InvalidArgument:
+    return InvalidArgument(f"rows {shown(rows)} are not understood; use whole numbers, or a mask of all rows")

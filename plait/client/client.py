@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -103,8 +103,10 @@ class Client:
         self._producer = Producer(self._node, self.limits, _now, _next_now, compression)
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._opened = False
+        #: What "-5m" is counted from, in microseconds.
+        self._now = _now
         #: Management of subjects and groups.
-        self.admin = Admin(self._node)
+        self.admin = Admin(self._node, lambda: self._now())
         _clients.add(self)
 
     async def open(self) -> Self:
@@ -151,6 +153,10 @@ class Client:
         """Called in a forked child: refuse everything, touch nothing that the parent still uses."""
         error = ForkedClient("this client was opened before a fork; connect again in the child")
         self._node.closed = self._producer.closed = error
+
+    def _go_by(self, now: Callable[[], int]) -> None:
+        """Take the time from another clock than the machine's, for all that is sent and asked for."""
+        self._now = self._producer.now = self._producer.next_now = now
 
     def _check_open(self) -> None:
         if self._producer.closed is not None:
@@ -348,7 +354,7 @@ class Client:
             subject,
             group,
             member,
-            start_of(start, _now()),
+            start_of(start, self._now()),
             delivery,
             retry,
             any_thread=any_thread,
@@ -370,4 +376,4 @@ class Client:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
         self._check_open()
         names.check("subject", subject)
-        return Reader(self._node, self.limits, subject, start_of(start, _now()))
+        return Reader(self._node, self.limits, subject, start_of(start, self._now()))

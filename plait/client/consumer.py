@@ -18,6 +18,7 @@ from typing import Any, Self
 from plait.client.arguments import Duration, seconds_of
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.delivered import Delivered, SharedDelivered
+from plait.client.handed_over import HandedOver
 from plait.client.node import Node
 from plait.client.settling import Piece, Settling
 from plait.client.spool import Spool
@@ -89,7 +90,7 @@ class Consumer:
         self._buffer: deque[Delivered] = deque()
         self._buffered_count = 0
         #: Rows that were taken for a blocking caller who has not asked for them yet.
-        self._handed_over: deque[Piece] = deque()
+        self._handed_over = HandedOver()
         #: Messages of the buffer's first frame that iteration has made already, the next one last.
         self._ready: list[Message] = []
         #: Frames with rows that are not settled, oldest first.
@@ -139,7 +140,7 @@ class Consumer:
         """Send the acks that are left, give back the rest, and leave the group."""
         if self._closed:
             return
-        self._stopping = True
+        self._halt()
         await self._settling.close()
         self._closed = True
         if self._link_lost in self._node.on_lost:
@@ -174,16 +175,31 @@ class Consumer:
 
     def _unbegun(self) -> list[EpochRange]:
         """Rows that nobody began with, which are not ours any more."""
-        pieces = [*self._handed_over, *((d, d.taken, d.count) for d in self._buffer)]
+        pieces = self._take_unstarted()
         for delivered, start, stop in pieces:
             delivered.nack_rows(slice(start, stop), UNBEGUN)
-        self._handed_over.clear()
-        self._empty_buffer()
         return [piece for d in dict.fromkeys(d for d, _, _ in pieces) for piece in d.collect()[1].get(UNBEGUN, [])]
+
+    def _take_unstarted(self) -> list[Piece]:
+        """Rows that nobody began with; nobody gets them from us any more."""
+        pieces = [*self._handed_over.take_back(), *((d, d.taken, d.count) for d in self._buffer)]
+        for delivered in self._buffer:
+            delivered.taken = delivered.count
+        self._buffer.clear()
+        self._buffered_count = 0
+        self._ready = []
+        return pieces
+
+    def _halt(self) -> None:
+        """Whoever comes from now on gets nothing."""
+        self._stopping = True
+        if self._tracks:
+            # What was handed over at most once is nobody else's.
+            self._handed_over.stop()
 
     def _stop(self) -> None:
         """Pull no more and hand out no more; who waits for rows gets none."""
-        self._stopping = True
+        self._halt()
         self._wake()
 
     async def _attach_first(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -267,14 +283,17 @@ class Consumer:
         if not self._stale and loop.time() - self._lost_at < lost_seconds:
             return
         self._stale = False
-        for delivered in self._buffer:
+        pieces = self._take_unstarted()
+        frames = dict.fromkeys(d for d, _, _ in pieces)
+        for delivered in frames:
             self._settling.settle_now(delivered)
-            delivered.nack_rows(slice(delivered.taken, delivered.count))
+        for delivered, start, stop in pieces:
+            delivered.nack_rows(slice(start, stop))
+        for delivered in frames:
             # The broker has them back already: nobody is told.
             delivered.collect()
             if not delivered.open_count:
                 self._forget(delivered)
-        self._empty_buffer()
 
     def _suspend(self) -> None:
         """Pull nothing until ``_resume``; what was pulled and not begun is for others."""
@@ -287,15 +306,7 @@ class Consumer:
 
     def _hand_back(self) -> None:
         if self._tracks and not self._settling.closed:
-            self._settling.nack_pieces([(d, d.taken, d.count) for d in self._buffer], UNBEGUN)
-            self._empty_buffer()
-
-    def _empty_buffer(self) -> None:
-        for delivered in self._buffer:
-            delivered.taken = delivered.count
-        self._buffer.clear()
-        self._buffered_count = 0
-        self._ready = []
+            self._settling.nack_pieces(self._take_unstarted(), UNBEGUN)
 
     def _fail(self, error: PlaitError) -> None:
         self._error = error
@@ -419,9 +430,7 @@ class Consumer:
             delivered.owner = None
         self._open.clear()
         self._open_bytes = 0
-        self._buffer.clear()
-        self._buffered_count = 0
-        self._ready = []
+        self._take_unstarted()
 
     def _forget(self, delivered: Delivered) -> None:
         if delivered in self._open:

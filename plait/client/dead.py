@@ -13,20 +13,22 @@ from typing import Any, Final, TypedDict, Unpack
 
 import msgspec
 
-from plait.client.arguments import micros_of, to_datetime
+from plait.client.arguments import is_number, limit_of, micros_of, sequences_of, shown, to_datetime
 from plait.client.calls import Calls
 from plait.client.encoding import decode_headers, decode_tags
 from plait.client.types import HeaderValue, MessageId
 from plait.errors import DeadLetterNotFound, InvalidArgument
 from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX
-from plait.reason import Reason
+from plait.reason import Reason, type_name
 
 #: Sequences that one request names: they have to fit into the head of a packet.
 SEQUENCES_MAX: Final = 4_000
 #: With a rate, a page is what is due in this time...
 PACE_SECONDS: Final = 0.05
-#: ...and after a pause at most what was due in this one.
-CATCH_UP_SECONDS: Final = 1.0
+#: ...and after a pause at most what was due in this one: a rate is a maximum.
+CATCH_UP_SECONDS: Final = 0.1
+#: More a second than any server does.
+RATE_MAX: Final = 1e9
 
 
 class DeadQueue(msgspec.Struct, frozen=True):
@@ -135,8 +137,8 @@ class Select(TypedDict, total=False):
     """Which letters are meant: all of what is given has to hold."""
 
     sequences: Iterable[int]
-    #: Of the reason.
-    type: str
+    #: Of the reason: what it says, or the exception itself.
+    type: str | type[BaseException]
     handler: str
     #: They died before this time.
     before: datetime
@@ -157,17 +159,18 @@ class Selection(msgspec.Struct, frozen=True):
             raise InvalidArgument(
                 f"letters cannot be selected by {unknown.pop()!r}; use {', '.join(cls.__struct_fields__)}"
             )
-        sequences = select.get("sequences")
-        if sequences is not None:
-            sequences = list(sequences)
-            for number in sequences:
-                if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                    raise InvalidArgument(f"{number!r} is not the sequence of a message")
-        before = select.get("before")
+        kind: Any = select.get("type")
+        handler: Any = select.get("handler")
+        sequences, before = select.get("sequences"), select.get("before")
+        if isinstance(kind, type) and issubclass(kind, BaseException):
+            kind = type_name(kind)
+        for name, value in (("type", kind), ("handler", handler)):
+            if value is not None and not isinstance(value, str):
+                raise InvalidArgument(f"{name} {shown(value)} is a {type(value).__name__}; use its name")
         return cls(
-            sequences,
-            select.get("type"),
-            select.get("handler"),
+            None if sequences is None else sequences_of(sequences),
+            kind,
+            handler,
             None if before is None else micros_of(before, "before"),
         )
 
@@ -202,8 +205,7 @@ class DeadAdmin(Calls):
 
         ``sequences``, ``type`` and ``handler`` of the reason and ``before``, a time, select among them.
         """
-        if limit < 1:
-            raise InvalidArgument(f"limit must be 1 or more, not {limit}")
+        limit = limit_of(limit)
         found: list[DeadLetter] = []
         for part in Selection.of(select).parts():
             after: int | None = -1
@@ -292,6 +294,7 @@ class DeadAdmin(Calls):
         dry_run: bool,
         progress: Callable[[int], None] | None,
     ) -> int:
+        rate = rate_of(rate)
         pace = Pace(None if dry_run else rate)
         for part in select.parts():
             after: int | None = -1
@@ -314,12 +317,25 @@ class DeadAdmin(Calls):
         return pace.count
 
 
+def rate_of(value: Any) -> float | None:
+    """So many a second; None: as fast as it goes."""
+    if value is None:
+        return None
+    if not is_number(value):
+        raise InvalidArgument(f"rate {shown(value)} is a {type(value).__name__}; use a number a second")
+    if not 0 < value <= RATE_MAX:
+        raise InvalidArgument(f"rate must be more than 0 a second and at most {RATE_MAX:g}, not {shown(value)}")
+    return float(value)
+
+
 class Pace:
-    """So many a second, counted from the beginning: a late page does not make the next ones late."""
+    """So many a second at most. A page that is a little late does not make the next ones late.
+
+    In no time do more than ``rate`` times it pass, and what is due in ``PACE_SECONDS`` and ``CATCH_UP_SECONDS`` more:
+    whatever held it up, what was missed meanwhile is not made up for.
+    """
 
     def __init__(self, rate: float | None) -> None:
-        if rate is not None and not 0 < rate < float("inf"):
-            raise InvalidArgument(f"rate must be more than 0 a second, not {rate!r}")
         self._rate = rate
         self._begun: float | None = None
         self.count = 0
@@ -333,8 +349,9 @@ class Pace:
         if self._begun is None:
             self._begun = loop.time()
         await asyncio.sleep(max(self._begun + self.count / rate - loop.time(), 0.0))
+        self._begun = max(self._begun, loop.time() - self.count / rate - CATCH_UP_SECONDS)
         behind = (loop.time() - self._begun) * rate - self.count
-        return max(1, min(int(min(behind, CATCH_UP_SECONDS * rate) + PACE_SECONDS * rate), DEAD_PAGE_MAX))
+        return max(1, min(int(behind + PACE_SECONDS * rate), DEAD_PAGE_MAX))
 
     def did(self, count: int) -> None:
         """So many were done."""

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.client.arguments import Duration, micros_of, seconds_of
+from plait.client.arguments import Duration, micros_of, seconds_of, shown
 from plait.errors import InvalidArgument
 from plait.limits import DELAY_SECONDS_MAX, DELAY_SECONDS_MIN
 
@@ -23,7 +23,15 @@ _MAX_MICROS: Final = round(DELAY_SECONDS_MAX * 1_000_000)
 _LIMITS: Final = f"use {DELAY_SECONDS_MIN * 1000:g} ms to {DELAY_SECONDS_MAX / 86400:.0f} days"
 #: Nanoseconds of Arrow's units.
 _UNITS: Final = {"s": 1_000_000_000, "ms": 1_000_000, "us": 1_000, "ns": 1}
-_MANY: Final = (list, tuple, np.ndarray, pa.Array, pa.ChunkedArray)
+_MANY: Final = (Sequence, np.ndarray, pa.Array, pa.ChunkedArray)
+#: Seconds of NumPy's units whose length is fixed.
+_NUMPY_UNITS: Final = {
+    "W": 604_800.0,
+    "D": 86_400.0,
+    "h": 3_600.0,
+    "m": 60.0,
+    **{unit: 1000.0**-power for power, unit in enumerate(("s", "ms", "us", "ns", "ps", "fs", "as"))},
+}
 
 
 class DelayLevel(enum.Enum):
@@ -69,7 +77,7 @@ def due_of(delay: Any, deliver_at: Any, now: int) -> int:
         delay = delay.value
     seconds = seconds_of(delay)
     if not DELAY_SECONDS_MIN <= seconds <= DELAY_SECONDS_MAX:
-        raise InvalidArgument(f"a message cannot be delayed by {delay!r}; {_LIMITS}")
+        raise InvalidArgument(f"a message cannot be delayed by {shown(delay)}; {_LIMITS}")
     if isinstance(delay, timedelta):
         return now + delay // timedelta(microseconds=1)
     return now + math.ceil(round(seconds * 1_000_000, 3))
@@ -80,8 +88,10 @@ def dues_of(delay: Any, deliver_at: Any, now: int, count: int) -> Dues:
     if delay is not None and deliver_at is not None:
         raise InvalidArgument("give a delay or deliver_at, not both")
     name, values = ("delay", delay) if delay is not None else ("deliver_at", deliver_at)
-    if not isinstance(values, _MANY):
+    if not isinstance(values, _MANY) or isinstance(values, str | bytes):
         return due_of(delay, deliver_at, now)
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        raise InvalidArgument(f"{name} is a NumPy array of {values.ndim} dimensions; use one number, or a row of them")
     if len(values) != count:
         raise InvalidArgument(f"{len(values)} times in {name} do not fit {count} bodies")
     if isinstance(values, pa.Array | pa.ChunkedArray):
@@ -120,14 +130,20 @@ def _of_arrow(name: str, values: pa.Array | pa.ChunkedArray, now: int) -> Dues:
 
 def _of_numpy(name: str, values: npt.NDArray[Any], now: int) -> Dues:
     kind = values.dtype.kind
-    if values.ndim != 1 or name != "delay" or kind not in "iufm":
+    if name != "delay" or kind not in "iufm":
         raise InvalidArgument(
             f"{name} is a NumPy array of {values.dtype}; use one of seconds or timedelta64 for delay, "
             "and datetimes with a time zone for deliver_at"
         )
     if kind == "m":
-        if np.datetime_data(values.dtype)[0] in ("Y", "M", "generic"):
+        unit, multiple = np.datetime_data(values.dtype)
+        if unit not in _NUMPY_UNITS:
             raise InvalidArgument(f"delay is a NumPy array of {values.dtype}, whose length is not fixed")
+        # Roughly, first: what is far too long would come out as any number of microseconds.
+        rough = values.astype(np.int64) * (multiple * _NUMPY_UNITS[unit])
+        wrong = np.flatnonzero((rough < 0) | (rough > 2 * DELAY_SECONDS_MAX))
+        if len(wrong):
+            raise InvalidArgument(f"row {wrong[0]}: delay is {rough[wrong[0]]:g} s from now; {_LIMITS}")
         whole = values.astype("timedelta64[us]")
         micros = whole.astype(np.int64) + (whole < values)
         return _checked(name, micros + now, now)

@@ -8,7 +8,10 @@ from plait.reason import Reason
 
 
 class RetryLater(Exception):
-    """Not now: the message comes again after ``delay``, whatever the group's policy is. That is no error."""
+    """Not now: the message comes again after ``delay``, whatever the group's policy is. That is no error.
+
+    It is an attempt: after the last one that the policy allows, the message goes to the dead letters.
+    """
 
     def __init__(self, delay: Duration) -> None:
         self.seconds = wait_of(delay)
@@ -16,7 +19,10 @@ class RetryLater(Exception):
 
 
 class Suspend(Exception):
-    """Nothing can be handled for ``delay``: the handler gets no messages until then, and this one comes again."""
+    """Nothing can be handled for ``delay``: the handler gets no messages until then, and this one comes again.
+
+    That is no attempt: however often it happens, the message does not die of it.
+    """
 
     def __init__(self, delay: Duration) -> None:
         self.seconds = wait_of(delay)
@@ -29,10 +35,11 @@ class Reject(Exception):
     ``reason`` is text, an exception or a ``plait.Reason``; without one it is what the exception was raised from.
     """
 
-    def __init__(self, reason: str | BaseException | Reason = "") -> None:
-        self.reason = reason
+    def __init__(self, reason: str | BaseException | Reason | None = None) -> None:
         # Checked here, where the traceback leads to whoever wrote it.
-        super().__init__(str(reason_of(reason)) if reason else "")
+        told = reason_of(reason)
+        self.reason: str | BaseException | Reason = "" if reason is None else reason
+        super().__init__("" if told in (None, Reason()) else str(told))
 
     def told(self, handler: str) -> Reason | None:
         """What the dead letter says."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from datetime import datetime
 from typing import Any, Literal
 
 import msgspec
 
-from plait.client.arguments import Duration, micros_of, moment_of, to_datetime
+from plait.client.arguments import Duration, limit_of, micros_of, moment_of, sequence_of, to_datetime
 from plait.client.calls import Calls
 from plait.client.types import MessageId, Receipt
 from plait.errors import InvalidArgument, NotScheduled
@@ -46,6 +45,13 @@ class _Row(msgspec.Struct):
     size: int
 
 
+class _Rows(msgspec.Struct):
+    """A page of them, and after which place the next one begins; None: that is all."""
+
+    rows: list[_Row]
+    next: tuple[int, int] | None
+
+
 class _Count(msgspec.Struct):
     subject: str | None
     bucket: int | None
@@ -78,21 +84,22 @@ class ScheduleAdmin(Calls):
         limit: int = 100,
     ) -> list[ScheduledMessage]:
         """Messages of a subject that are to be delivered from ``start`` up to ``end`` (times, or "5m" from now)."""
-        if limit < 1:
-            raise InvalidArgument(f"limit must be 1 or more, not {limit}")
-        span = _span(start, end)
+        limit = limit_of(limit)
+        span = self._span(start, end)
         found: list[ScheduledMessage] = []
         after: tuple[int, int] | None = None
         while len(found) < limit:
             wanted = min(limit - len(found), SCHEDULE_PAGE_MAX)
-            rows: list[_Row] = await self._run(
-                "schedule.list", list[_Row], subject=subject, after=after, limit=wanted, **span
-            )
-            found += [_message(row) for row in rows]
-            if len(rows) < wanted:
+            page: _Rows = await self._run("schedule.list", _Rows, subject=subject, after=after, limit=wanted, **span)
+            found += [_message(row) for row in page.rows]
+            after = page.next
+            if after is None:
                 break
-            after = (rows[-1].deliver_at, rows[-1].number)
         return found
+
+    def _span(self, start: Any, end: Any) -> dict[str, int | None]:
+        now = self._now()
+        return {"start": moment_of(start, "start", now), "end": moment_of(end, "end", now)}
 
     async def schedule_counts(
         self,
@@ -106,19 +113,25 @@ class ScheduleAdmin(Calls):
         if by not in ("subject", "time"):
             raise InvalidArgument(f"by {by!r} is not known; use 'subject' or 'time'")
         counts: list[_Count] = await self._run(
-            "schedule.count", list[_Count], subject=subject, by=by, **_span(start, end)
+            "schedule.count", list[_Count], subject=subject, by=by, **self._span(start, end)
         )
         return [ScheduleCount(c.subject, None if c.bucket is None else to_datetime(c.bucket), c.count) for c in counts]
 
     async def cancel_scheduled(self, subject: str, number: int, deliver_at: datetime) -> bool:
-        """Call a message off. True: it is never delivered; False: it was delivered or cancelled before."""
-        due = micros_of(deliver_at, "deliver_at")
+        """Call a message off. True: it is never delivered; False: it was delivered or cancelled before.
+
+        That is ``client.cancel`` for who has kept the number and the time of a receipt, and not the receipt.
+        """
+        due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
         cancelled: bool = await self._run("schedule.cancel", bool, subject=subject, number=number, deliver_at=due)
         return cancelled
 
     async def reschedule(self, subject: str, number: int, deliver_at: datetime, *, to: datetime) -> int:
-        """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that."""
-        due = micros_of(deliver_at, "deliver_at")
+        """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that.
+
+        That is ``client.reschedule`` for who has kept the number and the time of a receipt, and not the receipt.
+        """
+        due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
         new: int | None = await self._run(
             "schedule.reschedule",
             int | None,
@@ -136,8 +149,3 @@ def _message(row: _Row) -> ScheduledMessage:
     return ScheduledMessage(
         row.subject, row.number, to_datetime(row.deliver_at), MessageId(row.producer, row.sequence), row.key, row.size
     )
-
-
-def _span(start: Any, end: Any) -> dict[str, int | None]:
-    now = time.time_ns() // 1000
-    return {"start": moment_of(start, "start", now), "end": moment_of(end, "end", now)}

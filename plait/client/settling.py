@@ -213,10 +213,13 @@ class Settling:
                 await self._tell_failures(link, nacks)
                 if acks:
                     await link.request(m.Ack(self._session, acks))
-            except PlaitError as error:
+            except BaseException as error:
+                # Also when close gives up on an answer: what the broker may not know is said again.
                 self._acks = acks + self._acks
                 self._add_nacks(nacks)
                 self._keep()
+                if not isinstance(error, PlaitError):
+                    raise
                 if isinstance(error, Unavailable | StaleSession):
                     self._listener.lost(stale=isinstance(error, StaleSession))
                     break

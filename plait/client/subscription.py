@@ -156,7 +156,10 @@ class Subscription:
         name = self.handler.name
         if isinstance(failure, Reject):
             return Failed(None, failure.told(name), reject=True)
-        return Failed(failure.seconds if isinstance(failure, RetryLater | Suspend) else None, reason_of(failure, name))
+        if isinstance(failure, Suspend):
+            # Nothing is wrong with the message: it keeps its attempts.
+            return Failed(failure.seconds, counted=False)
+        return Failed(failure.seconds if isinstance(failure, RetryLater) else None, reason_of(failure, name))
 
     async def _invoke(self, call: Call, pool: ThreadPoolExecutor) -> None:
         """The handler itself; raises what it raises."""

@@ -136,7 +136,7 @@ class Admin:
         return self._run(self._admin.schedule_counts(subject, start=start, end=end, by=by))
 
     def cancel_scheduled(self, subject: str, number: int, deliver_at: datetime) -> bool:
-        """Call a message off. True: it is never delivered; False: it was delivered or cancelled before."""
+        """Call a message off by what its receipt says. True: it is never delivered; False: it was, or was cancelled."""
         return self._run(self._admin.cancel_scheduled(subject, number, deliver_at))
 
     def reschedule(self, subject: str, number: int, deliver_at: datetime, *, to: datetime) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self, overload
 
@@ -14,6 +12,7 @@ import pyarrow as pa
 from plait.client.arguments import Duration, seconds_of
 from plait.client.batch import ArrowBatch as LoopArrowBatch
 from plait.client.batch import Batch as LoopBatch
+from plait.client.batch import Rows
 from plait.client.consumer import ITERATION_COUNT
 from plait.client.consumer import Consumer as LoopConsumer
 from plait.client.loops import Run
@@ -79,12 +78,15 @@ class ArrowBatch:
         """All rows that were not nacked are done; returns when the broker has it."""
         self._run(self._inner.ack())
 
-    def nack(self, rows: Iterable[int] | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
-        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries."""
+    def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
+        """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries.
+
+        ``rows`` are their numbers in the table, or a mask of all its rows; also of NumPy or Arrow.
+        """
         self._run(self._inner.nack(rows, delay, reason))
 
-    def reject(self, rows: Iterable[int] | None = None, reason: Why | None = None) -> None:
-        """These rows (all: None) go to the group's dead letters at once."""
+    def reject(self, rows: Rows | None = None, reason: Why | None = None) -> None:
+        """These rows (all: None) go to the group's dead letters at once; ``rows`` as for ``nack``."""
         self._run(self._inner.reject(rows, reason))
 
     def __repr__(self) -> str:
@@ -104,10 +106,7 @@ class Consumer:
         self.group = inner.group
         self.client_id = inner.client_id
         #: What the loop handed over and nobody has taken: an interrupted call loses nothing.
-        self._pieces: deque[Piece] = inner._handed_over
-        #: Messages of the first piece that iteration has made already, the next one last.
-        self._ready: list[Message] = []
-        self._lock = threading.Lock()
+        self._handed_over = inner._handed_over
 
     def __enter__(self) -> Self:
         self._run(self._inner.__aenter__())
@@ -138,31 +137,18 @@ class Consumer:
 
     def _fetch(self, count: int, wait: Duration) -> list[Piece]:
         deadline = time.monotonic() + seconds_of(wait)
-        pieces = self._take(count)
+        pieces = self._handed_over.take(count)
         while not pieces:
             remaining = max(deadline - time.monotonic(), 0.0)
             self._run(self._hand_over(count, remaining))
-            pieces = self._take(count)
+            pieces = self._handed_over.take(count)
             if remaining <= 0 or self._inner._stopping:
                 break
         return pieces
 
     async def _hand_over(self, count: int, wait: float) -> None:
         """On the loop."""
-        self._pieces.extend(await self._inner._fetch(count, wait))
-
-    def _take(self, count: int) -> list[Piece]:
-        taken: list[Piece] = []
-        with self._lock:
-            self._ready = []
-            while count > 0 and self._pieces:
-                delivered, start, stop = self._pieces.popleft()
-                middle = min(stop, start + count)
-                taken.append((delivered, start, middle))
-                count -= middle - start
-                if middle < stop:
-                    self._pieces.appendleft((delivered, middle, stop))
-        return taken
+        self._handed_over.add(await self._inner._fetch(count, wait))
 
     def __iter__(self) -> Self:
         return self
@@ -170,22 +156,9 @@ class Consumer:
     def __next__(self) -> Message:
         """The next message, however long it takes."""
         while True:
-            with self._lock:
-                message = self._next_ready()
+            message = self._handed_over.next()
             if message is not None:
                 return message
             if self._inner._stopping:
                 raise StopIteration
             self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS))
-
-    def _next_ready(self) -> Message | None:
-        if not self._pieces:
-            return None
-        delivered, start, stop = self._pieces.popleft()
-        if not self._ready:
-            self._ready = delivered.messages(start, stop)
-            self._ready.reverse()
-        message = self._ready.pop()
-        if start + 1 < stop:
-            self._pieces.appendleft((delivered, start + 1, stop))
-        return message

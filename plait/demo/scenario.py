@@ -19,7 +19,7 @@ from rich.table import Table
 import plait
 from plait.cli.node import OwnNode
 from plait.demo.dead import show_dead_letter
-from plait.demo.delayed import CANCELLED, show_delays
+from plait.demo.delayed import show_delays
 from plait.demo.failing import FAILURES, show_retries
 from plait.demo.ledger import GroupResult, Ledger
 from plait.demo.orders import HANDLED, STEPS, SUBJECT
@@ -197,7 +197,7 @@ class Demo:
         found.check()
         self._screen.say(
             f"{found.messages:,} delayed messages came {found.p50:.1f} ms after their time (p99 {found.p99:.1f} ms), "
-            f"none early; {CANCELLED} were cancelled and did not come"
+            f"none early; {found.cancelled} were cancelled and did not come"
         )
 
     async def _stop_consumers(self) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from plait.broker.schedule_views import CountView, ScheduledView, count_scheduled, list_scheduled
+from plait.broker.schedule_views import CountView, ScheduledPage, count_scheduled, list_scheduled
 from plait.errors import InvalidArgument
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.limits import SCHEDULE_PAGE_MAX
@@ -61,7 +61,7 @@ def reschedule(server: Server, request: Reschedule) -> int | None:
     return server.broker.schedules.reschedule(request.subject, request.number, request.deliver_at, request.to)
 
 
-def list_(server: Server, request: ListScheduled) -> list[ScheduledView]:
+def list_(server: Server, request: ListScheduled) -> ScheduledPage:
     if not 1 <= request.limit <= SCHEDULE_PAGE_MAX:
         raise InvalidArgument(f"a listing takes a limit of 1 to {SCHEDULE_PAGE_MAX}, not {request.limit}")
     start, end = _span(request.start, request.end)

@@ -70,10 +70,10 @@ class EmbeddedBroker:
         return self._server
 
     def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits | None = None) -> plait.Client:
-        """A client of this broker, for ``async with``; it goes by the broker's clock, so that delays do too."""
+        """A client of this broker, for ``async with``; it goes by the broker's clock, and so do delays and "-5m"."""
         client = plait.connect(self.address, client_id=client_id, limits=limits)
         if isinstance(self.clock, ManualClock):
-            client._producer.now = client._producer.next_now = self.clock.now
+            client._go_by(self.clock.now)
         return client
 
     async def start(self) -> None:

@@ -124,9 +124,11 @@ class Link(asyncio.BufferedProtocol):
             on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
             return
         number = self._next
+        # First: what cannot be packed must not leave a call behind that nobody answers.
+        head = pack(message.KIND, number, m.encode(message), size)
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
         self._calls[number] = on_answer
-        send(self._transport, pack(message.KIND, number, m.encode(message), size), payload, size)
+        send(self._transport, head, payload, size)
 
     def notify(self, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> None:
         """Send a packet that has no answer."""

@@ -168,8 +168,9 @@ class Ack(Message, frozen=True):
 class Nack(Message, frozen=True):
     """These ranges failed: the group gets them again after ``delay`` seconds; None: as its retry policy says.
 
-    ``reject``: they go to the dead letters at once. Not ``counted``: nobody began with them, so it was no attempt;
-    what the member waits for is answered with nothing first, as it would only get the same rows again.
+    ``reject``: they go to the dead letters at once. Not ``counted``: it was no attempt, as nobody began with them or
+    nothing can be handled now; what the member waits for is answered with nothing first, as it would only get the same
+    rows again.
     """
 
     KIND: ClassVar[int] = 25

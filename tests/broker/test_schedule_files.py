@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plait.broker import snapshot, upcoming
-from plait.broker.schedule_views import count_scheduled
+from plait.broker.schedule_views import count_scheduled, list_scheduled
 from plait.storage.buckets import DIRECTORY, LEVELS, bucket_keys, keys_at
 from plait.storage.checkpoint import KEEP
 from plait.testing.disk import SimulatedCrash
@@ -311,3 +311,24 @@ def test_a_damaged_frame_of_the_log_is_told_and_the_others_come(producer: Produc
     assert delivered(node) == [b"0", b"2"]
     assert schedules(node).lost_count == 1
     assert schedules(node).count == 0
+
+
+@pytest.mark.parametrize("limit", [1, 2, 10])
+def test_rows_that_do_not_read_back_do_not_hide_the_others(producer: Producer, limit: int) -> None:
+    node = Node()
+    due = node.clock.now() + 60 * SECOND
+    for index in range(5):
+        delay(node, producer, due + index, b"%d" % index)
+    log = schedules(node).partition_of("orders").consume_log
+    for bad in (1, 2):
+        offset = log.record(bad).offset
+        segment = node.broker.message_log.segment_at(offset)
+        node.disk.flip_bit(f"message/{segment.base:020d}.log", offset - segment.base + 100, 0)
+    found: list[int] = []
+    after, more = None, True
+    while more:
+        page = list_scheduled(node.broker, "orders", 0, 1 << 62, after, limit)
+        assert len(page.rows) <= limit
+        found += [row.number for row in page.rows]
+        after, more = page.next, page.next is not None
+    assert found == [0, 3, 4]

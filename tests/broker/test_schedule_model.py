@@ -166,9 +166,11 @@ class Scheduling(RuleBasedStateMachine):
         self.node.partition(subject)
         found: list[tuple[object, ...]] = []
         after = None
-        while page := list_scheduled(broker, subject, low, high, after, limit):
-            found += [(v.deliver_at, v.number, v.producer, v.sequence, v.key, v.size) for v in page]
-            after = (page[-1].deliver_at, page[-1].number)
+        more = True
+        while more:
+            page = list_scheduled(broker, subject, low, high, after, limit)
+            found += [(v.deliver_at, v.number, v.producer, v.sequence, v.key, v.size) for v in page.rows]
+            after, more = page.next, page.next is not None
         assert found == mine
         [*counts] = count_scheduled(broker, subject, low, high, "subject")
         assert sum(view.count for view in counts) == len(mine)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pty
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -139,6 +141,74 @@ def test_letters_are_resent_and_purged_by_selection(here: Here, subject: str, de
     assert json_of(run("purge", "--type", "ValueError", "--yes", "-o", "json"))["purged"] == 1
     assert json_of(here("dlq", "list", subject, "-o", "json")) == []
     assert run("resend", "--all").stdout.split() == [b"subject", subject.encode(), b"group", b"g", b"resent", b"0"]
+
+
+@pytest.mark.parametrize("before", ["7d", "1m", "2999-01-01", "29990101"])
+def test_a_time_that_is_still_to_come_selects_nothing(here: Here, subject: str, dead: Bury, before: str):
+    dead(THREE)
+    for command in (("purge", "--yes"), ("resend",), ("list",)):
+        refused = here("dlq", command[0], subject, "g", "--before", before, *command[1:])
+        assert (refused.returncode, refused.stdout) == (2, b"")
+        assert b"is still to come; write -7d for seven days ago" in refused.stderr
+    assert json_of(here("group", "describe", subject, "g", "-o", "json"))["dead"] == 3
+    assert json_of(here("dlq", "purge", subject, "g", "--before", "0s", "--yes", "-o", "json"))["purged"] == 3
+
+
+@pytest.mark.parametrize(
+    "option", [("--type", "X"), ("--handler", "h"), ("--before", "-1h"), ("--limit", "5"), ("--limit", "100")]
+)
+def test_letters_are_selected_in_one_group_only(here: Here, subject: str, option: tuple[str, str]):
+    for names in ((), (subject,)):
+        refused = here("dlq", "list", *names, *option)
+        assert (refused.returncode, refused.stdout) == (2, b"")
+        assert b"name the group too" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("list", "--before", "-999999d"),
+        ("list", "--before", "999999999d"),
+        ("list", "--limit", "-99999999999999999999999"),
+        ("show", "99999999999999999999999"),
+        ("resend", "99999999999999999999999"),
+        ("purge", "-1"),
+        ("resend", "--all", "--rate", "1e400"),
+    ],
+)
+def test_huge_values_are_one_line(here: Here, subject: str, dead: Bury, arguments: tuple[str, ...]):
+    dead(THREE[:1])
+    refused = here("dlq", arguments[0], subject, "g", *arguments[1:])
+    assert (refused.returncode, refused.stdout, refused.stderr.count(b"\n")) == (2, b"", 1)
+    assert refused.stderr.startswith(b"error: ")
+
+
+def test_an_interrupt_says_how_many_were_done(node: Serving, subject: str, dead: Bury):
+    dead([(b"x", plait.Reason("E"))] * 30)
+    with (
+        plait.sync.connect(node.address) as client,
+        subprocess.Popen(
+            [sys.executable, "-m", "plait.cli", "dlq", "resend", subject, "g", "--all", "--rate", "20"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment(PLAIT_SERVER=node.address),
+        ) as resending,
+    ):
+        while client.admin.group(subject, "g").dead > 28:
+            assert resending.poll() is None
+        resending.send_signal(signal.SIGINT)
+        out, err = resending.communicate(timeout=SECONDS)
+    assert (resending.returncode, out) == (130, b"")
+    assert re.fullmatch(rb"at least [1-9]\d* dead letters were resent; what is left can be done again\n", err)
+
+
+def test_what_fails_before_it_has_done_anything_says_nothing_of_that(here: Here, subject: str):
+    gone = here("dlq", "resend", subject, "g", "--all")
+    assert (gone.returncode, gone.stderr.count(b"\n")) == (4, 1)
+    here("send", subject, "x")
+    gone = here("dlq", "resend", subject, "g", "--all")
+    assert (gone.returncode, gone.stderr.count(b"\n")) == (4, 1)
+    assert gone.stderr.endswith(b"(group_not_found)\n")
 
 
 def test_purging_asks_at_a_terminal(node: Serving, here: Here, subject: str, dead: Bury):

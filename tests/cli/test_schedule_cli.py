@@ -24,9 +24,12 @@ def test_delays_and_times_in_words():
     )
     with pytest.raises(InvalidArgument, match="'level19': there are levels 1 to 18"):
         delay_of("level19")
-    assert time_of("2030-01-31T12:00") == time_of("2030-01-31T20:00+08:00") == time_of("1896091200000000")
-    with pytest.raises(InvalidArgument, match="time 'soon' is not understood"):
-        time_of("soon")
+    assert time_of("2030-01-31T12:00") == time_of("2030-01-31T20:00+08:00") == time_of("20300131T120000Z")
+    # Digits alone are a date, never microseconds or seconds.
+    assert time_of("20300131") == time_of("2030-01-31")
+    for wrong in ("soon", "1896091200000000", "1896091200", "5", "99999999999999999999"):
+        with pytest.raises(InvalidArgument, match=f"time '{wrong}' is not understood"):
+            time_of(wrong)
 
 
 def test_a_delayed_message_is_sent_listed_moved_and_cancelled(here: Here, subject: str):
@@ -87,6 +90,13 @@ def test_lines_are_delayed_as_one_message_is(node: Serving, here: Here, subject:
         (("schedule", "move", "s", "1", "2030-01-01"), b"say when: --delay or --to"),
         (("schedule", "move", "s", "1", "2030-01-01", "--delay", "5s", "--to", "2030-01-01"), b"say when"),
         (("schedule", "list", "s", "--limit", "0"), b"limit must be 1 or more"),
+        (("schedule", "list", "s", "--end", "999999999d"), b"is not within the years 1970 to 9999"),
+        (("schedule", "count", "--start", "-999999d"), b"is not within the years 1970 to 9999"),
+        (("schedule", "cancel", "s", "1", "99999999999999999999"), b"'99999999999999999999' is not understood"),
+        (("schedule", "cancel", "s", "9" * 30, "2030-01-01"), b"is not one of a message"),
+        (("schedule", "move", "s", "9" * 30, "2030-01-01", "--delay", "5s"), b"is not one of a message"),
+        (("send", "s", "x", "--delay", "1e400"), b"duration '1e400' is not understood"),
+        (("tail", "s", "--start", "9" * 30), b"is not one of a message"),
         (("schedule", "list", "s", "--start", "yesterday"), b"'yesterday' is not understood"),
     ],
 )

@@ -98,17 +98,24 @@ async def test_raising_makes_the_group_try_again_and_logs_the_traceback(
     assert second.name == "plait.app"
 
 
-@pytest.mark.parametrize("error", [StopIteration, asyncio.CancelledError, StopAsyncIteration, TimeoutError])
+def reject_nothing() -> BaseException:
+    """As a handler writes it by mistake: with a reason that is none."""
+    return plait.Reject(0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error", [StopIteration, asyncio.CancelledError, StopAsyncIteration, TimeoutError, reject_nothing]
+)
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async def", "def"])
 async def test_whatever_a_handler_raises_the_worker_lives_on(
-    client: plait.Client, app: plait.App, error: type[BaseException], asynchronous: bool
+    client: plait.Client, app: plait.App, error: Callable[[], BaseException], asynchronous: bool
 ) -> None:
     seen: list[int] = []
 
     def work(message: plait.Message) -> None:
         seen.append(message.attempt)
         if message.attempt == 1:
-            raise error
+            raise error()
 
     async def work_later(message: plait.Message) -> None:
         work(message)

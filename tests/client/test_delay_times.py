@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plait
-from plait.client.arguments import micros_of, moment_of, to_datetime
+from plait.client.arguments import micros_of, moment_of, start_of, to_datetime
 from plait.client.delay import due_of, dues_of
 from plait.limits import DELAY_SECONDS_MAX, DELAY_SECONDS_MIN
 from plait.retry import WAIT_SECONDS_MAX
@@ -33,6 +33,9 @@ LATER = to_datetime(NOW + 5 * SECOND)
         (timedelta(days=2, microseconds=1), 2 * 86_400 * SECOND + 1),
         (plait.DelayLevel.LEVEL_3, 10 * SECOND),
         (1.000_000_4, SECOND + 1),
+        (np.int64(5), 5 * SECOND),
+        (np.uint8(5), 5 * SECOND),
+        (np.float32(0.5), SECOND // 2),
         (DELAY_SECONDS_MAX, 2 * 366 * 86_400 * SECOND),
     ],
 )
@@ -48,11 +51,20 @@ def test_no_delay_is_shorter_than_asked_for(seconds: float):
 
 
 @pytest.mark.parametrize(
-    "delay", [0, 0.009, -1, "9ms", DELAY_SECONDS_MAX + 1, timedelta(days=733), float("nan"), float("inf"), "1"]
+    "delay",
+    [
+        *(0, 0.009, -1, "9ms", DELAY_SECONDS_MAX + 1, timedelta(days=733), float("nan"), float("inf"), "1"),
+        *(10**400, 10**5000, -(10**5000), f"{'9' * 400}d", timedelta.max, True, np.bool_(True)),
+        *(np.array(5.0), np.array([5]), np.timedelta64(5, "s"), [5], None, "5m" * 100),
+    ],
+    ids=lambda delay: repr(type(delay)),
 )
 def test_a_delay_outside_the_limits_is_refused(delay: Any):
-    with pytest.raises(plait.InvalidArgument, match=r"10 ms to 732 days|must be 0 or more|is not understood"):
+    with pytest.raises(
+        plait.InvalidArgument, match=r"10 ms to 732 days|must be 0 or more|is not understood|longer than any"
+    ) as refused:
         due_of(delay, None, NOW)
+    assert len(str(refused.value)) < 200
 
 
 def test_times_are_as_exact_as_they_were_given():
@@ -91,6 +103,8 @@ def test_the_limits_of_delays_and_of_retries_are_the_same():
     [
         [1, "2s", timedelta(seconds=3)],
         (1, 2, 3),
+        range(1, 4),
+        [np.int64(1), np.float64(2), np.int16(3)],
         np.array([1, 2, 3]),
         np.array([1.0, 2.0, 3.0], np.float32),
         np.array([1, 2, 3], "timedelta64[s]"),
@@ -134,7 +148,13 @@ def test_one_for_all_stays_one():
         (np.array([1, "NaT", 1], "timedelta64[s]"), None, "row 1: delay is"),
         (np.array([1, 1, 1], "timedelta64[M]"), None, "whose length is not fixed"),
         (np.array([True, True, True]), None, "delay is a NumPy array of bool"),
-        (np.array([[1], [1], [1]]), None, "delay is a NumPy array of"),
+        (np.array([[1], [1], [1]]), None, "delay is a NumPy array of 2 dimensions"),
+        (np.array(5.0), None, "delay is a NumPy array of 0 dimensions"),
+        (b"123", None, "duration b'123' is not understood"),
+        # 0.448 s, once it is turned into microseconds without a look.
+        (np.array([1, 18_446_744_073_710, 1], "timedelta64[s]"), None, "row 1: delay is 1.84467e"),
+        (np.array([1, 1, 213_503_982_335], "timedelta64[D]"), None, "row 2: delay is 1.84467e"),
+        (np.array([1, 1, 1], "timedelta64[Y]"), None, "whose length is not fixed"),
         (pa.array([1, None, 1]), None, "delay has null rows"),
         (pa.array(["1s"] * 3), None, "delay is an Arrow column of string"),
         (pa.array([1, 2, 1 << 62], pa.duration("s")), None, "row 2: delay is"),
@@ -166,3 +186,33 @@ def test_moments_of_all_kinds():
     assert moment_of("1970-01-01T00:00:01", "start", NOW) == SECOND
     with pytest.raises(plait.InvalidArgument, match="'soon' is not understood"):
         moment_of("soon", "start", NOW)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "-999999d",
+        "999999999d",
+        "-60y",
+        f"{'9' * 400}d",
+        timedelta.max,
+        timedelta.min,
+        1e300,
+        10**400,
+        "1896091200000000",
+    ],
+)
+def test_moments_that_no_time_can_have_are_refused(moment: Any):
+    with pytest.raises(
+        plait.InvalidArgument, match=r"within the years 1970 to 9999|not understood|must be|longer than"
+    ):
+        moment_of(moment, "start", NOW)
+
+
+def test_starts_that_are_far_away():
+    assert start_of("-999999d", NOW) == start_of(timedelta.max, NOW) == ["time", 0]
+    assert start_of(datetime(1900, 1, 1, tzinfo=UTC), NOW) == ["time", 0]
+    assert start_of(np.int64(5), NOW) == start_of("5", NOW) == ["sequence", 5]
+    for wrong in (10**30, "9" * 30, "9" * 5000, np.array([1]), True, np.timedelta64(5, "s")):
+        with pytest.raises(plait.InvalidArgument, match=r"is not one of a message|is not understood"):
+            start_of(wrong, NOW)

@@ -38,6 +38,23 @@ async def test_a_directory_that_was_given_stays(tmp_path: Path) -> None:
     assert (tmp_path / "data").is_dir()
 
 
+async def test_times_from_now_go_by_the_clock_of_the_broker(timed_broker: EmbeddedBroker) -> None:
+    async with timed_broker.connect() as client:
+        await client.send("s", b"now")
+        await client.send("s", b"soon", delay="5m")
+        await client.send("s", b"later", delay="1h")
+        assert len(await client.admin.scheduled("s", end="10m")) == 1
+        assert [count.count for count in await client.admin.schedule_counts(start="10m")] == [1]
+        await timed_broker.advance("4m")
+        await client.send("s", b"then")
+        async with client.reader("s", start="-2m") as reader:
+            assert [message.body for message in await reader.fetch(10, wait=20)] == [b"then"]
+        async with client.consumer("s", group="g", start="-2m") as consumer:
+            [message] = await consumer.fetch(10, wait=20)
+            assert message.body == b"then"
+        assert await client.admin.reset_group("s", "g", "-2m") == 1
+
+
 async def test_a_restart_keeps_address_and_messages() -> None:
     async with EmbeddedBroker() as broker, broker.connect() as client:
         address = broker.address

@@ -237,14 +237,18 @@ async def test_batch_handlers_fail_as_a_whole(client: plait.Client, app: plait.A
 async def test_a_suspension_ends_whatever_the_timer_rounds_to(
     client: plait.Client, app: plait.App, seconds: float
 ) -> None:
+    attempts: list[int] = []
+
     @app.subscriber("s")
     async def handle(message: plait.Message) -> None:
-        if message.attempt == 1:
+        attempts.append(message.attempt)
+        if len(attempts) == 1:
             raise plait.Suspend(seconds)
 
     await send(client, 1)
     async with running(app):
         await settled(client)
+    assert attempts == [1, 1]
 
 
 async def test_a_def_that_sticks_takes_no_thread_of_others_and_no_message_that_never_began(

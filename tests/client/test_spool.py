@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
+from plait.wire.dial import Link
 from tests.client.support import fetch_all, numbers, send, until
 
 #: Reconnects at once, and a close does not wait for a broker that is away.
@@ -58,6 +61,33 @@ async def test_the_next_process_says_what_the_last_could_not(broker: EmbeddedBro
         assert (info.lag, info.waiting) == (6, 2)
         assert numbers(await fetch_all(consumer, 4)) == [6, 7, 8, 9]
         assert files(spool) == []
+
+
+@pytest.mark.parametrize("unanswered", ["Ack", "Nack"])
+async def test_words_that_a_close_did_not_wait_for_are_kept(
+    broker: EmbeddedBroker, spool: Path, monkeypatch: pytest.MonkeyPatch, unanswered: str
+) -> None:
+    request = Link.request
+
+    async def silence(self: Link, message: Any) -> Any:
+        if type(message).__name__ == unanswered:
+            await asyncio.Event().wait()
+        return await request(self, message)
+
+    async with connect(broker, spool) as client:
+        await send(client, 3)
+        async with client.consumer("s", group="g", prefetch=3) as consumer:
+            done, failed, _ = await fetch_all(consumer, 3)
+            monkeypatch.setattr(Link, "request", silence)
+            done.ack()
+            failed.nack(delay=60)
+    monkeypatch.undo()
+    assert [path.suffix for path in files(spool)] == [".words"]
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        info = await client.admin.group("s", "g")
+        assert (info.lag, files(spool)) == (2, [])
+        assert 2 in numbers(await fetch_all(consumer, 1 if info.waiting else 2))
 
 
 async def test_reasons_and_rejections_are_kept_too(broker: EmbeddedBroker, spool: Path) -> None:

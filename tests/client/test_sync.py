@@ -20,7 +20,7 @@ import pytest
 import plait
 import plait.sync
 from plait.client.loops import LoopThread, shared_loop
-from plait.testing import BlockingBroker
+from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
 from tests.client.support import impatient
 
 
@@ -216,6 +216,73 @@ def test_an_iteration_ends_when_another_thread_closes_the_consumer(client: plait
         assert waiting.result(10) == []
 
 
+def test_a_consumer_that_stops_hands_out_no_more(client: plait.sync.Client) -> None:
+    send(client, 10)
+    with client.consumer("s", group="g") as consumer:
+        assert numbers([next(consumer)]) == [0]
+        shared_loop().run(stop(consumer))
+        assert list(consumer) == []
+        assert len(consumer.fetch(5, wait=0)) == 0
+    with client.consumer("s", group="g", retry=plait.Retry()) as consumer:
+        assert [message.attempt for message in consumer.fetch(10)] == [2] + [1] * 9
+
+
+async def stop(consumer: plait.sync.Consumer) -> None:
+    consumer._inner._stop()
+
+
+def test_each_row_is_handed_out_or_given_back_and_never_both(client: plait.sync.Client) -> None:
+    for turn in range(10):
+        send(client, 50)
+        group = f"g{turn}"
+        with ThreadPoolExecutor(1) as pool:
+            consumer = client.consumer("s", group=group, start=50 * turn).__enter__()
+            seen: list[int] = []
+            going = pool.submit(lambda consumer=consumer, seen=seen: seen.extend(m.sequence for m in consumer))
+            while len(seen) < turn:
+                pass
+            consumer.close()
+            going.result(10)
+        with client.consumer("s", group=group) as consumer:
+            attempts = {message.sequence: message.attempt for message in consumer.fetch(50)}
+        begun = [sequence for sequence, attempt in attempts.items() if attempt == 2]
+        assert sorted(begun) == sorted(seen)
+
+
+def test_a_consumer_that_was_given_up_does_not_hand_out_what_others_have() -> None:
+    with (
+        EmbeddedBroker(clock=ManualClock()) as broker,
+        plait.sync.connect(broker.address, client_id="slow") as slow,
+        plait.sync.connect(broker.address, client_id="other") as other,
+    ):
+        send(slow, 10)
+        with slow.consumer("s", group="g") as consumer:
+            first = next(consumer)
+            with other.consumer("s", group="g") as taking:
+                # Its pull waits at the broker, before the other one comes back.
+                assert len(taking.fetch(10, wait=0)) == 0
+                other.admin.subjects()
+                broker.advance(6, silent=["slow"])
+                batch = taking.fetch(10, wait=20)
+                assert sorted(numbers(batch)) == list(range(10))
+                batch.ack()
+            first.ack()
+            consumer.flush()
+            send(other, 1, first=10)
+            assert numbers([next(consumer)]) == [10]
+
+
+def test_messages_of_a_subject_that_is_gone_are_not_handed_out(client: plait.sync.Client) -> None:
+    send(client, 10)
+    with client.consumer("s", group="g") as consumer:
+        first = next(consumer)
+        client.admin.delete_subject("s")
+        send(client, 3, first=100)
+        first.ack()
+        consumer.flush()
+        assert numbers([next(consumer), next(consumer)]) == [100, 101]
+
+
 def test_readers(client: plait.sync.Client) -> None:
     send(client, 5)
     with client.reader("s", start=1) as reader:
@@ -316,7 +383,11 @@ def test_threads_share_a_consumer(client: plait.sync.Client) -> None:
 
         def fetch() -> None:
             while not done.is_set():
-                batch = consumer.fetch(17, wait=0.01)
+                try:
+                    batch = consumer.fetch(17, wait=0.01)
+                except plait.Closed:
+                    # Since it looked whether all were done.
+                    return
                 for message in batch:
                     seen.put(int(message.body))
                 batch.ack()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -152,6 +155,27 @@ def test_what_a_rejection_says():
     assert plait.Reject("no such order").told("h") == plait.Reason("plait.Reject", "no such order", "h")
     assert plait.Reject(KeyError("x")).told("h") == plait.Reason("KeyError", "'x'", "h")
     assert plait.Reject(plait.Reason("A", "b", "mine")).told("h") == plait.Reason("A", "b", "mine")
-    with pytest.raises(plait.Reject) as caught:
-        raise plait.Reject from ValueError("bad")
-    assert caught.value.told("h") == plait.Reason("ValueError", "bad", "h")
+    for bare in (plait.Reject, plait.Reject(), plait.Reject(None), plait.Reject("")):
+        with pytest.raises(plait.Reject) as caught:
+            raise bare from ValueError("bad")
+        assert caught.value.told("h") == plait.Reason("ValueError", "bad", "h")
+        assert str(caught.value) == ""
+
+
+@pytest.mark.parametrize("reason", [0, False, [], {}, 0.0, b"", b"bytes"])
+def test_a_rejection_with_anything_else_is_refused_where_it_is_written(reason: Any):
+    with pytest.raises(plait.InvalidArgument, match="use an exception, text or a"):
+        plait.Reject(reason)
+
+
+def test_reasons_are_of_text():
+    for wrong in (("a", None), (None,), ("a", "b", 5)):
+        with pytest.raises(plait.InvalidArgument, match="of a reason is text, not a"):
+            plait.Reason(*wrong)
+
+
+def test_types_are_named_as_they_are_imported():
+    assert plait.Reason.of(plait.RetryLater(5)).type == "plait.RetryLater"
+    assert plait.Reason.of(plait.CodecError("no")).type == "plait.CodecError"
+    assert plait.Reason.of(ValueError()).type == "ValueError"
+    assert plait.Reason.of(msgspec.DecodeError()).type == "msgspec.DecodeError"

@@ -75,7 +75,9 @@ async def test_what_waits_can_be_listed_counted_cancelled_and_moved(serve: Serve
         assert moved == 3
         again = await admin(raw, "schedule.reschedule", subject="orders", number=0, deliver_at=due, to=due)
         assert again is None
-        listed = await admin(raw, "schedule.list", subject="orders", limit=10)
+        page = await admin(raw, "schedule.list", subject="orders", limit=10)
+        listed = page["rows"]
+        assert page["next"] is None
         assert [(row["number"], row["deliver_at"], row["sequence"], row["size"]) for row in listed] == [
             (3, due - SECOND, 1, 1),
             (2, due, 3, 3),
@@ -90,8 +92,11 @@ async def test_what_waits_can_be_listed_counted_cancelled_and_moved(serve: Serve
             "size": 1,
         }
         after = [due - SECOND, 3]
-        assert await admin(raw, "schedule.list", subject="orders", after=after, limit=10) == listed[1:]
-        assert await admin(raw, "schedule.list", subject="orders", start=due, end=due + 1) == listed[1:]
+        first = await admin(raw, "schedule.list", subject="orders", limit=1)
+        assert first == {"rows": listed[:1], "next": after}
+        rest = {"rows": listed[1:], "next": None}
+        assert await admin(raw, "schedule.list", subject="orders", after=after, limit=10) == rest
+        assert await admin(raw, "schedule.list", subject="orders", start=due, end=due + 1) == rest
         assert await admin(raw, "schedule.count") == [{"subject": "orders", "bucket": None, "count": 2}]
         times = await admin(raw, "schedule.count", subject="orders", by="time", end=due)
         assert [(row["subject"], row["count"]) for row in times] == [("orders", 1)]
@@ -146,5 +151,5 @@ async def test_wrong_requests_are_refused_and_harm_nothing(serve: Serve) -> None
         ]:
             with pytest.raises(error):
                 await admin(raw, operation, **arguments)
-        assert await admin(raw, "schedule.list", subject="orders") == []
+        assert await admin(raw, "schedule.list", subject="orders") == {"rows": [], "next": None}
         assert await delayed(raw, due, b"fine") == 0

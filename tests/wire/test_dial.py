@@ -116,6 +116,26 @@ async def test_answers_find_their_requests_in_any_order():
     assert [(answer.sequence, bytes(payload)) for answer, payload in answers] == [(0, b""), (1, b"p"), (2, b"pp")]
 
 
+async def test_what_cannot_be_packed_leaves_nothing_behind():
+    async with linked(answer_all) as link:
+        answers: list[object] = []
+        with pytest.raises(OverflowError):
+            link.call(m.Admin("x", {"number": 1 << 70}), lambda *answer: answers.append(answer))
+        with pytest.raises(ProtocolError, match="over the limit"):
+            link.call(m.Heartbeat(), lambda *answer: answers.append(answer), size=1 << 31)
+        assert await link.request(m.Heartbeat()) == m.Sent(0)
+    assert answers == []
+
+
+async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        try:
+            _, number = await next_request(reader)
+        except asyncio.IncompleteReadError:
+            return
+        writer.write(packet(number, m.Sent(0)))
+
+
 async def test_a_failure_is_raised_to_its_request_alone():
     async def one_failure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, second = (await next_request(reader))[1], (await next_request(reader))[1]
