@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from plait.broker.sends import JOINED_SIZE_MAX
 from plait.broker.window import IN_LOG, SoonRows, soon_rows
-from plait.errors import DamageError, FrameError
+from plait.errors import DamageError, FlowControl, FrameError
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
 from plait.frame.gather import Gathered, Int64s, Places, Rows, flatten, row_sets
 from plait.frame.view import FrameView
 from plait.limits import MIB
+from plait.storage.buckets import Bucket
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -25,6 +27,25 @@ if TYPE_CHECKING:
 DELIVER_SIZE_MAX: Final = 8 * MIB
 #: Inflated frames that are remembered: their other rows may be due next.
 FLAT_SIZE_MAX: Final = 64 * MIB
+
+
+class FiledPlace(NamedTuple):
+    """Where a row waits that is filed."""
+
+    bucket: Bucket
+    run: int
+    row: int
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Something that needs the files of delayed rows: where one cannot be opened now, nothing comes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise FlowControl(
+            f"a file of delayed messages cannot be opened now ({error.strerror}); nothing was changed, try again"
+        ) from error
 
 
 class DueRows:
@@ -155,15 +176,11 @@ class DueRows:
             bucket.waiting -= len(mine)
             bucket.dirty = True
 
-    def copy(self, schedule: Schedule, number: int, due: int, to: int) -> FrameParts | None:
+    def copy(self, schedule: Schedule, number: int, due: int, to: int, place: FiledPlace | None) -> FrameParts | None:
         """The row once more, to be delivered at another time, in a frame that settles it; None where it is lost."""
         rows = soon_rows(np.array([due]), number, schedule.partition.id)
-        if number < schedule.fresh.base:
-            place = self._schedules.find_filed(schedule, number, due)
-            if place is None:
-                return None
-            bucket, run, row = place
-            rows = soon_rows(np.array([due]), number, schedule.partition.id, bucket.key, run, row)
+        if place is not None:
+            rows = soon_rows(np.array([due]), number, schedule.partition.id, place.bucket.key, place.run, place.row)
         mine, _ = self.readable(schedule, rows, np.arange(1))
         if not len(mine):
             return None

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from plait.broker.partition import Partition
 from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
+from plait.frame.gather import UInt64s
 from plait.frame.view import FrameView
 from plait.storage.buckets import DIRECTORY, NEVER, Bucket
 from plait.storage.catalog import SCHEDULE
@@ -188,20 +189,24 @@ class Filed:
     def _take_over(self, filing: Filing) -> None:
         """Filed rows leave the log for their buckets."""
         schedules = self._schedules
+        left = self._left_meanwhile(filing)
         for key, (path, runs) in filing.added.items():
             bucket = schedules.buckets.get(key)
             if bucket is None:
                 bucket = schedules.buckets[key] = Bucket(self._broker.disk, schedules.report, key, path)
             before = len(bucket.runs)
             bucket.add(runs)
-            for run in range(before, len(bucket.runs)):
-                if schedules.get(int(bucket.runs["partition"][run])) is None:
+            for run, numbers in enumerate(filing.numbers[key], before):
+                partition = int(bucket.runs["partition"][run])
+                if schedules.get(partition) is None:
                     bucket.drop_run(run)
+                elif partition in left:
+                    bucket.settle(run, np.flatnonzero(_among(numbers, left[partition])))
+                    bucket.advance(run)
         for copy in filing.fresh:
             schedule = schedules.get(copy.partition)
             if schedule is None:
                 continue
-            left = np.flatnonzero((copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER))
             schedule.fresh.filed(copy.end)
             schedule.partition.start = copy.end
             if len(schedule.fresh.due):
@@ -209,9 +214,18 @@ class Filed:
                 self._broker.touch(schedule.partition)
             schedules.window.remove_partition(copy.partition, before=copy.end)
             schedules.upcoming.expect_from(schedule, schedules.window.end)
-            if len(left):
-                self._resolve(copy.partition, copy.base + left, copy.due[left])
         schedules.upcoming.runs_added()
+
+    def _left_meanwhile(self, filing: Filing) -> dict[int, UInt64s]:
+        """Partition → the numbers, in order, of rows that left while they were filed."""
+        left: dict[int, UInt64s] = {}
+        for copy in filing.fresh:
+            schedule = self._schedules.get(copy.partition)
+            if schedule is not None:
+                gone = (copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER)
+                if gone.any():
+                    left[copy.partition] = (copy.base + np.flatnonzero(gone)).astype(np.uint64)
+        return left
 
     def drop_finished(self) -> None:
         """Buckets of which nothing is left go; not while a checkpoint may be adding to them."""
@@ -219,3 +233,10 @@ class Filed:
             buckets = self._schedules.buckets
             for key in [key for key, bucket in buckets.items() if bucket.waiting == 0]:
                 self._broker.snapshots.replaced(buckets.pop(key).path)
+
+
+def _among(numbers: UInt64s, some: UInt64s) -> npt.NDArray[np.bool_]:
+    """Which of the numbers are among some others, which stand in order."""
+    at = np.minimum(np.searchsorted(some, numbers), len(some) - 1)
+    found: npt.NDArray[np.bool_] = some[at] == numbers
+    return found

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.due_rows import DueRows
+from plait.broker.due_rows import DueRows, FiledPlace, reading
 from plait.broker.filed import Filed
 from plait.broker.partition import Partition
 from plait.broker.sends import Appended
 from plait.broker.subjects import create_partition
 from plait.broker.upcoming import Upcoming
-from plait.errors import DiskFull, FrameError, InvalidArgument, LimitExceeded, ReadOnly, StorageFailed
+from plait.errors import DiskFull, FlowControl, FrameError, InvalidArgument, LimitExceeded, ReadOnly, StorageFailed
 from plait.frame.columns import Column
 from plait.frame.gather import Int64s
 from plait.frame.header import pack_stamp
@@ -73,6 +73,8 @@ class Schedules:
         self.ready = False
         #: On the monotonic clock: the next turn that delivers comes at the first; until the second none does.
         self._turn_at = self._held_until = 0.0
+        #: Why nothing is delivered at present, as far as it was told.
+        self._hindrance = ""
         #: Rows that did not read back, and what has not been told of that yet.
         self.lost_count = 0
         self.damages: list[str] = []
@@ -121,8 +123,11 @@ class Schedules:
     def report(self, file: str, reason: str, rows: int) -> None:
         """Rows that wait do not read back."""
         self.lost_count += rows
+        self._tell(f"{file}: {rows} delayed messages are lost: {reason}")
+
+    def _tell(self, text: str) -> None:
         if len(self.damages) < DAMAGES_MAX:
-            self.damages.append(f"{file}: {rows} delayed messages are lost: {reason}")
+            self.damages.append(text)
 
     # --- rows come ------------------------------------------------------------------------------
 
@@ -177,9 +182,15 @@ class Schedules:
             self._broker.refuse_when_full()
             self._write()
             self._deliver_all(now, appended)
+            self._hindrance = ""
         except OSError as error:
             self._hold()
             self._broker.disk_error(error)
+        except FlowControl as error:
+            self._hold()
+            if self._hindrance != str(error):
+                self._hindrance = str(error)
+                self._tell(f"delayed messages are held up: {error}")
         except (DiskFull, ReadOnly):
             self._hold()
         except StorageFailed:
@@ -204,7 +215,8 @@ class Schedules:
         self.ready = False
         clock = self._broker.clock
         self._turn_at = clock.monotonic() + TURN_SECONDS
-        self.upcoming.load(now)
+        with reading():
+            self.upcoming.load(now)
         rows = self.window.due(now, DELIVER_MAX)
         if not len(rows):
             return
@@ -230,7 +242,8 @@ class Schedules:
         kept[lost] = False
         if not len(mine):
             return
-        mine, gathered = self.rows.gather(schedule, rows, mine)
+        with reading():
+            mine, gathered = self.rows.gather(schedule, rows, mine)
         chosen = rows[mine]
         for start, stop, frame in self.rows.frames(gathered, chosen):
             broker.message_log.place_for(frame.size)
@@ -247,23 +260,28 @@ class Schedules:
 
     def cancel(self, subject: str, number: int, due: int) -> bool:
         """A row shall never be delivered; False where it does not wait (any more). Counts once committed."""
-        schedule = self._find(subject, number, due)
-        if schedule is None:
+        with reading():
+            found = self._find(subject, number, due)
+        if found is None:
             return False
+        schedule, place = found
         self._broker.record(Action.CANCEL, schedule.partition, number, number + 1, due)
-        self._settle(schedule, number, due)
+        self._settle(schedule, number, due, place)
         return True
 
     def reschedule(self, subject: str, number: int, due: int, to: int) -> int | None:
         """A row is due at another time: its new number; None where it does not wait (any more)."""
         self.check_time(to)
         broker = self._broker
-        schedule = self._find(subject, number, due)
-        if schedule is None:
+        with reading():
+            found = self._find(subject, number, due)
+        if found is None:
             return None
+        schedule, place = found
         broker.refuse_when_full()
         self._write()
-        frame = self.rows.copy(schedule, number, due, to)
+        with reading():
+            frame = self.rows.copy(schedule, number, due, to, place)
         if frame is None:
             return None
         partition = schedule.partition
@@ -272,26 +290,27 @@ class Schedules:
         offset = broker.append_own(frame)
         partition.appended(base, offset, now, frame.size, 1, broker.epoch)
         broker.touch(partition)
-        self._settle(schedule, number, due)
+        self._settle(schedule, number, due, place)
         self.upcoming.append(schedule, FrameView(frame.tobytes()), offset, base)
         return base
 
-    def _find(self, subject: str, number: int, due: int) -> Schedule | None:
-        """The subject's schedule, if the row waits in it."""
+    def _find(self, subject: str, number: int, due: int) -> tuple[Schedule, FiledPlace | None] | None:
+        """The subject's schedule, if the row waits in it, and where it is filed, if it is."""
         self._broker.partition_of(subject, create=False)
         self._broker.refuse_when_stalled()
         schedule = self.by_subject.get(subject)
         if schedule is None or not 0 <= due < NEVER:
             return None
         if number >= schedule.fresh.base:
-            return schedule if schedule.fresh.due_of(number) == due else None
-        if self.find_filed(schedule, number, due) is None:
+            return (schedule, None) if schedule.fresh.due_of(number) == due else None
+        place = self._find_filed(schedule, number, due)
+        if place is None:
             return None
         self._refuse_more()
-        return schedule
+        return schedule, place
 
-    def find_filed(self, schedule: Schedule, number: int, due: int) -> tuple[Bucket, int, int] | None:
-        """(bucket, run, row) of a row that waits in a bucket."""
+    def _find_filed(self, schedule: Schedule, number: int, due: int) -> FiledPlace | None:
+        """Where a row waits in a bucket."""
         for key in keys_at(due):
             bucket = self.buckets.get(key)
             if bucket is None:
@@ -307,20 +326,17 @@ class Schedules:
                 high = int(np.searchsorted(times, due, "right"))
                 found = np.flatnonzero(bucket.numbers_of(run)[low:high] == number)
                 if len(found) and not bucket.is_settled(run, low + int(found[0])):
-                    return bucket, run, low + int(found[0])
+                    return FiledPlace(bucket, run, low + int(found[0]))
         return None
 
-    def _settle(self, schedule: Schedule, number: int, due: int) -> None:
+    def _settle(self, schedule: Schedule, number: int, due: int, place: FiledPlace | None) -> None:
         """A row that waits leaves out of turn."""
         self._broker.touch(schedule.partition)
         self.window.remove(due, number, schedule.partition.id)
-        if number >= schedule.fresh.base:
+        if place is None:
             schedule.fresh.settle(np.array([number]))
-            return
-        place = self.find_filed(schedule, number, due)
-        if place is not None:
-            bucket, run, row = place
-            bucket.settle(run, np.array([row]))
+        else:
+            place.bucket.settle(place.run, np.array([place.row]))
             self.filed.drop_finished()
 
     def _refuse_more(self) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from plait.broker.broker import Broker
+from plait.broker.due_rows import reading
 from plait.broker.schedule import Schedule
 from plait.broker.window import SOON, SoonRows, soon_rows
 from plait.frame.gather import Int64s
@@ -44,6 +45,11 @@ def list_scheduled(
     if schedule is None:
         return []
     after = max(after or (0, -1), (start, -1))
+    with reading():
+        return _list(broker, schedule, after, end, limit)
+
+
+def _list(broker: Broker, schedule: Schedule, after: tuple[int, int], end: int, limit: int) -> list[ScheduledView]:
     found = _unfiled(schedule, after, end)[:limit]
     for bucket, run in _runs_in_order(broker, schedule, after[0], end):
         if len(found) >= limit and bucket.runs["due_first"][run] > found["due"][-1]:
@@ -58,7 +64,9 @@ def list_scheduled(
     facts = broker.schedules.rows.describe(schedule, rows)
     places = zip(rows["number"].tolist(), rows["due"].tolist(), strict=True)
     return [
-        ScheduledView(subject, number, due, producer, sequence, key.decode() if key else None, size)
+        ScheduledView(
+            schedule.partition.row.subject, number, due, producer, sequence, key.decode() if key else None, size
+        )
         for (number, due), (producer, sequence, key, size) in zip(places, facts, strict=True)
     ]
 
@@ -108,9 +116,11 @@ def count_scheduled(broker: Broker, subject: str | None, start: int, end: int, b
     every = broker.schedules.by_subject
     schedules = [every[name] for name in ([subject] if subject is not None else sorted(every)) if name in every]
     if by == "time":
-        times = _count_by_time(broker, schedules, start, end)
+        with reading():
+            times = _count_by_time(broker, schedules, start, end)
         return [CountView(subject, bucket, times[bucket]) for bucket in sorted(times) if times[bucket]]
-    counts = _count_by_partition(broker, schedules, start, end)
+    with reading():
+        counts = _count_by_partition(broker, schedules, start, end)
     return [
         CountView(each.partition.row.subject, None, counts[each.partition.id])
         for each in schedules

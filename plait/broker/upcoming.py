@@ -6,6 +6,7 @@ of a bucket is due, and the next one of each subject's rows that are not filed: 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from typing import TYPE_CHECKING, Final
 
@@ -170,7 +171,9 @@ class Upcoming:
 
     def runs_added(self) -> None:
         """Buckets have new runs: those of their rows that are due soon belong in the window."""
-        self._load_runs(self.window.end)
+        # A file that cannot be opened now is no reason to fail here: what is not in the window is looked for again.
+        with contextlib.suppress(OSError):
+            self._load_runs(self.window.end)
         self.look_beyond()
 
     def look_beyond(self) -> None:

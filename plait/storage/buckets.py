@@ -217,7 +217,10 @@ class Bucket:
         self._bytes_read += size
 
     def open_run(self, run: int) -> bool:
-        """The run's place is known and its frame was found whole, once; False: its rows are lost, which is reported."""
+        """The run's place is known and its frame was found whole, once; False: its rows are lost, which is reported.
+
+        Raises OSError where the file cannot be opened now: that says nothing of what is in it.
+        """
         if self._verified[run]:
             return True
         record = self.runs[run]
@@ -228,7 +231,7 @@ class Bucket:
             frame = FrameView(self.view()[offset : offset + size]).verify()
             if (frame.partition, frame.count, frame.base) != (record["partition"], record["count"], record["low"]):
                 raise FrameError(f"the frame at {offset} is not the one that was filed")
-        except (FrameError, OSError) as error:
+        except (FrameError, FileNotFoundError) as error:
             self._lose(run, f"{error} (at {offset})")
             return False
         self.read(size)

@@ -86,6 +86,8 @@ class _Writer:
     def __init__(self, disk: Disk, path: str, end: int) -> None:
         self.path = path
         self.runs: list[Runs] = []
+        #: The numbers of each run's rows.
+        self.numbers: list[UInt64s] = []
         self._file: File = disk.open(path, create=True)
         # A checkpoint that failed may have left bytes there, and perhaps a manifest that names them.
         self._end = max(end, self._file.size)
@@ -93,8 +95,9 @@ class _Writer:
         self._parts: list[Buffer] = []
         self._written = self._end
 
-    def add(self, parts: list[Buffer], run: Runs, size: int) -> None:
+    def add(self, parts: list[Buffer], run: Runs, size: int, numbers: UInt64s) -> None:
         run["offset"] = self._end
+        self.numbers.append(numbers)
         self._parts += parts
         self._end += size
         self.runs.append(run)
@@ -140,8 +143,9 @@ class Filing:
         self._writers: dict[int, _Writer] = {}
         self._mapped: tuple[int, memoryview] | None = None
         self._bytes_read = 0
-        #: Bucket → its file and the runs that were added.
+        #: Bucket → its file and the runs that were added, and the numbers of their rows.
         self.added: dict[int, tuple[str, Runs]] = {}
+        self.numbers: dict[int, list[UInt64s]] = {}
         #: Shards that the checkpoint names.
         self.kept = {shard_of(key) for key in buckets} | ({UNFILED_SHARD} if unfiled else set())
 
@@ -159,6 +163,7 @@ class Filing:
                 writer.close()
             self._mapped = None
         self.added = {key: (writer.path, np.concatenate(writer.runs)) for key, writer in self._writers.items()}
+        self.numbers = {key: writer.numbers for key, writer in self._writers.items()}
         self.kept.update(map(shard_of, self.added))
         return self._shards()
 
@@ -277,7 +282,7 @@ class Filing:
                 run["low"], run["high"] = numbers[first:last].min(), numbers[first:last].max()
                 run["due_first"], run["due_last"] = due[first], due[last - 1]
                 frame.stamp_with(pack_stamp(partition, int(run["low"][0]), self._now, 0, self._epoch))
-                writer.add(frame.parts, run, frame.size)
+                writer.add(frame.parts, run, frame.size, numbers[first:last].copy())
             writer.write()
 
     def _writer(self, key: int) -> _Writer:

@@ -32,6 +32,9 @@ def examine_buckets(disk: RealDisk, shards: list[bytes], report: Report) -> None
             )
 
         bucket = Bucket.load(disk, tell, data)
-        for run in range(len(bucket.runs)):
-            bucket.open_run(run)
+        try:
+            for run in range(len(bucket.runs)):
+                bucket.open_run(run)
+        except OSError as error:
+            tell(state.path, f"it cannot be read: {error.strerror}", bucket.waiting)
         report.scheduled += bucket.waiting
