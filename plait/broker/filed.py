@@ -150,6 +150,7 @@ class Filed:
             bucket.dirty = False
         copies_of_rows: list[FreshCopy] = []
         unfiled: list[Unfiled] = []
+        offsets: list[int] = []
         for schedule in self._schedules.by_subject.values():
             fresh = schedule.fresh
             if not len(fresh.due):
@@ -161,14 +162,15 @@ class Filed:
                 copies_of_rows.append(copy)
             if end < fresh.end:
                 unfiled.append(fresh.unfiled(schedule.partition.id, end))
+                offsets += fresh.offsets_from(end)[:1].tolist()
         segments = segment_places(broker.message_log.directory, [each.base for each in broker.message_log.segments])
         self._filing = Filing(
             broker.disk,
-            self._schedules.report,
             copies_of_rows,
             copies,
             segments,
             unfiled,
+            unfiled_offset=min(offsets, default=None),
             now=broker.clock.now(),
             epoch=broker.epoch,
             checkpoint=checkpoint,
@@ -179,6 +181,8 @@ class Filed:
         """The checkpoint was written, or not: then everything is as it was."""
         self._filing = None
         if written:
+            for file, reason, rows in filing.lost:
+                self._schedules.report(file, reason, rows)
             self._take_over(filing)
         else:
             for key in filing.dirty:

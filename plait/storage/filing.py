@@ -27,7 +27,6 @@ from plait.storage.buckets import (
     NEVER,
     RUN,
     SHARD_PREFIX,
-    Report,
     Runs,
     bucket_keys,
     bucket_path,
@@ -120,22 +119,23 @@ class Filing:
     def __init__(
         self,
         disk: Disk,
-        report: Report,
         fresh: Sequence[FreshCopy],
         buckets: dict[int, BucketCopy],
         segments: Sequence[SegmentPlace],
         unfiled: Sequence[Unfiled],
         *,
+        unfiled_offset: int | None,
         now: int,
         epoch: int,
         checkpoint: int,
     ) -> None:
         self._disk = disk
-        self._report = report
         self.fresh = fresh
         self._buckets = buckets
         self._segments = segments
         self._unfiled = unfiled
+        #: Where in the message log the rows begin that are left there; None: there are none.
+        self.unfiled_offset = unfiled_offset
         self._bases = np.array([segment.base for segment in segments], np.int64)
         self._now = now
         self._epoch = epoch
@@ -146,6 +146,8 @@ class Filing:
         #: Bucket → its file and the runs that were added, and the numbers of their rows.
         self.added: dict[int, tuple[str, Runs]] = {}
         self.numbers: dict[int, list[UInt64s]] = {}
+        #: (file, reason, rows) of frames that did not read back: their rows are not filed.
+        self.lost: list[tuple[str, str, int]] = []
         #: Shards that the checkpoint names.
         self.kept = {shard_of(key) for key in buckets} | ({UNFILED_SHARD} if unfiled else set())
 
@@ -171,6 +173,11 @@ class Filing:
     def dirty(self) -> list[int]:
         """Buckets that had changed since the checkpoint before."""
         return [key for key, copy in self._buckets.items() if copy.dirty]
+
+    @property
+    def paths(self) -> set[str]:
+        """The files of all buckets that the checkpoint names."""
+        return {copy.path for copy in self._buckets.values()} | {path for path, _ in self.added.values()}
 
     def dropped(self, last: Manifest | None) -> list[str]:
         """Shards of the checkpoint before whose buckets are gone."""
@@ -227,7 +234,7 @@ class Filing:
             self._add(fresh.partition, gathered, due[order], numbers[order].astype(np.uint64))
 
     def _pieces(self, fresh: FreshCopy) -> Iterator[tuple[int, Int64s]]:
-        """(segment, frames) that have rows which wait, in pieces; frames that do not read back are reported."""
+        """(segment, frames) that have rows which wait, in pieces; frames that do not read back are noted."""
         places = fresh.frames["place"]
         segments = np.searchsorted(self._bases, places["at"], "right") - 1
         starts = fresh.frames["base"] - fresh.base
@@ -245,7 +252,7 @@ class Filing:
                     view.verify()
                     self._bytes_read += length
             except FrameError as error:
-                self._report("message", f"{error} (at {at})", waiting)
+                self.lost.append(("message", f"{error} (at {at})", waiting))
                 continue
             weight = length + _inflated_size(view)
             if piece and (size + weight > PIECE_SIZE or segment != before):

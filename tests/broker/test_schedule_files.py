@@ -9,6 +9,7 @@ import pytest
 
 from plait.broker import snapshot, upcoming
 from plait.broker.schedule_views import count_scheduled
+from plait.errors import DiskFull
 from plait.storage.buckets import DIRECTORY, LEVELS, bucket_keys, keys_at
 from plait.storage.checkpoint import KEEP
 from plait.testing.disk import SimulatedCrash
@@ -240,6 +241,66 @@ def test_a_checkpoint_that_failed_after_all_keeps_what_it_names(producer: Produc
         end.clock.jump(-3600)
 
 
+def test_a_file_that_a_failed_start_left_is_not_removed_when_it_is_used_again(
+    producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clean stop and no new epoch: the next start files under the same name."""
+    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 0)
+    node = Node()
+    delay(node, producer, [node.clock.now() + 3600 * SECOND] * 5, *numbered(0, 5))
+    node.broker.stop()
+    monkeypatch.undo()
+    node.disk.fail("create", path="checkpoints/manifest-*", error=28)
+    with pytest.raises(DiskFull):
+        Node(node.disk, node.clock, node.config)
+    [left] = files(node)
+    node = Node(node.disk, node.clock, node.config)
+    assert files(node) == [left]
+    for _ in range(KEEP + 3):
+        node.send("others", b"x")
+        node.checkpoint()
+    assert files(node) == [left]
+    later(node, 3601)
+    assert delivered(node) == numbered(0, 5)
+    assert schedules(node).damages == []
+    for _ in range(KEEP + 1):
+        node.checkpoint()
+    assert files(node) == []
+
+
+def test_the_log_is_kept_for_rows_that_an_older_checkpoint_left_in_it(
+    producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 0)
+    node = Node(retention_seconds=10)
+    delay(node, producer, [node.clock.now() + DAY * SECOND] * 5, *numbered(0, 5))
+    for _ in range(6):
+        node.clock.advance(60)
+        node.send("others", b"x" * 6000)
+        node.send("others", b"x" * 6000)
+        node.checkpoint()
+    monkeypatch.undo()
+    node.checkpoint()
+    node.clock.advance(60)
+    assert node.retention.run() == []
+    node.turn()
+    newest = max(name for name in node.disk.list("checkpoints") if name.startswith("manifest-"))
+    disk = node.disk.copy()
+    disk.flip_bit(f"checkpoints/{newest}", 20, 0)
+    fallen_back = Node(disk, node.clock, node.config)
+    assert schedules(fallen_back).count == 5
+    assert schedules(fallen_back).damages == []
+    # Once every checkpoint that is kept has them in a bucket, the log may go.
+    for _ in range(KEEP):
+        node.send("others", b"x")
+        node.checkpoint()
+    assert node.retention.run() != []
+    node.turn()
+    node = node.killed()
+    later(node, DAY)
+    assert delivered(node) == numbered(0, 5)
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -311,3 +372,19 @@ def test_a_damaged_frame_of_the_log_is_told_and_the_others_come(producer: Produc
     assert delivered(node) == [b"0", b"2"]
     assert schedules(node).lost_count == 1
     assert schedules(node).count == 0
+
+
+@pytest.mark.parametrize("times", [0, 3])
+def test_a_damaged_frame_is_told_once_however_often_a_checkpoint_fails(producer: Producer, times: int) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + 60 * SECOND, b"a", b"b", b"c")
+    record = schedules(node).partition_of("orders").consume_log.record(0)
+    node.disk.flip_bit("message/00000000000000000000.log", record.offset + 100, 0)
+    node.disk.fail("create", path="checkpoints/manifest-*", times=times, error=28)
+    for _ in range(times):
+        with pytest.raises(OSError, match="No space"):
+            node.checkpoint()
+        assert schedules(node).lost_count == 0
+    node.checkpoint()
+    assert schedules(node).lost_count == 3
+    assert len(schedules(node).damages) == 1
