@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.schedule import Schedule, Schedules
 
-#: Bodies that are delivered in one turn.
+#: Bytes of rows that are delivered in one turn, of all subjects; those that stay go on with the next.
 DELIVER_SIZE_MAX: Final = 8 * MIB
 #: Inflated frames that are remembered: their other rows may be due next.
 FLAT_SIZE_MAX: Final = 64 * MIB
@@ -84,17 +84,20 @@ class DueRows:
         frames["whole"][index] = True
         return True
 
-    def gather(self, schedule: Schedule, rows: SoonRows, mine: Int64s) -> tuple[Int64s, Gathered]:
-        """As many of ``mine`` as leave in one turn, and their columns."""
+    def gather(
+        self, schedule: Schedule, rows: SoonRows, mine: Int64s, room: int = DELIVER_SIZE_MAX
+    ) -> tuple[Int64s, Gathered | None, int]:
+        """As many of ``mine`` as there is room for, their columns and size; one at least where all room is left."""
         sets, which = self._sets(schedule, rows[mine])
         place = np.empty(len(which), np.int64)
         place[which] = np.arange(len(which))
-        sizes = np.concatenate([each.spans(Column.BODY)[1] for each in sets])[place]
-        total = np.cumsum(sizes)
-        if total[-1] > DELIVER_SIZE_MAX and len(mine) > 1:
-            count = max(int(np.searchsorted(total, DELIVER_SIZE_MAX, "right")), 1)
-            mine, place = mine[:count], place[:count]
-        return mine, Gathered(sets, place)
+        total = np.cumsum(np.concatenate([each.sizes() for each in sets])[place])
+        count = int(np.searchsorted(total, room, "right"))
+        if room >= DELIVER_SIZE_MAX:
+            count = max(count, 1)
+        if not count:
+            return mine[:0], None, 0
+        return mine[:count], Gathered(sets, place[:count]), int(total[count - 1])
 
     def describe(self, schedule: Schedule, rows: SoonRows) -> Iterator[tuple[int, int, bytes, int]]:
         """(producer, producer sequence, key, size of the body) of rows that can be read."""
@@ -184,5 +187,6 @@ class DueRows:
         mine, _ = self.readable(schedule, rows, np.arange(1))
         if not len(mine):
             return None
-        _, gathered = self.gather(schedule, rows, mine)
+        _, gathered, _ = self.gather(schedule, rows, mine)
+        assert gathered is not None
         return gathered.frame(0, 1, np.array([to]), np.array([number], np.uint64), row_by_row=False)

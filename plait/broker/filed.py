@@ -115,10 +115,8 @@ class Filed:
             # Without a checkpoint nobody knows what is in them: they stay, for whoever can tell.
             if f"{DIRECTORY}/{name}" not in known and self._broker.checkpoints.last is not None:
                 self._broker.snapshots.replaced(f"{DIRECTORY}/{name}")
-        for schedule in self._schedules.by_subject.values():
-            self._schedules.upcoming.expect_from(schedule, 0)
         self.drop_finished()
-        self._schedules.upcoming.look_beyond()
+        self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
 
     def _resolve(self, partition: int, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
         """Settle filed rows that are known by their numbers, and perhaps by when they were due."""

@@ -8,12 +8,13 @@ numbers it settles: delivery and its record are one write, so a row is delivered
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.due_rows import DueRows, FiledPlace, reading
+from plait.broker.due_rows import DELIVER_SIZE_MAX, DueRows, FiledPlace, reading
 from plait.broker.filed import Filed
 from plait.broker.partition import Partition
 from plait.broker.sends import Appended
@@ -172,6 +173,8 @@ class Schedules:
         """Whether there is something to do for ``run``."""
         clock = self._broker.clock
         now = clock.now()
+        if self.upcoming.is_ahead(now):
+            self.upcoming.begin_again(self.by_subject.values())
         due = self.window.next_due <= now or self.upcoming.wants(now)
         self.ready = due and clock.monotonic() >= self._held_until
         return self.ready
@@ -226,24 +229,32 @@ class Schedules:
             # Each subject's rows together, in their order.
             order = np.argsort(partitions, kind="stable")
             edges = np.flatnonzero(np.diff(partitions[order], prepend=-1, append=-1))
-            for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-                mine = order[start:stop]
-                self._deliver(rows, mine, now, appended, kept)
+            subjects = [order[start:stop] for start, stop in pairwise(edges.tolist())]
+            room = DELIVER_SIZE_MAX
+            # The one that has waited longest first: it is the next one's turn when there is no room for more.
+            for mine in sorted(subjects, key=lambda mine: int(mine[0])):
+                room -= self._deliver(rows, mine, now, appended, kept, room)
+                if room <= 0:
+                    break
         finally:
             self.window.took(len(rows), rows[kept])
             self.filed.drop_finished()
 
-    def _deliver(self, rows: Any, mine: Int64s, now: int, appended: Appended, kept: npt.NDArray[np.bool_]) -> None:
-        """Deliver one subject's rows; those that left are kept no longer."""
+    def _deliver(
+        self, rows: Any, mine: Int64s, now: int, appended: Appended, kept: npt.NDArray[np.bool_], room: int
+    ) -> int:
+        """Deliver one subject's rows, as far as there is room; those that left are kept no longer. Their size."""
         broker = self._broker
         schedule = self._by_partition[int(rows["partition"][mine[0]])]
         target = broker.subjects[schedule.partition.row.subject]
         mine, lost = self.rows.readable(schedule, rows, mine)
         kept[lost] = False
         if not len(mine):
-            return
+            return 0
         with reading():
-            mine, gathered = self.rows.gather(schedule, rows, mine)
+            mine, gathered, size = self.rows.gather(schedule, rows, mine, room)
+        if gathered is None:
+            return room
         chosen = rows[mine]
         for start, stop, frame in self.rows.frames(gathered, chosen):
             broker.message_log.place_for(frame.size)
@@ -255,6 +266,7 @@ class Schedules:
             broker.touch(target)
             kept[mine[start:stop]] = False
             self.rows.left(schedule, chosen[start:stop])
+        return size
 
     # --- cancel and reschedule --------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -59,6 +60,19 @@ class Upcoming:
         """Rows are near that are not in the window."""
         near = self._beyond < now + WINDOW_MICROS and self.window.end <= now + WINDOW_MICROS // 2
         return near and len(self.window) < LOAD_MAX
+
+    def is_ahead(self, now: int) -> bool:
+        """The window ends where it would never have come to: the clock was set back."""
+        return self.window.end > now + 2 * WINDOW_MICROS
+
+    def begin_again(self, schedules: Iterable[Schedule]) -> None:
+        """Nothing is in the window: find out anew what is near."""
+        self.window.clear()
+        for bucket in self._buckets.values():
+            bucket.put_back()
+        for schedule in schedules:
+            self.expect_from(schedule, 0)
+        self.look_beyond()
 
     # --- rows that are not filed ------------------------------------------------------------------
 

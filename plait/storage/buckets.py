@@ -183,10 +183,14 @@ class Bucket:
         self.runs = np.concatenate([self.runs, runs])
         self.cursors = np.concatenate([self.cursors, cursors])
         self.loaded = np.concatenate([self.loaded, cursors])
-        # For a run that has begun to leave this is too early: who looks there finds out.
-        self.next_due = np.concatenate([self.next_due, np.where(cursors < counts, runs["due_first"], NEVER)])
+        self.next_due = np.concatenate([self.next_due, _next_due(runs, cursors)])
         self._verified = np.concatenate([self._verified, np.zeros(len(runs), bool)])
         self.waiting += int((counts - cursors).sum())
+
+    def put_back(self) -> None:
+        """Rows that have not left are in nobody's hands."""
+        self.loaded = self.cursors.copy()
+        self.next_due = _next_due(self.runs, self.cursors)
 
     @property
     def end(self) -> int:
@@ -325,3 +329,9 @@ class Bucket:
     def settled_count(self) -> int:
         """How many left out of turn and are remembered."""
         return len(self._settled) + len(self._new)
+
+
+def _next_due(runs: Runs, cursors: Int64s) -> Int64s:
+    """When the next row of each run is due; too early for one that has begun to leave: who looks there finds out."""
+    next_due: Int64s = np.where(cursors < runs["count"], runs["due_first"], NEVER)
+    return next_due
