@@ -331,13 +331,14 @@ class Schedules:
             maybe = bucket.of(schedule.partition.id) & (runs["due_first"] <= due) & (runs["due_last"] >= due)
             maybe &= (runs["low"] <= number) & (runs["high"] >= number)
             for run in np.flatnonzero(maybe).tolist():
-                if not bucket.open_run(run):
+                columns = bucket.glance(run)
+                if columns is None:
                     continue
-                times = bucket.due_of(run)
+                times, numbers = columns
                 low = max(int(np.searchsorted(times, due, "left")), int(bucket.cursors[run]))
                 high = int(np.searchsorted(times, due, "right"))
-                found = np.flatnonzero(bucket.numbers_of(run)[low:high] == number)
-                if len(found) and not bucket.is_settled(run, low + int(found[0])):
+                found = np.flatnonzero(numbers[low:high] == number)
+                if len(found) and not bucket.is_settled(run, low + int(found[0])) and bucket.open_run(run):
                     return FiledPlace(bucket, run, low + int(found[0]))
         return None
 

@@ -43,6 +43,8 @@ LEVELS: Final = (
 GRID: Final = LEVELS[0][1]
 #: A mapping that was read from for this much is made anew: the pages it holds count as the process's memory.
 MAPPED_MAX: Final = 32 * MIB
+#: What a look into a column of a run reads of the file, about.
+GLANCE_SIZE: Final = 4 * 4096
 #: Rows settled out of turn that are put in order together.
 UNSORTED_MAX: Final = 4096
 
@@ -232,9 +234,7 @@ class Bucket:
             return False
         offset, size = int(record["offset"]), int(record["size"])
         try:
-            frame = FrameView(self.view()[offset : offset + size]).verify()
-            if (frame.partition, frame.count, frame.base) != (record["partition"], record["count"], record["low"]):
-                raise FrameError(f"the frame at {offset} is not the one that was filed")
+            frame = self._frame(record).verify()
         except (FrameError, FileNotFoundError) as error:
             self._lose(run, f"{error} (at {offset})")
             return False
@@ -245,6 +245,34 @@ class Bucket:
         self.places[run] = np.frombuffer(place_of(frame, offset), PLACE)[0]
         self._verified[run] = True
         return True
+
+    def _frame(self, record: Any) -> FrameView:
+        offset, size = int(record["offset"]), int(record["size"])
+        frame = FrameView(self.view()[offset : offset + size])
+        if (frame.partition, frame.count, frame.base) != (record["partition"], record["count"], record["low"]):
+            raise FrameError(f"the frame at {offset} is not the one that was filed")
+        return frame
+
+    def glance(self, run: int) -> tuple[Int64s, UInt64s] | None:
+        """When the rows of a run are due and their numbers, without reading all of it; None: its rows are lost.
+
+        What is damaged elsewhere is not noticed, and these may be damaged too: good enough to count by, and to find
+        out which runs to open.
+        """
+        if not self._verified[run]:
+            record = self.runs[run]
+            try:
+                frame = self._frame(record)
+                due, numbers = frame.fixed(Column.DELIVER_AT), frame.fixed(Column.SCHEDULE)
+                if due[0] == record["due_first"] and due[-1] == record["due_last"]:
+                    self.read(2 * GLANCE_SIZE)
+                    return due, numbers
+            except (FrameError, FileNotFoundError):
+                pass
+            # Whatever is wrong with it, it is told of there.
+            if not self.open_run(run):
+                return None
+        return self.due_of(run), self.numbers_of(run)
 
     def _lose(self, run: int, reason: str) -> None:
         lost = self.drop_run(run)
@@ -303,6 +331,13 @@ class Bucket:
         self.waiting -= count
         self.dirty = True
         return count
+
+    def waiting_by_run(self) -> Int64s:
+        """How many rows of each run have not left."""
+        self.forget_passed()
+        settled = np.bincount((self._settled >> np.uint64(32)).astype(np.int64), minlength=len(self.runs))
+        waiting: Int64s = self.runs["count"].astype(np.int64) - self.cursors - settled
+        return waiting
 
     def settled_rows(self, run: int, start: int, stop: int) -> Int64s:
         """Rows in [start, stop) of a run that left out of turn."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from plait.broker import snapshot, upcoming
-from plait.broker.schedule_views import count_scheduled
+from plait.broker.schedule_views import count_scheduled, list_scheduled
 from plait.errors import DiskFull
 from plait.storage.buckets import DIRECTORY, LEVELS, bucket_keys, keys_at
 from plait.storage.checkpoint import KEEP
@@ -17,6 +17,7 @@ from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due,
 from tests.support.broker_node import Node, Producer
 
 DAY = 86_400
+HOUR = 3600 * SECOND
 
 
 @pytest.fixture
@@ -388,3 +389,74 @@ def test_a_damaged_frame_is_told_once_however_often_a_checkpoint_fails(producer:
     node.checkpoint()
     assert schedules(node).lost_count == 3
     assert len(schedules(node).damages) == 1
+
+
+# --- looking into files ---------------------------------------------------------------------------
+
+
+def in_wide_runs(node: Node, producer: Producer) -> tuple[str, int]:
+    """Five runs of one bucket, each with rows of the same hours; its file, and when they begin."""
+    due = (node.clock.now() // (DAY * SECOND) + 5) * DAY * SECOND
+    for index in range(5):
+        times = [due + hour * 3600 * SECOND + index for hour in range(3)]
+        delay(node, producer, times, *[b"%d" % index * 100 for _ in range(3)])
+        node.checkpoint()
+    [path] = files(node)
+    return path, due
+
+
+def flip_body(node: Node, path: str, run: int) -> None:
+    [bucket] = schedules(node).buckets.values()
+    end = int(bucket.runs["offset"][run]) + int(bucket.runs["size"][run])
+    node.disk.flip_bit(path, end - 50, 2)
+
+
+def test_counting_does_not_read_bodies(producer: Producer) -> None:
+    """That they are damaged is noticed when they are due."""
+    node = Node()
+    path, due = in_wide_runs(node, producer)
+    flip_body(node, path, 3)
+    node = node.killed()
+    assert schedules(node).cancel("orders", 0, due)
+    by_time = count_scheduled(node.broker, None, 0, 1 << 62, "time")
+    assert [(view.bucket, view.count) for view in by_time] == [(due, 4), (due + HOUR, 5), (due + 2 * HOUR, 5)]
+    by_time = count_scheduled(node.broker, "orders", due + 1, due + HOUR + 2, "time")
+    assert [view.count for view in by_time] == [4, 2]
+    [by_subject] = count_scheduled(node.broker, "orders", due + 1, due + HOUR + 2, "subject")
+    assert by_subject.count == 6
+    assert schedules(node).lost_count == 0
+    later(node, 6 * DAY)
+    assert schedules(node).lost_count == 3
+    assert len(delivered(node)) == 11
+
+
+def test_a_listing_reads_the_runs_of_its_rows_only(producer: Producer) -> None:
+    node = Node()
+    path, due = in_wide_runs(node, producer)
+    flip_body(node, path, 3)
+    node = node.killed()
+    assert [row.deliver_at - due for row in list_scheduled(node.broker, "orders", 0, 1 << 62, None, 3)] == [0, 1, 2]
+    assert schedules(node).lost_count == 0
+    # The page that has rows of the damaged run goes on with others.
+    assert [row.deliver_at - due for row in list_scheduled(node.broker, "orders", 0, 1 << 62, None, 5)] == [
+        *(0, 1, 2, 4),
+        HOUR,
+    ]
+    assert schedules(node).lost_count == 3
+
+
+@pytest.mark.parametrize("what", ["list", "count", "cancel"])
+def test_times_that_were_not_filed_are_not_believed(producer: Producer, what: str) -> None:
+    node = Node()
+    path, due = in_wide_runs(node, producer)
+    [bucket] = schedules(node).buckets.values()
+    stored = node.disk.read(path).index(int(due + 3).to_bytes(8, "little"), int(bucket.runs["offset"][3]))
+    node.disk.flip_bit(path, stored + 2, 3)
+    node = node.killed()
+    if what == "list":
+        assert len(list_scheduled(node.broker, "orders", 0, 1 << 62, None, 100)) == 12
+    elif what == "count":
+        assert sum(view.count for view in count_scheduled(node.broker, None, 0, 1 << 62, "time")) == 12
+    else:
+        assert not schedules(node).cancel("orders", 9, due + 3)
+    assert schedules(node).lost_count == 3
