@@ -21,6 +21,7 @@ from plait.storage.buckets import DIRECTORY, NEVER, Bucket
 from plait.storage.catalog import SCHEDULE
 from plait.storage.filing import BucketCopy, Filing, FreshCopy, segment_places
 from plait.storage.fresh import Fresh, Unfiled, decode_unfiled
+from plait.storage.recovery import QUARANTINE, move_aside
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -100,7 +101,7 @@ class Filed:
             self._replayed.setdefault(schedule.partition.id, []).append(entry)
 
     def recovered(self) -> None:
-        """Both logs were replayed: find the filed rows that they settle. Files that no checkpoint names go later."""
+        """Both logs were replayed: find the filed rows that they settle, and files that nobody needs."""
         replayed, self._replayed = self._replayed, {}
         for partition, entries in replayed.items():
             if self._schedules.get(partition) is None:
@@ -110,13 +111,27 @@ class Filed:
                 times = [due for _, due in entries if due is not None] if timed else []
                 if numbers:
                     self._resolve(partition, np.concatenate(numbers), np.concatenate(times) if times else None)
-        known = {bucket.path for bucket in self._schedules.buckets.values()}
-        for name in self._broker.disk.list(DIRECTORY):
-            # Without a checkpoint nobody knows what is in them: they stay, for whoever can tell.
-            if f"{DIRECTORY}/{name}" not in known and self._broker.checkpoints.last is not None:
-                self._broker.snapshots.replaced(f"{DIRECTORY}/{name}")
+        self._sort_out_files()
         self.drop_finished()
         self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
+
+    def _sort_out_files(self) -> None:
+        """Files that no checkpoint names were left by a crash, and go; unless checkpoints were lost."""
+        broker = self._broker
+        known = {bucket.path for bucket in self._schedules.buckets.values()}
+        unknown = [name for name in broker.disk.list(DIRECTORY) if f"{DIRECTORY}/{name}" not in known]
+        # Without a checkpoint and with the whole log, every row is there: the first checkpoint was not finished.
+        lost = broker.checkpoints.last is None and (broker.checkpoints.rejected or broker.message_log.start > 0)
+        if not lost:
+            for name in unknown:
+                broker.snapshots.replaced(f"{DIRECTORY}/{name}")
+        elif unknown:
+            # Which of their rows wait, nobody can tell any more.
+            move_aside(broker.disk, DIRECTORY, unknown)
+            self._schedules.tell(
+                f"no checkpoint reads back: {len(unknown)} files of delayed messages are in {QUARANTINE}/ now, and "
+                "what waited in them is not delivered"
+            )
 
     def _resolve(self, partition: int, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
         """Settle filed rows that are known by their numbers, and perhaps by when they were due."""

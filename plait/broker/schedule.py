@@ -76,7 +76,7 @@ class Schedules:
         self._turn_at = self._held_until = 0.0
         #: Why nothing is delivered at present, as far as it was told.
         self._hindrance = ""
-        #: Rows that did not read back, and what has not been told of that yet.
+        #: Rows that did not read back, and what has not been told yet of that and of what is held up.
         self.lost_count = 0
         self.damages: list[str] = []
 
@@ -124,9 +124,10 @@ class Schedules:
     def report(self, file: str, reason: str, rows: int) -> None:
         """Rows that wait do not read back."""
         self.lost_count += rows
-        self._tell(f"{file}: {rows} delayed messages are lost: {reason}")
+        self.tell(f"{file}: {rows} delayed messages are lost: {reason}")
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
+        """Something that whoever runs the server should know."""
         if len(self.damages) < DAMAGES_MAX:
             self.damages.append(text)
 
@@ -193,7 +194,7 @@ class Schedules:
             self._hold()
             if self._hindrance != str(error):
                 self._hindrance = str(error)
-                self._tell(f"delayed messages are held up: {error}")
+                self.tell(f"delayed messages are held up: {error}")
         except (DiskFull, ReadOnly):
             self._hold()
         except StorageFailed:

@@ -32,7 +32,7 @@ NEVER: Final = (1 << 63) - 1
 _MINUTE: Final = 60_000_000
 _HOUR: Final = 60 * _MINUTE
 _DAY: Final = 24 * _HOUR
-#: (rows due within this, width of their buckets, its name in files): at most 86 buckets cover two years.
+#: (rows due within this, width of their buckets, its name in files): two years are at most 87 buckets.
 LEVELS: Final = (
     (2 * _HOUR, 10 * _MINUTE, "10m"),
     (_DAY, 2 * _HOUR, "2h"),
@@ -85,7 +85,7 @@ def keys_at(due: int) -> list[int]:
 
 
 def bucket_path(key: int, epoch: int, checkpoint: int) -> str:
-    """The file of a bucket that this checkpoint begins: no other one ever has the same name."""
+    """The file of a bucket that this checkpoint begins; one that failed may have left it behind under this name."""
     level = key % _MINUTE
     start = str(np.datetime_as_string(np.datetime64(key - level, "us"), unit="m")).replace("-", "").replace(":", "")
     return f"{DIRECTORY}/{start}-{LEVELS[level][2]}.{epoch}.{checkpoint}"

@@ -36,12 +36,22 @@ def numbered(start: int, stop: int) -> list[bytes]:
 # --- which bucket ---------------------------------------------------------------------------------
 
 
-def test_two_years_need_few_buckets_and_every_row_is_in_one_that_covers_it() -> None:
+def test_two_years_are_at_most_87_buckets() -> None:
+    """However the clock stands to their edges."""
+    counts = set()
+    ahead = np.arange(0, 732 * DAY * SECOND + 1, 300 * SECOND)
+    for minutes in range(0, 16 * 24 * 60, 607):
+        now = 1_700_000_000_123_456 + minutes * 60 * SECOND
+        counts.add(len(np.unique(bucket_keys(now + ahead, now))))
+    assert max(counts) == 87
+
+
+def test_rows_of_a_bucket_are_together_and_every_row_is_in_one_that_covers_it() -> None:
     now = 1_700_000_000_123_456
     due = now + np.linspace(-3600 * SECOND, 732 * DAY * SECOND, 200_000).astype(np.int64)
     keys = bucket_keys(due, now)
     # Rows in the order they are due have those of one bucket together, which filing relies on.
-    assert len(np.unique(keys)) == 1 + int((keys[1:] != keys[:-1]).sum()) <= 95
+    assert len(np.unique(keys)) == 1 + int((keys[1:] != keys[:-1]).sum())
     for time, key in zip(due[::997].tolist(), keys[::997].tolist(), strict=True):
         level = key % 60_000_000
         assert key in keys_at(time)
@@ -389,6 +399,54 @@ def test_a_damaged_frame_is_told_once_however_often_a_checkpoint_fails(producer:
     node.checkpoint()
     assert schedules(node).lost_count == 3
     assert len(schedules(node).damages) == 1
+
+
+def without_checkpoints(node: Node, how: str) -> Node:
+    """The next start, and no checkpoint is left."""
+    disk = node.disk.copy()
+    for name in disk.list("checkpoints"):
+        if how == "damaged" and name.startswith("manifest-"):
+            disk.flip_bit(f"checkpoints/{name}", 20, 0)
+        elif how == "gone":
+            disk.remove(f"checkpoints/{name}")
+    return Node(disk, node.clock, node.config)
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_files_stay_for_good_when_every_checkpoint_is_lost(producer: Producer, how: str) -> None:
+    node = Node(retention_seconds=10)
+    delay(node, producer, node.clock.now() + 5 * DAY * SECOND, b"a", b"b")
+    node.checkpoint()
+    for _ in range(KEEP + 2):
+        node.send("others", b"x" * 6000)
+        node.checkpoint()
+        node.clock.advance(60)
+    assert node.retention.run() != []
+    node.turn()
+    [path] = files(node)
+    stored = node.disk.read(path)
+    for again in range(2):
+        node = without_checkpoints(node, how)
+        if not again:
+            assert any("quarantine/" in text for text in schedules(node).damages)
+        for _ in range(KEEP + 2):
+            node.send("others", b"x")
+            node.checkpoint()
+        node = node.killed()
+        assert files(node) == []
+        assert node.disk.read(f"quarantine/{path.replace('/', '-')}") == stored
+        assert schedules(node).damages == []
+
+
+def test_a_first_checkpoint_that_was_not_finished_leaves_nothing_aside(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + 60 * SECOND, b"a")
+    node.checkpoint()
+    node = without_checkpoints(node, "gone")
+    assert node.disk.list("quarantine") == []
+    assert schedules(node).damages == []
+    later(node, 60)
+    assert delivered(node) == [b"a"]
 
 
 # --- looking into files ---------------------------------------------------------------------------
