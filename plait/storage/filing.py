@@ -289,7 +289,7 @@ class Filing:
                 run["low"], run["high"] = numbers[first:last].min(), numbers[first:last].max()
                 run["due_first"], run["due_last"] = due[first], due[last - 1]
                 frame.stamp_with(pack_stamp(partition, int(run["low"][0]), self._now, 0, self._epoch))
-                writer.add(frame.parts, run, frame.size, numbers[first:last].copy())
+                writer.add(frame.parts, run, frame.size, numbers[first:last])
             writer.write()
 
     def _writer(self, key: int) -> _Writer:

@@ -37,4 +37,5 @@ def examine_buckets(disk: RealDisk, shards: list[bytes], report: Report) -> None
                 bucket.open_run(run)
         except OSError as error:
             tell(state.path, f"it cannot be read: {error.strerror}", bucket.waiting)
-        report.scheduled += bucket.waiting
+        else:
+            report.scheduled += bucket.waiting
