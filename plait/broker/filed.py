@@ -32,6 +32,7 @@ FILE_MAX: Final = 2_000_000
 #: Rows that are filed by a start or a stop, which somebody waits for.
 FILE_NOW_MAX: Final = 200_000
 
+#: Numbers of rows that left, and perhaps when they were due.
 _Settled = tuple[npt.NDArray[Any], npt.NDArray[Any] | None]
 
 
@@ -135,20 +136,12 @@ class Filed:
 
     def _resolve(self, partition: int, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
         """Settle filed rows that are known by their numbers, and perhaps by when they were due."""
-        if due is not None:
-            order = np.argsort(due)
-            numbers, due = numbers[order], due[order]
+        settled = _by_time(numbers, due)
         for bucket in self._schedules.buckets.values():
             for run in np.flatnonzero(bucket.of(partition)).tolist():
-                record = bucket.runs[run]
-                some = numbers
-                if due is not None:
-                    low = np.searchsorted(due, record["due_first"], "left")
-                    some = numbers[low : np.searchsorted(due, record["due_last"], "right")]
-                some = some[(some >= record["low"]) & (some <= record["high"])]
+                some = _of_run(bucket.runs[run], settled)
                 if len(some) and bucket.open_run(run):
-                    bucket.settle(run, np.flatnonzero(np.isin(bucket.numbers_of(run), some)))
-                    bucket.advance(run)
+                    _settle_run(bucket, run, bucket.numbers_of(run), some)
 
     # --- checkpoint -----------------------------------------------------------------------------
 
@@ -218,8 +211,7 @@ class Filed:
                 if schedules.get(partition) is None:
                     bucket.drop_run(run)
                 elif partition in left:
-                    bucket.settle(run, np.flatnonzero(_among(numbers, left[partition])))
-                    bucket.advance(run)
+                    _settle_run(bucket, run, numbers, _of_run(bucket.runs[run], left[partition]))
         for copy in filing.fresh:
             schedule = schedules.get(copy.partition)
             if schedule is None:
@@ -233,15 +225,15 @@ class Filed:
             schedules.upcoming.expect_from(schedule, schedules.window.end)
         schedules.upcoming.runs_added()
 
-    def _left_meanwhile(self, filing: Filing) -> dict[int, UInt64s]:
-        """Partition → the numbers, in order, of rows that left while they were filed."""
-        left: dict[int, UInt64s] = {}
+    def _left_meanwhile(self, filing: Filing) -> dict[int, _Settled]:
+        """Partition → rows that left while they were filed."""
+        left: dict[int, _Settled] = {}
         for copy in filing.fresh:
             schedule = self._schedules.get(copy.partition)
             if schedule is not None:
-                gone = (copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER)
-                if gone.any():
-                    left[copy.partition] = (copy.base + np.flatnonzero(gone)).astype(np.uint64)
+                gone = np.flatnonzero((copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER))
+                if len(gone):
+                    left[copy.partition] = _by_time((copy.base + gone).astype(np.uint64), copy.due[gone])
         return left
 
     def drop_finished(self) -> None:
@@ -252,8 +244,26 @@ class Filed:
                 self._broker.snapshots.replaced(buckets.pop(key).path)
 
 
-def _among(numbers: UInt64s, some: UInt64s) -> npt.NDArray[np.bool_]:
-    """Which of the numbers are among some others, which stand in order."""
-    at = np.minimum(np.searchsorted(some, numbers), len(some) - 1)
-    found: npt.NDArray[np.bool_] = some[at] == numbers
-    return found
+def _by_time(numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> _Settled:
+    """In the order they were due, if that is known."""
+    if due is None:
+        return numbers, None
+    order = np.argsort(due)
+    return numbers[order], due[order]
+
+
+def _of_run(record: Any, settled: _Settled) -> npt.NDArray[Any]:
+    """Those of the numbers that may be in a run."""
+    numbers, due = settled
+    if due is not None:
+        low = np.searchsorted(due, record["due_first"], "left")
+        numbers = numbers[low : np.searchsorted(due, record["due_last"], "right")]
+    some: npt.NDArray[Any] = numbers[(numbers >= record["low"]) & (numbers <= record["high"])]
+    return some
+
+
+def _settle_run(bucket: Bucket, run: int, numbers: UInt64s, settled: npt.NDArray[Any]) -> None:
+    """Rows of a run, which has these numbers, have left."""
+    if len(settled):
+        bucket.settle(run, np.flatnonzero(np.isin(numbers, settled)))
+        bucket.advance(run)
