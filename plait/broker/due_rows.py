@@ -4,27 +4,48 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
 from plait.broker.sends import JOINED_SIZE_MAX
 from plait.broker.window import IN_LOG, SoonRows, soon_rows
-from plait.errors import DamageError, FrameError
+from plait.errors import DamageError, FlowControl, FrameError
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
 from plait.frame.gather import Gathered, Int64s, Places, Rows, flatten, row_sets
 from plait.frame.view import FrameView
 from plait.limits import MIB
+from plait.storage.buckets import Bucket
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.schedule import Schedule, Schedules
 
-#: Bodies that are delivered in one turn.
+#: Bytes of rows that are delivered in one turn, of all subjects; those that stay go on with the next.
 DELIVER_SIZE_MAX: Final = 8 * MIB
 #: Inflated frames that are remembered: their other rows may be due next.
 FLAT_SIZE_MAX: Final = 64 * MIB
+
+
+class FiledPlace(NamedTuple):
+    """Where a row waits that is filed."""
+
+    bucket: Bucket
+    run: int
+    row: int
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Something that needs the files of delayed rows: where one cannot be opened now, nothing comes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise FlowControl(
+            f"a file of delayed messages cannot be opened now ({error.strerror}); nothing was changed, try again"
+        ) from error
 
 
 class DueRows:
@@ -63,17 +84,20 @@ class DueRows:
         frames["whole"][index] = True
         return True
 
-    def gather(self, schedule: Schedule, rows: SoonRows, mine: Int64s) -> tuple[Int64s, Gathered]:
-        """As many of ``mine`` as leave in one turn, and their columns."""
+    def gather(
+        self, schedule: Schedule, rows: SoonRows, mine: Int64s, room: int = DELIVER_SIZE_MAX
+    ) -> tuple[Int64s, Gathered | None, int]:
+        """As many of ``mine`` as there is room for, their columns and size; one at least where all room is left."""
         sets, which = self._sets(schedule, rows[mine])
         place = np.empty(len(which), np.int64)
         place[which] = np.arange(len(which))
-        sizes = np.concatenate([each.spans(Column.BODY)[1] for each in sets])[place]
-        total = np.cumsum(sizes)
-        if total[-1] > DELIVER_SIZE_MAX and len(mine) > 1:
-            count = max(int(np.searchsorted(total, DELIVER_SIZE_MAX, "right")), 1)
-            mine, place = mine[:count], place[:count]
-        return mine, Gathered(sets, place)
+        total = np.cumsum(np.concatenate([each.sizes() for each in sets])[place])
+        count = int(np.searchsorted(total, room, "right"))
+        if room >= DELIVER_SIZE_MAX:
+            count = max(count, 1)
+        if not count:
+            return mine[:0], None, 0
+        return mine[:count], Gathered(sets, place[:count]), int(total[count - 1])
 
     def describe(self, schedule: Schedule, rows: SoonRows) -> Iterator[tuple[int, int, bytes, int]]:
         """(producer, producer sequence, key, size of the body) of rows that can be read."""
@@ -155,17 +179,14 @@ class DueRows:
             bucket.waiting -= len(mine)
             bucket.dirty = True
 
-    def copy(self, schedule: Schedule, number: int, due: int, to: int) -> FrameParts | None:
+    def copy(self, schedule: Schedule, number: int, due: int, to: int, place: FiledPlace | None) -> FrameParts | None:
         """The row once more, to be delivered at another time, in a frame that settles it; None where it is lost."""
         rows = soon_rows(np.array([due]), number, schedule.partition.id)
-        if number < schedule.fresh.base:
-            place = self._schedules.find_filed(schedule, number, due)
-            if place is None:
-                return None
-            bucket, run, row = place
-            rows = soon_rows(np.array([due]), number, schedule.partition.id, bucket.key, run, row)
+        if place is not None:
+            rows = soon_rows(np.array([due]), number, schedule.partition.id, place.bucket.key, place.run, place.row)
         mine, _ = self.readable(schedule, rows, np.arange(1))
         if not len(mine):
             return None
-        _, gathered = self.gather(schedule, rows, mine)
+        _, gathered, _ = self.gather(schedule, rows, mine)
+        assert gathered is not None
         return gathered.frame(0, 1, np.array([to]), np.array([number], np.uint64), row_by_row=False)

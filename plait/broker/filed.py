@@ -15,11 +15,13 @@ import numpy.typing as npt
 from plait.broker.partition import Partition
 from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
+from plait.frame.gather import UInt64s
 from plait.frame.view import FrameView
 from plait.storage.buckets import DIRECTORY, NEVER, Bucket
 from plait.storage.catalog import SCHEDULE
 from plait.storage.filing import BucketCopy, Filing, FreshCopy, segment_places
 from plait.storage.fresh import Fresh, Unfiled, decode_unfiled
+from plait.storage.recovery import QUARANTINE, move_aside
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -30,6 +32,7 @@ FILE_MAX: Final = 2_000_000
 #: Rows that are filed by a start or a stop, which somebody waits for.
 FILE_NOW_MAX: Final = 200_000
 
+#: Numbers of rows that left, and perhaps when they were due.
 _Settled = tuple[npt.NDArray[Any], npt.NDArray[Any] | None]
 
 
@@ -99,7 +102,7 @@ class Filed:
             self._replayed.setdefault(schedule.partition.id, []).append(entry)
 
     def recovered(self) -> None:
-        """Both logs were replayed: find the filed rows that they settle. Files that no checkpoint names go later."""
+        """Both logs were replayed: find the filed rows that they settle, and files that nobody needs."""
         replayed, self._replayed = self._replayed, {}
         for partition, entries in replayed.items():
             if self._schedules.get(partition) is None:
@@ -109,32 +112,36 @@ class Filed:
                 times = [due for _, due in entries if due is not None] if timed else []
                 if numbers:
                     self._resolve(partition, np.concatenate(numbers), np.concatenate(times) if times else None)
-        known = {bucket.path for bucket in self._schedules.buckets.values()}
-        for name in self._broker.disk.list(DIRECTORY):
-            # Without a checkpoint nobody knows what is in them: they stay, for whoever can tell.
-            if f"{DIRECTORY}/{name}" not in known and self._broker.checkpoints.last is not None:
-                self._broker.snapshots.replaced(f"{DIRECTORY}/{name}")
-        for schedule in self._schedules.by_subject.values():
-            self._schedules.upcoming.expect_from(schedule, 0)
+        self._sort_out_files()
         self.drop_finished()
-        self._schedules.upcoming.look_beyond()
+        self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
+
+    def _sort_out_files(self) -> None:
+        """Files that no checkpoint names were left by a crash, and go; unless checkpoints were lost."""
+        broker = self._broker
+        known = {bucket.path for bucket in self._schedules.buckets.values()}
+        unknown = [name for name in broker.disk.list(DIRECTORY) if f"{DIRECTORY}/{name}" not in known]
+        # Without a checkpoint and with the whole log, every row is there: the first checkpoint was not finished.
+        lost = broker.checkpoints.last is None and (broker.checkpoints.rejected or broker.message_log.start > 0)
+        if not lost:
+            for name in unknown:
+                broker.snapshots.replaced(f"{DIRECTORY}/{name}")
+        elif unknown:
+            # Which of their rows wait, nobody can tell any more.
+            move_aside(broker.disk, DIRECTORY, unknown)
+            self._schedules.tell(
+                f"no checkpoint reads back: {len(unknown)} files of delayed messages are in {QUARANTINE}/ now, and "
+                "what waited in them is not delivered"
+            )
 
     def _resolve(self, partition: int, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:
         """Settle filed rows that are known by their numbers, and perhaps by when they were due."""
-        if due is not None:
-            order = np.argsort(due)
-            numbers, due = numbers[order], due[order]
+        settled = _by_time(numbers, due)
         for bucket in self._schedules.buckets.values():
             for run in np.flatnonzero(bucket.of(partition)).tolist():
-                record = bucket.runs[run]
-                some = numbers
-                if due is not None:
-                    low = np.searchsorted(due, record["due_first"], "left")
-                    some = numbers[low : np.searchsorted(due, record["due_last"], "right")]
-                some = some[(some >= record["low"]) & (some <= record["high"])]
+                some = _of_run(bucket.runs[run], settled)
                 if len(some) and bucket.open_run(run):
-                    bucket.settle(run, np.flatnonzero(np.isin(bucket.numbers_of(run), some)))
-                    bucket.advance(run)
+                    _settle_run(bucket, run, bucket.numbers_of(run), some)
 
     # --- checkpoint -----------------------------------------------------------------------------
 
@@ -149,6 +156,7 @@ class Filed:
             bucket.dirty = False
         copies_of_rows: list[FreshCopy] = []
         unfiled: list[Unfiled] = []
+        offsets: list[int] = []
         for schedule in self._schedules.by_subject.values():
             fresh = schedule.fresh
             if not len(fresh.due):
@@ -160,14 +168,15 @@ class Filed:
                 copies_of_rows.append(copy)
             if end < fresh.end:
                 unfiled.append(fresh.unfiled(schedule.partition.id, end))
+                offsets += fresh.offsets_from(end)[:1].tolist()
         segments = segment_places(broker.message_log.directory, [each.base for each in broker.message_log.segments])
         self._filing = Filing(
             broker.disk,
-            self._schedules.report,
             copies_of_rows,
             copies,
             segments,
             unfiled,
+            unfiled_offset=min(offsets, default=None),
             now=broker.clock.now(),
             epoch=broker.epoch,
             checkpoint=checkpoint,
@@ -178,6 +187,8 @@ class Filed:
         """The checkpoint was written, or not: then everything is as it was."""
         self._filing = None
         if written:
+            for file, reason, rows in filing.lost:
+                self._schedules.report(file, reason, rows)
             self._take_over(filing)
         else:
             for key in filing.dirty:
@@ -188,20 +199,23 @@ class Filed:
     def _take_over(self, filing: Filing) -> None:
         """Filed rows leave the log for their buckets."""
         schedules = self._schedules
+        left = self._left_meanwhile(filing)
         for key, (path, runs) in filing.added.items():
             bucket = schedules.buckets.get(key)
             if bucket is None:
                 bucket = schedules.buckets[key] = Bucket(self._broker.disk, schedules.report, key, path)
             before = len(bucket.runs)
             bucket.add(runs)
-            for run in range(before, len(bucket.runs)):
-                if schedules.get(int(bucket.runs["partition"][run])) is None:
+            for run, numbers in enumerate(filing.numbers[key], before):
+                partition = int(bucket.runs["partition"][run])
+                if schedules.get(partition) is None:
                     bucket.drop_run(run)
+                elif partition in left:
+                    _settle_run(bucket, run, numbers, _of_run(bucket.runs[run], left[partition]))
         for copy in filing.fresh:
             schedule = schedules.get(copy.partition)
             if schedule is None:
                 continue
-            left = np.flatnonzero((copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER))
             schedule.fresh.filed(copy.end)
             schedule.partition.start = copy.end
             if len(schedule.fresh.due):
@@ -209,9 +223,18 @@ class Filed:
                 self._broker.touch(schedule.partition)
             schedules.window.remove_partition(copy.partition, before=copy.end)
             schedules.upcoming.expect_from(schedule, schedules.window.end)
-            if len(left):
-                self._resolve(copy.partition, copy.base + left, copy.due[left])
         schedules.upcoming.runs_added()
+
+    def _left_meanwhile(self, filing: Filing) -> dict[int, _Settled]:
+        """Partition → rows that left while they were filed."""
+        left: dict[int, _Settled] = {}
+        for copy in filing.fresh:
+            schedule = self._schedules.get(copy.partition)
+            if schedule is not None:
+                gone = np.flatnonzero((copy.due != NEVER) & (schedule.fresh.due.values[: len(copy.due)] == NEVER))
+                if len(gone):
+                    left[copy.partition] = _by_time((copy.base + gone).astype(np.uint64), copy.due[gone])
+        return left
 
     def drop_finished(self) -> None:
         """Buckets of which nothing is left go; not while a checkpoint may be adding to them."""
@@ -219,3 +242,28 @@ class Filed:
             buckets = self._schedules.buckets
             for key in [key for key, bucket in buckets.items() if bucket.waiting == 0]:
                 self._broker.snapshots.replaced(buckets.pop(key).path)
+
+
+def _by_time(numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> _Settled:
+    """In the order they were due, if that is known."""
+    if due is None:
+        return numbers, None
+    order = np.argsort(due)
+    return numbers[order], due[order]
+
+
+def _of_run(record: Any, settled: _Settled) -> npt.NDArray[Any]:
+    """Those of the numbers that may be in a run."""
+    numbers, due = settled
+    if due is not None:
+        low = np.searchsorted(due, record["due_first"], "left")
+        numbers = numbers[low : np.searchsorted(due, record["due_last"], "right")]
+    some: npt.NDArray[Any] = numbers[(numbers >= record["low"]) & (numbers <= record["high"])]
+    return some
+
+
+def _settle_run(bucket: Bucket, run: int, numbers: UInt64s, settled: npt.NDArray[Any]) -> None:
+    """Rows of a run, which has these numbers, have left."""
+    if len(settled):
+        bucket.settle(run, np.flatnonzero(np.isin(numbers, settled)))
+        bucket.advance(run)

@@ -43,7 +43,7 @@ class Retention:
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
-        removed = broker.message_log.remove_before(min(self._certain(needed), oldest.message_offset))
+        removed = broker.message_log.remove_before(min(self._certain(needed), broker.checkpoints.message_needed))
         broker.action_log.remove_before(oldest.action_offset)
         broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset))
         if removed:

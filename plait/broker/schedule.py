@@ -8,18 +8,19 @@ numbers it settles: delivery and its record are one write, so a row is delivered
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.due_rows import DueRows
+from plait.broker.due_rows import DELIVER_SIZE_MAX, DueRows, FiledPlace, reading
 from plait.broker.filed import Filed
 from plait.broker.partition import Partition
 from plait.broker.sends import Appended
 from plait.broker.subjects import create_partition
 from plait.broker.upcoming import Upcoming
-from plait.errors import DiskFull, FrameError, InvalidArgument, LimitExceeded, ReadOnly, StorageFailed
+from plait.errors import DiskFull, FlowControl, FrameError, InvalidArgument, LimitExceeded, ReadOnly, StorageFailed
 from plait.frame.columns import Column
 from plait.frame.gather import Int64s
 from plait.frame.header import pack_stamp
@@ -73,7 +74,9 @@ class Schedules:
         self.ready = False
         #: On the monotonic clock: the next turn that delivers comes at the first; until the second none does.
         self._turn_at = self._held_until = 0.0
-        #: Rows that did not read back, and what has not been told of that yet.
+        #: Why nothing is delivered at present, as far as it was told.
+        self._hindrance = ""
+        #: Rows that did not read back, and what has not been told yet of that and of what is held up.
         self.lost_count = 0
         self.damages: list[str] = []
 
@@ -121,8 +124,12 @@ class Schedules:
     def report(self, file: str, reason: str, rows: int) -> None:
         """Rows that wait do not read back."""
         self.lost_count += rows
+        self.tell(f"{file}: {rows} delayed messages are lost: {reason}")
+
+    def tell(self, text: str) -> None:
+        """Something that whoever runs the server should know."""
         if len(self.damages) < DAMAGES_MAX:
-            self.damages.append(f"{file}: {rows} delayed messages are lost: {reason}")
+            self.damages.append(text)
 
     # --- rows come ------------------------------------------------------------------------------
 
@@ -167,6 +174,8 @@ class Schedules:
         """Whether there is something to do for ``run``."""
         clock = self._broker.clock
         now = clock.now()
+        if self.upcoming.is_ahead(now):
+            self.upcoming.begin_again(self.by_subject.values())
         due = self.window.next_due <= now or self.upcoming.wants(now)
         self.ready = due and clock.monotonic() >= self._held_until
         return self.ready
@@ -177,9 +186,15 @@ class Schedules:
             self._broker.refuse_when_full()
             self._write()
             self._deliver_all(now, appended)
+            self._hindrance = ""
         except OSError as error:
             self._hold()
             self._broker.disk_error(error)
+        except FlowControl as error:
+            self._hold()
+            if self._hindrance != str(error):
+                self._hindrance = str(error)
+                self.tell(f"delayed messages are held up: {error}")
         except (DiskFull, ReadOnly):
             self._hold()
         except StorageFailed:
@@ -204,7 +219,8 @@ class Schedules:
         self.ready = False
         clock = self._broker.clock
         self._turn_at = clock.monotonic() + TURN_SECONDS
-        self.upcoming.load(now)
+        with reading():
+            self.upcoming.load(now)
         rows = self.window.due(now, DELIVER_MAX)
         if not len(rows):
             return
@@ -214,23 +230,32 @@ class Schedules:
             # Each subject's rows together, in their order.
             order = np.argsort(partitions, kind="stable")
             edges = np.flatnonzero(np.diff(partitions[order], prepend=-1, append=-1))
-            for start, stop in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
-                mine = order[start:stop]
-                self._deliver(rows, mine, now, appended, kept)
+            subjects = [order[start:stop] for start, stop in pairwise(edges.tolist())]
+            room = DELIVER_SIZE_MAX
+            # The one that has waited longest first: it is the next one's turn when there is no room for more.
+            for mine in sorted(subjects, key=lambda mine: int(mine[0])):
+                room -= self._deliver(rows, mine, now, appended, kept, room)
+                if room <= 0:
+                    break
         finally:
             self.window.took(len(rows), rows[kept])
             self.filed.drop_finished()
 
-    def _deliver(self, rows: Any, mine: Int64s, now: int, appended: Appended, kept: npt.NDArray[np.bool_]) -> None:
-        """Deliver one subject's rows; those that left are kept no longer."""
+    def _deliver(
+        self, rows: Any, mine: Int64s, now: int, appended: Appended, kept: npt.NDArray[np.bool_], room: int
+    ) -> int:
+        """Deliver one subject's rows, as far as there is room; those that left are kept no longer. Their size."""
         broker = self._broker
         schedule = self._by_partition[int(rows["partition"][mine[0]])]
         target = broker.subjects[schedule.partition.row.subject]
         mine, lost = self.rows.readable(schedule, rows, mine)
         kept[lost] = False
         if not len(mine):
-            return
-        mine, gathered = self.rows.gather(schedule, rows, mine)
+            return 0
+        with reading():
+            mine, gathered, size = self.rows.gather(schedule, rows, mine, room)
+        if gathered is None:
+            return room
         chosen = rows[mine]
         for start, stop, frame in self.rows.frames(gathered, chosen):
             broker.message_log.place_for(frame.size)
@@ -242,28 +267,34 @@ class Schedules:
             broker.touch(target)
             kept[mine[start:stop]] = False
             self.rows.left(schedule, chosen[start:stop])
+        return size
 
     # --- cancel and reschedule --------------------------------------------------------------------
 
     def cancel(self, subject: str, number: int, due: int) -> bool:
         """A row shall never be delivered; False where it does not wait (any more). Counts once committed."""
-        schedule = self._find(subject, number, due)
-        if schedule is None:
+        with reading():
+            found = self._find(subject, number, due)
+        if found is None:
             return False
+        schedule, place = found
         self._broker.record(Action.CANCEL, schedule.partition, number, number + 1, due)
-        self._settle(schedule, number, due)
+        self._settle(schedule, number, due, place)
         return True
 
     def reschedule(self, subject: str, number: int, due: int, to: int) -> int | None:
         """A row is due at another time: its new number; None where it does not wait (any more)."""
         self.check_time(to)
         broker = self._broker
-        schedule = self._find(subject, number, due)
-        if schedule is None:
+        with reading():
+            found = self._find(subject, number, due)
+        if found is None:
             return None
+        schedule, place = found
         broker.refuse_when_full()
         self._write()
-        frame = self.rows.copy(schedule, number, due, to)
+        with reading():
+            frame = self.rows.copy(schedule, number, due, to, place)
         if frame is None:
             return None
         partition = schedule.partition
@@ -272,26 +303,27 @@ class Schedules:
         offset = broker.append_own(frame)
         partition.appended(base, offset, now, frame.size, 1, broker.epoch)
         broker.touch(partition)
-        self._settle(schedule, number, due)
+        self._settle(schedule, number, due, place)
         self.upcoming.append(schedule, FrameView(frame.tobytes()), offset, base)
         return base
 
-    def _find(self, subject: str, number: int, due: int) -> Schedule | None:
-        """The subject's schedule, if the row waits in it."""
+    def _find(self, subject: str, number: int, due: int) -> tuple[Schedule, FiledPlace | None] | None:
+        """The subject's schedule, if the row waits in it, and where it is filed, if it is."""
         self._broker.partition_of(subject, create=False)
         self._broker.refuse_when_stalled()
         schedule = self.by_subject.get(subject)
         if schedule is None or not 0 <= due < NEVER:
             return None
         if number >= schedule.fresh.base:
-            return schedule if schedule.fresh.due_of(number) == due else None
-        if self.find_filed(schedule, number, due) is None:
+            return (schedule, None) if schedule.fresh.due_of(number) == due else None
+        place = self._find_filed(schedule, number, due)
+        if place is None:
             return None
         self._refuse_more()
-        return schedule
+        return schedule, place
 
-    def find_filed(self, schedule: Schedule, number: int, due: int) -> tuple[Bucket, int, int] | None:
-        """(bucket, run, row) of a row that waits in a bucket."""
+    def _find_filed(self, schedule: Schedule, number: int, due: int) -> FiledPlace | None:
+        """Where a row waits in a bucket."""
         for key in keys_at(due):
             bucket = self.buckets.get(key)
             if bucket is None:
@@ -300,27 +332,25 @@ class Schedules:
             maybe = bucket.of(schedule.partition.id) & (runs["due_first"] <= due) & (runs["due_last"] >= due)
             maybe &= (runs["low"] <= number) & (runs["high"] >= number)
             for run in np.flatnonzero(maybe).tolist():
-                if not bucket.open_run(run):
+                columns = bucket.glance(run)
+                if columns is None:
                     continue
-                times = bucket.due_of(run)
+                times, numbers = columns
                 low = max(int(np.searchsorted(times, due, "left")), int(bucket.cursors[run]))
                 high = int(np.searchsorted(times, due, "right"))
-                found = np.flatnonzero(bucket.numbers_of(run)[low:high] == number)
-                if len(found) and not bucket.is_settled(run, low + int(found[0])):
-                    return bucket, run, low + int(found[0])
+                found = np.flatnonzero(numbers[low:high] == number)
+                if len(found) and not bucket.is_settled(run, low + int(found[0])) and bucket.open_run(run):
+                    return FiledPlace(bucket, run, low + int(found[0]))
         return None
 
-    def _settle(self, schedule: Schedule, number: int, due: int) -> None:
+    def _settle(self, schedule: Schedule, number: int, due: int, place: FiledPlace | None) -> None:
         """A row that waits leaves out of turn."""
         self._broker.touch(schedule.partition)
         self.window.remove(due, number, schedule.partition.id)
-        if number >= schedule.fresh.base:
+        if place is None:
             schedule.fresh.settle(np.array([number]))
-            return
-        place = self.find_filed(schedule, number, due)
-        if place is not None:
-            bucket, run, row = place
-            bucket.settle(run, np.array([row]))
+        else:
+            place.bucket.settle(place.run, np.array([place.row]))
             self.filed.drop_finished()
 
     def _refuse_more(self) -> None:

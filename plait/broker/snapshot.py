@@ -68,8 +68,10 @@ class CheckpointWork:
             shards = self.shards | self.filing.run()
             self._checkpoints.write(self.manifest, shards, self.filing.dropped(self._checkpoints.last))
             self.written = True
+            used = self.filing.paths
             for path in self._garbage:
-                disk.remove(path)
+                if path not in used:
+                    disk.remove(path)
         except OSError as error:
             self.error = error
 
@@ -81,7 +83,7 @@ class Snapshots:
         self._broker = broker
         #: Partitions changed since the last checkpoint.
         self.dirty: set[int] = set()
-        #: (checkpoint number after which it is unused, file) of replaced consume logs.
+        #: (checkpoint number after which it is unused, file) of replaced consume logs and finished buckets.
         self._garbage: list[tuple[int, str]] = []
         self._last_message_end = 0
         self._last_time = broker.clock.monotonic()
@@ -139,6 +141,7 @@ class Snapshots:
         message_end, kept_end, action_end = (log.written for log in broker.logs)
         self._last_message_end = message_end
         self._last_time = broker.clock.monotonic()
+        filing = broker.schedules.filed.begin(number, FILE_NOW_MAX if waited_for else FILE_MAX)
         manifest = Manifest(
             number=number,
             message_offset=message_end,
@@ -152,11 +155,14 @@ class Snapshots:
             next_partition=broker.next_partition,
             next_group=broker.next_group,
             next_consumer=broker.next_consumer,
+            unfiled_offset=filing.unfiled_offset,
             shards={},
         )
+        # A file that a failed checkpoint left behind may have been written to again under its name: it is in use.
+        used = {bucket.path for bucket in broker.schedules.buckets.values()}
+        self._garbage = [(after, path) for after, path in self._garbage if path not in used]
         garbage = [path for after, path in self._garbage if number > after + KEEP]
         self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
-        filing = broker.schedules.filed.begin(number, FILE_NOW_MAX if waited_for else FILE_MAX)
         changed = Changed(dirty, producers)
         self._work = CheckpointWork(
             broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage, changed, filing

@@ -6,7 +6,9 @@ of a bucket is due, and the next one of each subject's rows that are not filed: 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -58,6 +60,19 @@ class Upcoming:
         """Rows are near that are not in the window."""
         near = self._beyond < now + WINDOW_MICROS and self.window.end <= now + WINDOW_MICROS // 2
         return near and len(self.window) < LOAD_MAX
+
+    def is_ahead(self, now: int) -> bool:
+        """The window ends where it would never have come to: the clock was set back."""
+        return self.window.end > now + 2 * WINDOW_MICROS
+
+    def begin_again(self, schedules: Iterable[Schedule]) -> None:
+        """Nothing is in the window: find out anew what is near."""
+        self.window.clear()
+        for bucket in self._buckets.values():
+            bucket.put_back()
+        for schedule in schedules:
+            self.expect_from(schedule, 0)
+        self.look_beyond()
 
     # --- rows that are not filed ------------------------------------------------------------------
 
@@ -170,7 +185,9 @@ class Upcoming:
 
     def runs_added(self) -> None:
         """Buckets have new runs: those of their rows that are due soon belong in the window."""
-        self._load_runs(self.window.end)
+        # A file that cannot be opened now is no reason to fail here: what is not in the window is looked for again.
+        with contextlib.suppress(OSError):
+            self._load_runs(self.window.end)
         self.look_beyond()
 
     def look_beyond(self) -> None:

@@ -44,6 +44,10 @@ class Window:
         """When the first row is due; ``NEVER`` where there is none."""
         return min(int(self._rows["due"][0]) if len(self._rows) else NEVER, self._added_due)
 
+    def clear(self) -> None:
+        """All rows go, and it ends before all others."""
+        self._rows, self._added, self._added_due, self.end = np.empty(0, SOON), [], NEVER, 0
+
     def add(self, rows: SoonRows) -> None:
         """More rows, in any order."""
         if len(rows):

@@ -192,6 +192,13 @@ class Rows:
             starts[has] = at + 4 * (count + 1) + begin - self._offsets[offset]
         return starts, lengths
 
+    def sizes(self) -> Int64s:
+        """The bytes of each row in all variable columns."""
+        sizes = np.zeros(len(self._rows), np.int64)
+        for column in VARIABLE:
+            sizes += self.spans(column)[1]
+        return sizes
+
     def data(self, starts: Int64s, lengths: Int64s) -> bytes:
         """The bytes of ``spans`` one after another."""
         return take_spans(self._bytes, starts, lengths)

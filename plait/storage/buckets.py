@@ -32,7 +32,7 @@ NEVER: Final = (1 << 63) - 1
 _MINUTE: Final = 60_000_000
 _HOUR: Final = 60 * _MINUTE
 _DAY: Final = 24 * _HOUR
-#: (rows due within this, width of their buckets, its name in files): at most 86 buckets cover two years.
+#: (rows due within this, width of their buckets, its name in files): two years are at most 87 buckets.
 LEVELS: Final = (
     (2 * _HOUR, 10 * _MINUTE, "10m"),
     (_DAY, 2 * _HOUR, "2h"),
@@ -43,6 +43,8 @@ LEVELS: Final = (
 GRID: Final = LEVELS[0][1]
 #: A mapping that was read from for this much is made anew: the pages it holds count as the process's memory.
 MAPPED_MAX: Final = 32 * MIB
+#: What a look into a column of a run reads of the file, about.
+GLANCE_SIZE: Final = 4 * 4096
 #: Rows settled out of turn that are put in order together.
 UNSORTED_MAX: Final = 4096
 
@@ -83,7 +85,7 @@ def keys_at(due: int) -> list[int]:
 
 
 def bucket_path(key: int, epoch: int, checkpoint: int) -> str:
-    """The file of a bucket that this checkpoint begins: no other one ever has the same name."""
+    """The file of a bucket that this checkpoint begins; one that failed may have left it behind under this name."""
     level = key % _MINUTE
     start = str(np.datetime_as_string(np.datetime64(key - level, "us"), unit="m")).replace("-", "").replace(":", "")
     return f"{DIRECTORY}/{start}-{LEVELS[level][2]}.{epoch}.{checkpoint}"
@@ -183,10 +185,14 @@ class Bucket:
         self.runs = np.concatenate([self.runs, runs])
         self.cursors = np.concatenate([self.cursors, cursors])
         self.loaded = np.concatenate([self.loaded, cursors])
-        # For a run that has begun to leave this is too early: who looks there finds out.
-        self.next_due = np.concatenate([self.next_due, np.where(cursors < counts, runs["due_first"], NEVER)])
+        self.next_due = np.concatenate([self.next_due, _next_due(runs, cursors)])
         self._verified = np.concatenate([self._verified, np.zeros(len(runs), bool)])
         self.waiting += int((counts - cursors).sum())
+
+    def put_back(self) -> None:
+        """Rows that have not left are in nobody's hands."""
+        self.loaded = self.cursors.copy()
+        self.next_due = _next_due(self.runs, self.cursors)
 
     @property
     def end(self) -> int:
@@ -217,7 +223,10 @@ class Bucket:
         self._bytes_read += size
 
     def open_run(self, run: int) -> bool:
-        """The run's place is known and its frame was found whole, once; False: its rows are lost, which is reported."""
+        """The run's place is known and its frame was found whole, once; False: its rows are lost, which is reported.
+
+        Raises OSError where the file cannot be opened now: that says nothing of what is in it.
+        """
         if self._verified[run]:
             return True
         record = self.runs[run]
@@ -225,10 +234,8 @@ class Bucket:
             return False
         offset, size = int(record["offset"]), int(record["size"])
         try:
-            frame = FrameView(self.view()[offset : offset + size]).verify()
-            if (frame.partition, frame.count, frame.base) != (record["partition"], record["count"], record["low"]):
-                raise FrameError(f"the frame at {offset} is not the one that was filed")
-        except (FrameError, OSError) as error:
+            frame = self._frame(record).verify()
+        except (FrameError, FileNotFoundError) as error:
             self._lose(run, f"{error} (at {offset})")
             return False
         self.read(size)
@@ -238,6 +245,34 @@ class Bucket:
         self.places[run] = np.frombuffer(place_of(frame, offset), PLACE)[0]
         self._verified[run] = True
         return True
+
+    def _frame(self, record: Any) -> FrameView:
+        offset, size = int(record["offset"]), int(record["size"])
+        frame = FrameView(self.view()[offset : offset + size])
+        if (frame.partition, frame.count, frame.base) != (record["partition"], record["count"], record["low"]):
+            raise FrameError(f"the frame at {offset} is not the one that was filed")
+        return frame
+
+    def glance(self, run: int) -> tuple[Int64s, UInt64s] | None:
+        """When the rows of a run are due and their numbers, without reading all of it; None: its rows are lost.
+
+        What is damaged elsewhere is not noticed, and these may be damaged too: good enough to count by, and to find
+        out which runs to open.
+        """
+        if not self._verified[run]:
+            record = self.runs[run]
+            try:
+                frame = self._frame(record)
+                due, numbers = frame.fixed(Column.DELIVER_AT), frame.fixed(Column.SCHEDULE)
+                if due[0] == record["due_first"] and due[-1] == record["due_last"]:
+                    self.read(2 * GLANCE_SIZE)
+                    return due, numbers
+            except (FrameError, FileNotFoundError):
+                pass
+            # Whatever is wrong with it, it is told of there.
+            if not self.open_run(run):
+                return None
+        return self.due_of(run), self.numbers_of(run)
 
     def _lose(self, run: int, reason: str) -> None:
         lost = self.drop_run(run)
@@ -297,6 +332,13 @@ class Bucket:
         self.dirty = True
         return count
 
+    def waiting_by_run(self) -> Int64s:
+        """How many rows of each run have not left."""
+        self.forget_passed()
+        settled = np.bincount((self._settled >> np.uint64(32)).astype(np.int64), minlength=len(self.runs))
+        waiting: Int64s = self.runs["count"].astype(np.int64) - self.cursors - settled
+        return waiting
+
     def settled_rows(self, run: int, start: int, stop: int) -> Int64s:
         """Rows in [start, stop) of a run that left out of turn."""
         keys = self.settled
@@ -322,3 +364,9 @@ class Bucket:
     def settled_count(self) -> int:
         """How many left out of turn and are remembered."""
         return len(self._settled) + len(self._new)
+
+
+def _next_due(runs: Runs, cursors: Int64s) -> Int64s:
+    """When the next row of each run is due; too early for one that has begun to leave: who looks there finds out."""
+    next_due: Int64s = np.where(cursors < runs["count"], runs["due_first"], NEVER)
+    return next_due

@@ -48,7 +48,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     next_partition: int
     next_group: int
     next_consumer: int
+    #: Delayed rows that no bucket holds are in the message log from here on; None: there are none before its offset.
+    unfiled_offset: int | None = None
     shards: dict[str, ShardFile]
+
+    @property
+    def message_needed(self) -> int:
+        """The message log is needed from here on, to go on from this checkpoint."""
+        return self.message_offset if self.unfiled_offset is None else min(self.message_offset, self.unfiled_offset)
 
 
 class Loaded(msgspec.Struct):
@@ -160,8 +167,13 @@ class Checkpoints:
 
     @property
     def oldest(self) -> Manifest | None:
-        """The oldest one kept: both first-hand logs are needed from here on (R21)."""
+        """The oldest one kept: the first-hand logs are needed from here on (R21)."""
         return self._kept[0] if self._kept else None
+
+    @property
+    def message_needed(self) -> int:
+        """The message log is needed from here on, whichever of those kept has to serve."""
+        return min((manifest.message_needed for manifest in self._kept), default=0)
 
 
 class _Version(msgspec.Struct):

@@ -27,7 +27,6 @@ from plait.storage.buckets import (
     NEVER,
     RUN,
     SHARD_PREFIX,
-    Report,
     Runs,
     bucket_keys,
     bucket_path,
@@ -86,6 +85,8 @@ class _Writer:
     def __init__(self, disk: Disk, path: str, end: int) -> None:
         self.path = path
         self.runs: list[Runs] = []
+        #: The numbers of each run's rows.
+        self.numbers: list[UInt64s] = []
         self._file: File = disk.open(path, create=True)
         # A checkpoint that failed may have left bytes there, and perhaps a manifest that names them.
         self._end = max(end, self._file.size)
@@ -93,8 +94,9 @@ class _Writer:
         self._parts: list[Buffer] = []
         self._written = self._end
 
-    def add(self, parts: list[Buffer], run: Runs, size: int) -> None:
+    def add(self, parts: list[Buffer], run: Runs, size: int, numbers: UInt64s) -> None:
         run["offset"] = self._end
+        self.numbers.append(numbers)
         self._parts += parts
         self._end += size
         self.runs.append(run)
@@ -117,22 +119,23 @@ class Filing:
     def __init__(
         self,
         disk: Disk,
-        report: Report,
         fresh: Sequence[FreshCopy],
         buckets: dict[int, BucketCopy],
         segments: Sequence[SegmentPlace],
         unfiled: Sequence[Unfiled],
         *,
+        unfiled_offset: int | None,
         now: int,
         epoch: int,
         checkpoint: int,
     ) -> None:
         self._disk = disk
-        self._report = report
         self.fresh = fresh
         self._buckets = buckets
         self._segments = segments
         self._unfiled = unfiled
+        #: Where in the message log the rows begin that are left there; None: there are none.
+        self.unfiled_offset = unfiled_offset
         self._bases = np.array([segment.base for segment in segments], np.int64)
         self._now = now
         self._epoch = epoch
@@ -140,8 +143,11 @@ class Filing:
         self._writers: dict[int, _Writer] = {}
         self._mapped: tuple[int, memoryview] | None = None
         self._bytes_read = 0
-        #: Bucket → its file and the runs that were added.
+        #: Bucket → its file and the runs that were added, and the numbers of their rows.
         self.added: dict[int, tuple[str, Runs]] = {}
+        self.numbers: dict[int, list[UInt64s]] = {}
+        #: (file, reason, rows) of frames that did not read back: their rows are not filed.
+        self.lost: list[tuple[str, str, int]] = []
         #: Shards that the checkpoint names.
         self.kept = {shard_of(key) for key in buckets} | ({UNFILED_SHARD} if unfiled else set())
 
@@ -159,6 +165,7 @@ class Filing:
                 writer.close()
             self._mapped = None
         self.added = {key: (writer.path, np.concatenate(writer.runs)) for key, writer in self._writers.items()}
+        self.numbers = {key: writer.numbers for key, writer in self._writers.items()}
         self.kept.update(map(shard_of, self.added))
         return self._shards()
 
@@ -166,6 +173,11 @@ class Filing:
     def dirty(self) -> list[int]:
         """Buckets that had changed since the checkpoint before."""
         return [key for key, copy in self._buckets.items() if copy.dirty]
+
+    @property
+    def paths(self) -> set[str]:
+        """The files of all buckets that the checkpoint names."""
+        return {copy.path for copy in self._buckets.values()} | {path for path, _ in self.added.values()}
 
     def dropped(self, last: Manifest | None) -> list[str]:
         """Shards of the checkpoint before whose buckets are gone."""
@@ -222,7 +234,7 @@ class Filing:
             self._add(fresh.partition, gathered, due[order], numbers[order].astype(np.uint64))
 
     def _pieces(self, fresh: FreshCopy) -> Iterator[tuple[int, Int64s]]:
-        """(segment, frames) that have rows which wait, in pieces; frames that do not read back are reported."""
+        """(segment, frames) that have rows which wait, in pieces; frames that do not read back are noted."""
         places = fresh.frames["place"]
         segments = np.searchsorted(self._bases, places["at"], "right") - 1
         starts = fresh.frames["base"] - fresh.base
@@ -240,7 +252,7 @@ class Filing:
                     view.verify()
                     self._bytes_read += length
             except FrameError as error:
-                self._report("message", f"{error} (at {at})", waiting)
+                self.lost.append(("message", f"{error} (at {at})", waiting))
                 continue
             weight = length + _inflated_size(view)
             if piece and (size + weight > PIECE_SIZE or segment != before):
@@ -277,7 +289,7 @@ class Filing:
                 run["low"], run["high"] = numbers[first:last].min(), numbers[first:last].max()
                 run["due_first"], run["due_last"] = due[first], due[last - 1]
                 frame.stamp_with(pack_stamp(partition, int(run["low"][0]), self._now, 0, self._epoch))
-                writer.add(frame.parts, run, frame.size)
+                writer.add(frame.parts, run, frame.size, numbers[first:last])
             writer.write()
 
     def _writer(self, key: int) -> _Writer:

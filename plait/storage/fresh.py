@@ -155,6 +155,12 @@ class Fresh:
         due = self.due.values[start - self.base :]
         return Unfiled(partition, start, len(due), np.packbits(due != NEVER, bitorder="little").tobytes())
 
+    def offsets_from(self, start: int) -> Int64s:
+        """Where in the message log the frames are that begin with number ``start`` or a later one."""
+        frames = self.frames.values
+        offsets: Int64s = frames["place"]["at"][np.searchsorted(frames["base"], start) :]
+        return offsets
+
     def keep_only(self, unfiled: Unfiled) -> None:
         """Of the rows that a checkpoint left in the log, those that it says have left do not wait."""
         waiting = np.unpackbits(np.frombuffer(unfiled.waiting, np.uint8), count=unfiled.count, bitorder="little")

@@ -289,6 +289,19 @@ def keep_aside(disk: Disk, log: Log, damage: Damage) -> None:
     disk.sync_directory(QUARANTINE)
 
 
+def move_aside(disk: Disk, directory: str, names: Sequence[str]) -> None:
+    """Move files that nobody knows what to do with to quarantine/, where they stay."""
+    disk.make_directory(QUARANTINE)
+    for name in names:
+        target = path = f"{QUARANTINE}/{directory}-{name}"
+        number = 1
+        while disk.exists(path):
+            path, number = f"{target}.{number}", number + 1
+        disk.rename(f"{directory}/{name}", path)
+    disk.sync_directory(QUARANTINE)
+    disk.sync_directory(directory)
+
+
 def _bytes_of(log: Log, damage: Damage) -> bytes:
     for segment in log.segments:
         if segment.base <= damage.offset < segment.end:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from plait.broker import upcoming
+from plait.broker.due_rows import DELIVER_SIZE_MAX
+from plait.broker.schedule import TURN_SECONDS
 from plait.broker.upcoming import WINDOW_MICROS
 from plait.errors import DiskFull, FrameError, InvalidArgument, LimitExceeded, SubjectNotFound
 from plait.frame.columns import Column
-from plait.limits import ServerLimits
+from plait.limits import MIB, ServerLimits
 from plait.retry import WAIT_SECONDS_MAX
 from tests.broker.schedule_node import (
     SECOND,
@@ -349,3 +352,105 @@ def test_a_full_window_does_not_keep_the_loop_busy(producer: Producer, monkeypat
     assert len(delivered(node)) == 1
     later(node, 0.001)
     assert len(delivered(node)) == 40
+
+
+def bytes_of_turns(node: Node, *subjects: str) -> list[int]:
+    """What each turn delivers until nothing is due."""
+    sizes, before = [], 0
+    while True:
+        node.clock.advance(TURN_SECONDS)
+        node.broker.run_timers()
+        if not schedules(node).ready:
+            return sizes
+        node.turn()
+        total = sum(node.partition(subject).size for subject in subjects)
+        sizes.append(total - before)
+        before = total
+
+
+@pytest.mark.parametrize("filed", [False, True])
+def test_a_turn_delivers_so_many_bytes_whatever_subjects_they_are_of(filed: bool) -> None:
+    node = Node(message_segment_size=32 * MIB)
+    subjects = [f"s{index}" for index in range(6)]
+    now = node.clock.now()
+    for index, subject in enumerate(subjects):
+        due = [now + SECOND + 10 * row + index for row in range(4)]
+        delay(node, Producer(index + 1), due, *[b"x" * MIB] * 4, subject=subject)
+    if filed:
+        node.checkpoint()
+    node.clock.advance(2)
+    sizes = bytes_of_turns(node, *subjects)
+    assert len(sizes) >= 3
+    assert sum(sizes) > 24 * MIB
+    assert max(sizes) < DELIVER_SIZE_MAX + 10_000
+    assert schedules(node).count == 0
+
+
+def test_a_turn_counts_headers_and_delivers_one_large_message_at_least(producer: Producer) -> None:
+    node = Node(message_segment_size=32 * MIB)
+    due = node.clock.now() + SECOND
+    delay(node, producer, due, *[b""] * 200, headers=[msgspec.msgpack.encode({"h": "x" * 60_000})] * 200)
+    delay(node, producer, due, b"x" * 16 * MIB)
+    node.clock.advance(2)
+    sizes = bytes_of_turns(node, "orders")
+    assert len(sizes) == 3
+    assert sizes[0] < DELIVER_SIZE_MAX + 100_000
+    assert sizes[2] > 16 * MIB
+    assert len(delivered(node)) == 201
+
+
+def test_who_waits_longest_is_first_when_there_is_no_room_for_all() -> None:
+    node = Node(message_segment_size=32 * MIB)
+    now = node.clock.now()
+    for subject, producer, offset in (("late", Producer(1), 5), ("early", Producer(2), 0)):
+        delay(node, producer, [now + SECOND + offset + row for row in range(4)], *[b"x" * 3 * MIB] * 4, subject=subject)
+    node.clock.advance(2)
+    orders = []
+    for _ in range(3):
+        node.clock.advance(TURN_SECONDS)
+        node.broker.run_timers()
+        node.turn()
+        orders.append((len(delivered(node, "early")), len(delivered(node, "late"))))
+    assert orders == [(2, 0), (4, 0), (4, 2)]
+
+
+@pytest.mark.parametrize("filed", [False, True])
+def test_a_clock_that_was_ahead_for_a_while_leaves_no_trace(node: Node, producer: Producer, filed: bool) -> None:
+    """Rows would go into the window, and into memory, as long before they are due as it was ahead."""
+    now = node.clock.now()
+    delay(node, producer, [now + 7200 * SECOND, now + 9000 * SECOND], b"a", b"b")
+    node.checkpoint()
+    node.clock.jump(7200)
+    run_due(node)
+    assert delivered(node) == [b"a"]
+    node.clock.jump(-7200)
+    run_due(node)
+    delay(node, producer, [now + (3600 + row) * SECOND for row in range(100)], *[b"%d" % row for row in range(100)])
+    delay(node, producer, node.clock.now() + 1, b"soon")
+    assert schedules(node).cancel("orders", 3, now + 3601 * SECOND)
+    if filed:
+        node.checkpoint()
+    assert len(schedules(node).window) <= 1
+    later(node, 1)
+    assert delivered(node) == [b"a", b"soon"]
+    later(node, 3700)
+    assert delivered(node) == [b"a", b"soon", *[b"%d" % row for row in range(100) if row != 1]]
+    later(node, 9000)
+    assert delivered(node)[-1] == b"b"
+    assert schedules(node).count == 0
+
+
+def test_rows_in_the_window_wait_when_the_clock_is_set_back(node: Node, producer: Producer) -> None:
+    now = node.clock.now()
+    delay(node, producer, [now + SECOND + row * 100_000 for row in range(6)], *[b"%d" % row for row in range(6)])
+    node.checkpoint()
+    delay(node, producer, [now + SECOND + row * 100_000 + 1 for row in range(6)], *[b"%d+" % row for row in range(6)])
+    later(node, 1.1)
+    first = [b"0", b"0+", b"1"]
+    assert delivered(node) == first
+    node.clock.jump(-3)
+    later(node, 2.9)
+    assert delivered(node) == first
+    later(node, 1)
+    assert delivered(node) == [*first, b"1+", *[b"%d%b" % (row, plus) for row in range(2, 6) for plus in (b"", b"+")]]
+    assert schedules(node).count == 0

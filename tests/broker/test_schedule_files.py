@@ -9,6 +9,7 @@ import pytest
 
 from plait.broker import snapshot, upcoming
 from plait.broker.schedule_views import count_scheduled, list_scheduled
+from plait.errors import DiskFull
 from plait.storage.buckets import DIRECTORY, LEVELS, bucket_keys, keys_at
 from plait.storage.checkpoint import KEEP
 from plait.testing.disk import SimulatedCrash
@@ -16,6 +17,7 @@ from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due,
 from tests.support.broker_node import Node, Producer
 
 DAY = 86_400
+HOUR = 3600 * SECOND
 
 
 @pytest.fixture
@@ -34,12 +36,22 @@ def numbered(start: int, stop: int) -> list[bytes]:
 # --- which bucket ---------------------------------------------------------------------------------
 
 
-def test_two_years_need_few_buckets_and_every_row_is_in_one_that_covers_it() -> None:
+def test_two_years_are_at_most_87_buckets() -> None:
+    """However the clock stands to their edges."""
+    counts = set()
+    ahead = np.arange(0, 732 * DAY * SECOND + 1, 300 * SECOND)
+    for minutes in range(0, 16 * 24 * 60, 607):
+        now = 1_700_000_000_123_456 + minutes * 60 * SECOND
+        counts.add(len(np.unique(bucket_keys(now + ahead, now))))
+    assert max(counts) == 87
+
+
+def test_rows_of_a_bucket_are_together_and_every_row_is_in_one_that_covers_it() -> None:
     now = 1_700_000_000_123_456
     due = now + np.linspace(-3600 * SECOND, 732 * DAY * SECOND, 200_000).astype(np.int64)
     keys = bucket_keys(due, now)
     # Rows in the order they are due have those of one bucket together, which filing relies on.
-    assert len(np.unique(keys)) == 1 + int((keys[1:] != keys[:-1]).sum()) <= 95
+    assert len(np.unique(keys)) == 1 + int((keys[1:] != keys[:-1]).sum())
     for time, key in zip(due[::997].tolist(), keys[::997].tolist(), strict=True):
         level = key % 60_000_000
         assert key in keys_at(time)
@@ -240,6 +252,66 @@ def test_a_checkpoint_that_failed_after_all_keeps_what_it_names(producer: Produc
         end.clock.jump(-3600)
 
 
+def test_a_file_that_a_failed_start_left_is_not_removed_when_it_is_used_again(
+    producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clean stop and no new epoch: the next start files under the same name."""
+    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 0)
+    node = Node()
+    delay(node, producer, [node.clock.now() + 3600 * SECOND] * 5, *numbered(0, 5))
+    node.broker.stop()
+    monkeypatch.undo()
+    node.disk.fail("create", path="checkpoints/manifest-*", error=28)
+    with pytest.raises(DiskFull):
+        Node(node.disk, node.clock, node.config)
+    [left] = files(node)
+    node = Node(node.disk, node.clock, node.config)
+    assert files(node) == [left]
+    for _ in range(KEEP + 3):
+        node.send("others", b"x")
+        node.checkpoint()
+    assert files(node) == [left]
+    later(node, 3601)
+    assert delivered(node) == numbered(0, 5)
+    assert schedules(node).damages == []
+    for _ in range(KEEP + 1):
+        node.checkpoint()
+    assert files(node) == []
+
+
+def test_the_log_is_kept_for_rows_that_an_older_checkpoint_left_in_it(
+    producer: Producer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshot, "FILE_NOW_MAX", 0)
+    node = Node(retention_seconds=10)
+    delay(node, producer, [node.clock.now() + DAY * SECOND] * 5, *numbered(0, 5))
+    for _ in range(6):
+        node.clock.advance(60)
+        node.send("others", b"x" * 6000)
+        node.send("others", b"x" * 6000)
+        node.checkpoint()
+    monkeypatch.undo()
+    node.checkpoint()
+    node.clock.advance(60)
+    assert node.retention.run() == []
+    node.turn()
+    newest = max(name for name in node.disk.list("checkpoints") if name.startswith("manifest-"))
+    disk = node.disk.copy()
+    disk.flip_bit(f"checkpoints/{newest}", 20, 0)
+    fallen_back = Node(disk, node.clock, node.config)
+    assert schedules(fallen_back).count == 5
+    assert schedules(fallen_back).damages == []
+    # Once every checkpoint that is kept has them in a bucket, the log may go.
+    for _ in range(KEEP):
+        node.send("others", b"x")
+        node.checkpoint()
+    assert node.retention.run() != []
+    node.turn()
+    node = node.killed()
+    later(node, DAY)
+    assert delivered(node) == numbered(0, 5)
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -332,3 +404,139 @@ def test_rows_that_do_not_read_back_do_not_hide_the_others(producer: Producer, l
         found += [row.number for row in page.rows]
         after, more = page.next, page.next is not None
     assert found == [0, 3, 4]
+
+
+@pytest.mark.parametrize("times", [0, 3])
+def test_a_damaged_frame_is_told_once_however_often_a_checkpoint_fails(producer: Producer, times: int) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + 60 * SECOND, b"a", b"b", b"c")
+    record = schedules(node).partition_of("orders").consume_log.record(0)
+    node.disk.flip_bit("message/00000000000000000000.log", record.offset + 100, 0)
+    node.disk.fail("create", path="checkpoints/manifest-*", times=times, error=28)
+    for _ in range(times):
+        with pytest.raises(OSError, match="No space"):
+            node.checkpoint()
+        assert schedules(node).lost_count == 0
+    node.checkpoint()
+    assert schedules(node).lost_count == 3
+    assert len(schedules(node).damages) == 1
+
+
+def without_checkpoints(node: Node, how: str) -> Node:
+    """The next start, and no checkpoint is left."""
+    disk = node.disk.copy()
+    for name in disk.list("checkpoints"):
+        if how == "damaged" and name.startswith("manifest-"):
+            disk.flip_bit(f"checkpoints/{name}", 20, 0)
+        elif how == "gone":
+            disk.remove(f"checkpoints/{name}")
+    return Node(disk, node.clock, node.config)
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_files_stay_for_good_when_every_checkpoint_is_lost(producer: Producer, how: str) -> None:
+    node = Node(retention_seconds=10)
+    delay(node, producer, node.clock.now() + 5 * DAY * SECOND, b"a", b"b")
+    node.checkpoint()
+    for _ in range(KEEP + 2):
+        node.send("others", b"x" * 6000)
+        node.checkpoint()
+        node.clock.advance(60)
+    assert node.retention.run() != []
+    node.turn()
+    [path] = files(node)
+    stored = node.disk.read(path)
+    for again in range(2):
+        node = without_checkpoints(node, how)
+        if not again:
+            assert any("quarantine/" in text for text in schedules(node).damages)
+        for _ in range(KEEP + 2):
+            node.send("others", b"x")
+            node.checkpoint()
+        node = node.killed()
+        assert files(node) == []
+        assert node.disk.read(f"quarantine/{path.replace('/', '-')}") == stored
+        assert schedules(node).damages == []
+
+
+def test_a_first_checkpoint_that_was_not_finished_leaves_nothing_aside(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, node.clock.now() + 60 * SECOND, b"a")
+    node.checkpoint()
+    node = without_checkpoints(node, "gone")
+    assert node.disk.list("quarantine") == []
+    assert schedules(node).damages == []
+    later(node, 60)
+    assert delivered(node) == [b"a"]
+
+
+# --- looking into files ---------------------------------------------------------------------------
+
+
+def in_wide_runs(node: Node, producer: Producer) -> tuple[str, int]:
+    """Five runs of one bucket, each with rows of the same hours; its file, and when they begin."""
+    due = (node.clock.now() // (DAY * SECOND) + 5) * DAY * SECOND
+    for index in range(5):
+        times = [due + hour * 3600 * SECOND + index for hour in range(3)]
+        delay(node, producer, times, *[b"%d" % index * 100 for _ in range(3)])
+        node.checkpoint()
+    [path] = files(node)
+    return path, due
+
+
+def flip_body(node: Node, path: str, run: int) -> None:
+    [bucket] = schedules(node).buckets.values()
+    end = int(bucket.runs["offset"][run]) + int(bucket.runs["size"][run])
+    node.disk.flip_bit(path, end - 50, 2)
+
+
+def test_counting_does_not_read_bodies(producer: Producer) -> None:
+    """That they are damaged is noticed when they are due."""
+    node = Node()
+    path, due = in_wide_runs(node, producer)
+    flip_body(node, path, 3)
+    node = node.killed()
+    assert schedules(node).cancel("orders", 0, due)
+    by_time = count_scheduled(node.broker, None, 0, 1 << 62, "time")
+    assert [(view.bucket, view.count) for view in by_time] == [(due, 4), (due + HOUR, 5), (due + 2 * HOUR, 5)]
+    by_time = count_scheduled(node.broker, "orders", due + 1, due + HOUR + 2, "time")
+    assert [view.count for view in by_time] == [4, 2]
+    [by_subject] = count_scheduled(node.broker, "orders", due + 1, due + HOUR + 2, "subject")
+    assert by_subject.count == 6
+    assert schedules(node).lost_count == 0
+    later(node, 6 * DAY)
+    assert schedules(node).lost_count == 3
+    assert len(delivered(node)) == 11
+
+
+def test_a_listing_reads_the_runs_of_its_rows_only(producer: Producer) -> None:
+    node = Node()
+    path, due = in_wide_runs(node, producer)
+    flip_body(node, path, 3)
+    node = node.killed()
+    page = list_scheduled(node.broker, "orders", due + HOUR, 1 << 62, None, 3).rows
+    assert [row.deliver_at - due for row in page] == [HOUR, HOUR + 1, HOUR + 2]
+    assert schedules(node).lost_count == 0
+    # The page that has rows of the damaged run goes on with others.
+    assert [row.deliver_at - due for row in list_scheduled(node.broker, "orders", 0, 1 << 62, None, 5).rows] == [
+        *(0, 1, 2, 4),
+        HOUR,
+    ]
+    assert schedules(node).lost_count == 3
+
+
+@pytest.mark.parametrize("what", ["list", "count", "cancel"])
+def test_times_that_were_not_filed_are_not_believed(producer: Producer, what: str) -> None:
+    node = Node()
+    path, due = in_wide_runs(node, producer)
+    [bucket] = schedules(node).buckets.values()
+    stored = node.disk.read(path).index(int(due + 3).to_bytes(8, "little"), int(bucket.runs["offset"][3]))
+    node.disk.flip_bit(path, stored + 2, 3)
+    node = node.killed()
+    if what == "list":
+        assert len(list_scheduled(node.broker, "orders", 0, 1 << 62, None, 100).rows) == 12
+    elif what == "count":
+        assert sum(view.count for view in count_scheduled(node.broker, None, 0, 1 << 62, "time")) == 12
+    else:
+        assert not schedules(node).cancel("orders", 9, due + 3)
+    assert schedules(node).lost_count == 3

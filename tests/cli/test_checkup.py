@@ -19,7 +19,7 @@ from plait.errors import DataDirError
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.server import Server
-from plait.storage.disk import RealDisk
+from plait.storage.disk import RealDisk, RealFile
 from tests.cli import data_directory
 from tests.cli.data_directory import BATCH, COUNT, SEGMENT_SIZE, fingerprint, flip, frames
 
@@ -286,3 +286,18 @@ def test_delayed_messages_are_looked_at(data: Path):
     assert finding.harm == "1 delayed messages cannot be delivered"
     second.unlink()
     assert len(damages(check(data))) == 2
+
+
+def test_a_bucket_that_cannot_be_opened_is_told(data: Path, monkeypatch: pytest.MonkeyPatch):
+    delayed(data)
+    opened = RealDisk.open
+
+    def refused(self: RealDisk, path: str, *, create: bool = False) -> RealFile:
+        if path.startswith("schedule/"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return opened(self, path, create=create)
+
+    monkeypatch.setattr(RealDisk, "open", refused)
+    report = check(data)
+    assert [finding.what for finding in damages(report)] == ["it cannot be read: Permission denied"] * 2
+    assert (report.scheduled, report.missing_messages) == (0, 2)

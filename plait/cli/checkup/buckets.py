@@ -32,6 +32,10 @@ def examine_buckets(disk: RealDisk, shards: list[bytes], report: Report) -> None
             )
 
         bucket = Bucket.load(disk, tell, data)
-        for run in range(len(bucket.runs)):
-            bucket.open_run(run)
-        report.scheduled += bucket.waiting
+        try:
+            for run in range(len(bucket.runs)):
+                bucket.open_run(run)
+        except OSError as error:
+            tell(state.path, f"it cannot be read: {error.strerror}", bucket.waiting)
+        else:
+            report.scheduled += bucket.waiting

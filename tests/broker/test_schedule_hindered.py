@@ -1,0 +1,144 @@
+"""Delayed messages whose files cannot be opened for a while, as too many others are: they wait, and nothing is lost."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from plait.broker.schedule_views import count_scheduled, list_scheduled
+from plait.errors import FlowControl, StorageFailed
+from plait.storage.buckets import DIRECTORY
+from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due, schedules
+from tests.support.broker_node import Node, Producer
+
+HOUR = 3600 * SECOND
+
+
+@contextmanager
+def too_many_files(disk: Any) -> Iterator[None]:
+    """No file of delayed messages can be opened."""
+    opened = disk.open
+
+    def refused(path: str, *, create: bool = False) -> Any:
+        if path.startswith(f"{DIRECTORY}/"):
+            raise OSError(errno.EMFILE, "Too many open files", path)
+        return opened(path, create=create)
+
+    disk.open = refused
+    try:
+        yield
+    finally:
+        disk.open = opened
+
+
+@pytest.fixture
+def producer() -> Producer:
+    return Producer(7)
+
+
+def test_rows_that_are_near_when_a_checkpoint_ends_are_not_lost(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, [node.clock.now() + 300_000] * 3, b"a", b"b", b"c")
+    run_due(node)
+    work = node.broker.begin_checkpoint()
+    work.run()
+    with too_many_files(node.disk):
+        node.broker.end_checkpoint(work)
+    later(node, 1)
+    assert delivered(node) == [b"a", b"b", b"c"]
+    assert schedules(node).damages == []
+
+
+def test_rows_that_left_while_they_were_filed_are_not_delivered_again(producer: Producer) -> None:
+    node = Node()
+    now = node.clock.now()
+    delay(node, producer, [now + SECOND, now + HOUR, now + 2 * HOUR], b"a", b"b", b"c")
+    work = node.broker.begin_checkpoint()
+    later(node, 1)
+    assert schedules(node).cancel("orders", 1, now + HOUR)
+    node.turn()
+    work.run()
+    with too_many_files(node.disk):
+        node.broker.end_checkpoint(work)
+    assert schedules(node).count == 1
+    for end in (node.killed(), node):
+        later(end, 7200)
+        assert delivered(end) == [b"a", b"c"]
+        end.clock.jump(-7200)
+
+
+def test_delivery_waits_until_files_can_be_opened(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, [node.clock.now() + 60 * SECOND] * 2, b"a", b"b")
+    node.checkpoint()
+    with too_many_files(node.disk):
+        later(node, 61)
+        later(node, 2)
+        later(node, 2)
+        assert delivered(node) == []
+        assert node.broker.failed is None
+        assert len(schedules(node).damages) == 1
+        assert "held up" in schedules(node).damages[0]
+        assert "Too many open files" in schedules(node).damages[0]
+    node.checkpoint()
+    later(node, 2)
+    assert delivered(node) == [b"a", b"b"]
+    assert schedules(node).lost_count == 0
+
+
+def test_a_mapping_that_has_to_be_made_anew_may_fail(producer: Producer) -> None:
+    node = Node()
+    delay(node, producer, [node.clock.now() + 60 * SECOND] * 2, b"a", b"b")
+    node.checkpoint()
+    [bucket] = schedules(node).buckets.values()
+    assert bucket.open_run(0)
+    bucket.read(1 << 30)
+    with too_many_files(node.disk):
+        later(node, 61)
+        assert delivered(node) == []
+    later(node, 2)
+    assert delivered(node) == [b"a", b"b"]
+
+
+def test_requests_are_refused_and_change_nothing(producer: Producer) -> None:
+    node = Node()
+    due = node.clock.now() // (24 * HOUR) * 24 * HOUR + 5 * 24 * HOUR
+    delay(node, producer, [due, due + 2 * HOUR], b"a", b"b")
+    node.checkpoint()
+    before = node.broker.message_log.end
+    with too_many_files(node.disk):
+        for request in (
+            lambda: schedules(node).cancel("orders", 0, due),
+            lambda: schedules(node).reschedule("orders", 0, due, due + SECOND),
+            lambda: list_scheduled(node.broker, "orders", 0, 1 << 62, None, 10),
+            lambda: count_scheduled(node.broker, None, due + SECOND, 1 << 62, "time"),
+            lambda: count_scheduled(node.broker, None, due + SECOND, due + HOUR, "subject"),
+        ):
+            with pytest.raises(FlowControl, match="Too many open files"):
+                request()
+    node.turn()
+    assert node.broker.message_log.end == before
+    assert schedules(node).count == 2
+    assert schedules(node).cancel("orders", 0, due)
+    later(node, 6 * 86_400)
+    assert delivered(node) == [b"b"]
+
+
+def test_a_start_that_cannot_open_them_fails_and_the_next_one_finds_all(producer: Producer) -> None:
+    node = Node()
+    due = node.clock.now() + HOUR
+    delay(node, producer, [due, due], b"a", b"b")
+    node.checkpoint()
+    assert schedules(node).cancel("orders", 0, due)
+    node.turn()
+    disk = node.disk.copy()
+    with too_many_files(disk), pytest.raises(StorageFailed, match="Too many open files"):
+        Node(disk)
+    node = Node(disk)
+    assert schedules(node).count == 1
+    later(node, 3600)
+    assert delivered(node) == [b"b"]
