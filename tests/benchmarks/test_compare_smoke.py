@@ -1,0 +1,27 @@
+"""The comparison with an earlier commit runs: tiny sizes, both sides as real processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.require import require
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def test_every_workload_is_compared_with_the_last_commit():
+    require((ROOT / ".git").exists(), "there is no repository here to take an earlier commit from")
+    command = [sys.executable, "-m", "benchmarks.compare", "HEAD", "--rounds", "1", "--share", "0.001"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "send_many",
+        "post_keyed",
+        "send_awaiting",
+        "send_alone",
+        "fetch_arrow",
+        "ack_messages",
+    ], done.stderr
+    assert all(line.endswith(("met", "missed")) for line in lines)
