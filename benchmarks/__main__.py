@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,9 +12,8 @@ from rich.table import Table
 
 from benchmarks import retry, schedule, throughput
 from benchmarks import scale as scale_suite
-from benchmarks.peers.suite import machine_facts
 from benchmarks.plot import plot
-from benchmarks.result import Result
+from benchmarks.result import Result, write_json
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -69,9 +66,7 @@ def main() -> int:
             console.print(f"  {result.name}: {result.figure:.3g} {result.unit} (bar {result.bar:g}) {mark}")
     console.print(_table(results))
     if not arguments.smoke:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        document = {"machine": machine_facts(), "time": int(time.time()), "results": [r.as_json() for r in results]}
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(arguments.json, results)
         plot(results, arguments.json.with_suffix(".png"))
         return 0 if all(result.met for result in results) else 1
     return 0

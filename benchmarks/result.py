@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
+
+from benchmarks.peers.suite import machine_facts
 
 
 @dataclass(slots=True)
@@ -25,6 +30,13 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "met": self.met}
+
+
+def write_json(path: Path, results: list[Result]) -> None:
+    """The figures of one run, and of which machine they are."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"machine": machine_facts(), "time": int(time.time()), "results": [r.as_json() for r in results]}
+    path.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def median_ratio(

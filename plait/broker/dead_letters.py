@@ -138,7 +138,7 @@ class DeadLetters:
         """(start, end, offset) of the parts that were kept in one place before; -1: nowhere."""
         if not group.kept:
             return [(start, end, -1)]
-        places = np.array([-1 if offset is None else offset for offset in group.kept.offsets(range(start, end))])
+        places = group.kept.places(range(start, end))
         edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), end - start]
         return [(start + a, start + b, int(places[a])) for a, b in pairwise(edges)]
 
@@ -206,7 +206,7 @@ class DeadLetters:
     def _letters(self, group: Group, choice: Choice, sequences: Sequences) -> Iterator[Letters]:
         if not len(sequences):
             return
-        places = np.array([-1 if o is None else o for o in group.kept.offsets(sequences.tolist())], np.int64)
+        places = group.kept.places(sequences.tolist())
         order = np.argsort(places, kind="stable")
         edges = np.flatnonzero(np.diff(places[order])) + 1
         for part in np.split(order, edges):

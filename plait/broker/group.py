@@ -6,6 +6,7 @@ the action log and a change of the group's ``PullLog``, in that order, so that r
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -350,13 +351,12 @@ class Group:
         held = self.pull_log.held.get(consumer.id)
         if held is None:
             return 0
-        old = self._old(now)
         over: list[Range] = []
         count = 0
         for first, last, epoch in ranges:
             for piece in held.overlap(*self.partition.clip_to_epoch(first, last, epoch)):
                 count += piece.end - piece.start
-                for part, dies in self._fates(piece, failure, old):
+                for part, dies in self._fates(piece, failure, self._old_before(piece, now)):
                     if dies:
                         over.append(part)
                     else:
@@ -376,15 +376,19 @@ class Group:
             journal.event(Action.NACK, self, consumer.id, *piece, due, flags)
         self.pull_log.nacked(consumer.id, piece.start, piece.end, due, now, counted=failure.counted)
 
-    def _old(self, now: int) -> int:
-        """Below this messages are too old to be tried again."""
+    def _old_before(self, piece: Range, now: int) -> int:
+        """Below this what failed is too old to be tried again."""
         expires = self.retry.expires
         if expires is None:
             return 0
         log = self.partition.consume_log
-        index = log.find_time(now - round(expires * 1_000_000))
-        # Those before the first record have outlived retention; how old they are is not known here.
-        return 0 if index == 0 else log.record(index).base if index < len(log) else self.partition.next
+        first, last = log.find(piece.start), log.find(piece.end - 1)
+        if first >= len(log) or log.record(first).base > piece.start:
+            # It has outlived retention; how old it is is not known here.
+            return 0
+        oldest = now - round(expires * 1_000_000)
+        index = bisect_left(range(last + 1), oldest, first, key=lambda index: log.record(index).time)
+        return log.record(index).base if index <= last else piece.end
 
     def _fates(self, piece: Range, failure: Failure, old: int, attempts_min: int = 1) -> Iterator[tuple[Range, bool]]:
         """The parts of what failed, and whether each is a dead letter."""

@@ -176,8 +176,7 @@ class Membership:
     def end_pulls(self, consumer: Consumer) -> None:
         """It wants nothing more at present: its pulls that wait are answered with nothing."""
         for waiter in [waiter for waiter in consumer.group.waiters if waiter.consumer is consumer]:
-            if waiter.leave():
-                waiter.reply(None)
+            waiter.time_out()
 
     def _drop_waiters(self, group: Group, consumer: Consumer) -> None:
         for waiter in [waiter for waiter in group.waiters if waiter.consumer is consumer]:

@@ -7,8 +7,8 @@ all settled is of no use any more; a segment goes when none of its frames is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, repeat
 
 import msgspec
 import numpy as np
@@ -120,16 +120,16 @@ class Kept:
             return None
         return frame_at(log, offset)
 
-    def offsets(self, sequences: Iterable[int]) -> list[int | None]:
-        return list(map(self._offsets.get, sequences))
+    def places(self, sequences: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The offset of each; -1: it is not kept."""
+        return np.fromiter(map(self._offsets.get, sequences, repeat(-1)), np.int64, len(sequences))
 
     def elsewhere_after(self, start: int, end: int) -> int:
         """The first of [start, end) that is kept, and in another frame than ``start`` is; ``end``: none is."""
-        here = self._offsets.get(start)
         if not self._offsets:
             return end
-        places = np.array([-1 if offset is None or offset == here else 0 for offset in self.offsets(range(start, end))])
-        others = np.flatnonzero(places == 0)
+        places = self.places(range(start, end))
+        others = np.flatnonzero((places >= 0) & (places != places[0]))
         return start + int(others[0]) if len(others) else end
 
     def settled(self) -> None:

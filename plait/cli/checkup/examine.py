@@ -59,44 +59,34 @@ def _examine(path: Path, on_step: OnStep) -> Report:
     newest = examine_checkpoints(disk, report) if CHECKPOINTS in entries else None
     manifest = newest.manifest if newest else None
     partitions = newest.partitions if newest else {}
-    messages = Walk(
-        disk,
-        MESSAGE,
-        durable=manifest.durable if manifest else 0,
-        in_use=report.in_use,
-        stamps_durable=True,
-        on_progress=lambda done, total: on_step("message log", done, total),
-    )
+
+    def walk(directory: str, durable: int, *, stamps_durable: bool = False) -> Walk:
+        return Walk(
+            disk,
+            directory,
+            durable=durable,
+            in_use=report.in_use,
+            stamps_durable=stamps_durable,
+            on_progress=lambda done, total: on_step(f"{directory} log", done, total),
+        )
+
+    messages = walk(MESSAGE, manifest.durable if manifest else 0, stamps_durable=True)
     report.message_log = messages.facts
     covered = manifest.message_offset if manifest else 0
     consume = ConsumeCheck(disk, partitions, covered, messages.start, report)
     MessageCheck(messages, partitions, consume, report).run()
     consume.finish(messages.damages)
-    kept = Walk(
-        disk,
-        KEPT,
-        durable=manifest.kept_offset if manifest else 0,
-        in_use=report.in_use,
-        stamps_durable=False,
-        on_progress=lambda done, total: on_step("kept log", done, total),
-    )
+    kept = walk(KEPT, manifest.kept_offset if manifest else 0)
     report.kept_log = kept.facts
     KeptCheck(kept, report).run()
-    actions = Walk(
-        disk,
-        ACTION,
-        durable=manifest.action_offset if manifest else 0,
-        in_use=report.in_use,
-        stamps_durable=False,
-        on_progress=lambda done, total: on_step("action log", done, total),
-    )
+    actions = walk(ACTION, manifest.action_offset if manifest else 0)
     report.action_log = actions.facts
     ActionCheck(actions, (messages.end, kept.end), report).run()
     examine_buckets(disk, newest.buckets if newest else [], report)
     report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
     _note_strangers(set(entries) - OURS, report)
-    for walk in (messages, kept, actions):
-        walk.close()
+    for each in (messages, kept, actions):
+        each.close()
     return report
 
 
