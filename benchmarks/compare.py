@@ -24,8 +24,8 @@ WORK = Path(__file__).resolve().parent / "compare_work.py"
 #: What is done, how many messages at a time, and whether they have to be there already.
 WORKLOADS = {
     "send_many": (500_000, False),
-    "post_keyed": (100_000, False),
-    "send_awaiting": (32_000, False),
+    "post_keyed": (200_000, False),
+    "send_awaiting": (64_000, False),
     "send_alone": (3_000, False),
     "fetch_arrow": (500_000, True),
     "ack_messages": (200_000, True),
@@ -65,7 +65,7 @@ class Side:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
     parser.add_argument("revision", help="the commit to compare with")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=17)
     parser.add_argument("--share", type=float, default=1.0, help="share of the messages: less is quicker and noisier")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     arguments = parser.parse_args()
