@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 def open_lps(
     broker: Broker, subject: str, name: str, lps: Iterable[Lps], version: int, settings: SubjectSettings
 ) -> Partition:
-    """The partition takes rows of these from now on; it is made where there is none. Saying so twice changes nothing."""
+    """The partition takes rows of these from now on; it is made where there is none. Twice is as once."""
     chosen = checked(lps)
     partition = broker.subjects.get(name)
     if partition is None:
