@@ -105,7 +105,9 @@ class OrderedGroup(Group):
         self.locks = Locks()
         self.strands = Strands(
             definition.start,
-            lambda action, strand, start, end, value: journal.event(action, self, strand, start, end, 0, value),
+            lambda action, strand, start, end, value, attempt: journal.event(
+                action, self, strand, start, end, attempt, value
+            ),
         )
         #: On the monotonic clock: until then nobody gets a lock that it did not have before a restart (R15).
         self.frozen_until = 0.0
@@ -490,30 +492,13 @@ class OrderedGroup(Group):
         counted = failure.counted
         self._give_back(strand, piece, due_time(now, seconds), journal, counted=counted, now=now)
 
-    def _split_key(self, strand: Strand, lp: int, key: int, journal: Journal) -> Strand:
-        """A strand for a key, with its rows that are in the owner's hands, one by one; the other one has none of them."""
-        hands: dict[int, Ranges] = {}
-        for tag, held in list(strand.held.items()):
-            for piece in list(held):
-                for sequences, keys in self._rows(journal, strand, piece.start, piece.end):
-                    if keys.hashes is None:
-                        continue
-                    ends = np.append(sequences[1:], piece.end)
-                    mine = keys.hashes == np.uint64(key)
-                    for sequence, end in zip(sequences[mine].tolist(), ends[mine].tolist(), strict=True):
-                        hands.setdefault(tag, Ranges()).add(sequence, sequence + 1, piece.attempt)
-                        # Nobody will speak of what is between it and the next one.
-                        strand.let_go(tag, sequence, end)
-        part = self.strands.hold(strand, lp, key)
-        part.held = hands
-        return part
-
     def _hold(
         self, strand: Strand, row: Range, lp: int, key: int, journal: Journal, now: int, failure: Failure
     ) -> None:
         """A row of a strict subject failed: its key waits alone; without attempts it is parked."""
         if strand.key is None:
-            strand = self._split_key(strand, lp, key, journal)
+            strand = self.strands.hold(strand, lp, key)
+            strand.held = self._in_hands(journal, [strand]).get(lp, {})
             waiting, strand.waiting = strand.waiting, Waiting()
             for due, pieces in waiting:
                 for piece in pieces:
@@ -581,7 +566,7 @@ class OrderedGroup(Group):
             for start, end, _ in claimed:
                 for sequences, _ in self._rows(journal, strand, start, end):
                     for first, last in joined(sequences):
-                        known = strand.returned.overlap(first, last)
+                        known = [*strand.returned.overlap(first, last), *strand.waiting.overlap(first, last)]
                         fresh = [Range(max(first, strand.next), last, 0)] if last > strand.next else []
                         for piece in [*known, *fresh]:
                             strand.pulled(piece.start, piece.end, piece.attempt + 1, 0)
@@ -720,6 +705,8 @@ class OrderedGroup(Group):
             return
         elif action == Action.ACK:
             strand.settled(start, end)
+        elif action == Action.RETURN:
+            strand.given_back(start, end, attempt)
         elif action == Action.NACK:
             uncounted = bool(flags & FLAG_UNCOUNTED)
             strand.given_back(start, end, attempt - uncounted, due)

@@ -178,27 +178,12 @@ class Strand:
         return {tag: list(held) for tag, held in self.held.items()}
 
     def join(self, other: Strand) -> None:
-        """Take over the rows of another one, which have not come further than both say."""
+        """Take over the rows of another one, which has come equally far."""
         if other.key is None:
             self.lps = self.lps | other.lps
             self.without |= other.without
         else:
             self.without.discard(other.key)
-        # Where they differ, because a replay does not know what was handed out, what either has not done is not done.
-        low, high = sorted((self.next, other.next))
-        for piece in [*other.returned, Range(low, high, 0)]:
-            if not self.returned.overlap(piece.start, piece.end):
-                self.returned.add(*piece)
-            else:
-                self._add_missing(piece)
-        self.next = high
-
-    def _add_missing(self, piece: Range) -> None:
-        start = piece.start
-        for first, last, _ in self.returned.overlap(piece.start, piece.end):
-            self.returned.add(start, first, piece.attempt)
-            start = last
-        self.returned.add(start, piece.end, piece.attempt)
 
     # --- what follows ---------------------------------------------------------------------------
 
