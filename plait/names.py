@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from plait.errors import InvalidName
-from plait.limits import NAME_LENGTH_MAX, NAME_PATTERN, NAME_RULE, TAG_LENGTH_MAX
+from plait.limits import (
+    NAME_LENGTH_MAX,
+    NAME_PATTERN,
+    NAME_RULE,
+    PARTITION_LENGTH_MAX,
+    PARTITION_PATTERN,
+    TAG_LENGTH_MAX,
+)
 
 
 def check(kind: str, name: object) -> str:
     """A subject, group or client name, or ``InvalidName`` with the rule."""
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not NAME_PATTERN.fullmatch(name):
         raise InvalidName(f"{kind} name {_shown(name)} is not allowed: use {NAME_RULE}")
+    return name
+
+
+def check_partition(name: object) -> str:
+    """The name of a partition: that of its subject, or with something behind a #."""
+    if not isinstance(name, str) or not 0 < len(name) <= PARTITION_LENGTH_MAX or not PARTITION_PATTERN.fullmatch(name):
+        raise InvalidName(f"partition name {_shown(name)} is not allowed: use {NAME_RULE}, and #")
     return name
 
 

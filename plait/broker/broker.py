@@ -77,6 +77,7 @@ class Broker:
         #: Called when ``commit`` has something to do.
         self.on_dirty: Callable[[], None] = lambda: None
         self.partitions: dict[int, Partition] = {}
+        #: By partition name; a plain subject's partition is named as the subject.
         self.subjects: dict[str, Partition] = {}
         self.group_count = 0
         self.next_partition = 1
@@ -199,13 +200,13 @@ class Broker:
         if partition.row.kind == SCHEDULE:
             self.schedules.add(partition)
         else:
-            self.subjects[partition.row.subject] = partition
+            self.subjects[partition.row.name] = partition
 
     def drop_partition(self, partition: Partition) -> None:
         self.touch(partition)
         self.partitions.pop(partition.id, None)
-        if self.subjects.get(partition.row.subject) is partition:
-            del self.subjects[partition.row.subject]
+        if self.subjects.get(partition.row.name) is partition:
+            del self.subjects[partition.row.name]
         if partition.row.kind == SCHEDULE:
             self.schedules.remove(partition)
         for group in partition.groups.values():
@@ -469,8 +470,7 @@ class Broker:
     def _deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
         if group.definition.delivery == "at_most_once":
             # R12: the event is durable before the rows leave, whatever the flush mode.
-            self._durable_replies.append(lambda: reply(delivery))
-            self._mark()
+            self.answer_when_durable(lambda: reply(delivery))
         else:
             reply(delivery)
 
@@ -527,6 +527,11 @@ class Broker:
         """Answer when everything this turn brought counts."""
         if reply is not None:
             self._replies.append(reply)
+        self._mark()
+
+    def answer_when_durable(self, reply: Callable[[], None]) -> None:
+        """Answer when everything this turn brought is on the disk, whatever the flush mode."""
+        self._durable_replies.append(reply)
         self._mark()
 
     def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]:

@@ -75,7 +75,7 @@ class Filed:
 
     def replay(self, partition: Partition, offset: int, frame: FrameView) -> None:
         """A frame of the message log that holds rows that wait, or says that some do no longer."""
-        schedule = self._schedules.by_subject.get(partition.row.subject)
+        schedule = self._schedules.by_subject.get(partition.row.name)
         if schedule is None:
             return
         delayed = partition.row.kind == SCHEDULE

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
+from plait.frame.lp import LpSet, keyed_lps, lp_set
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.catalog import PartitionRow
 from plait.storage.consume_log import ConsumeLog, Record
 from plait.storage.log import Log
@@ -41,12 +46,14 @@ class Partition:
     """One stored stream."""
 
     __slots__ = (
+        "_row",
+        "accepts",
         "consume_log",
         "epochs",
+        "fences",
         "groups",
         "next",
         "readers",
-        "row",
         "size",
         "start",
         "visible",
@@ -54,8 +61,12 @@ class Partition:
     )
 
     def __init__(self, row: PartitionRow, consume_log: ConsumeLog) -> None:
-        self.row = row
         self.consume_log = consume_log
+        #: The logical partitions that it takes rows of; None: all.
+        self.accepts: LpSet | None = None
+        #: Where the rows end of each one that it takes no more.
+        self.fences: npt.NDArray[np.int64] | None = None
+        self.row = row
         #: The sequence the next row gets; appended, perhaps not yet acknowledged.
         self.next = 0
         #: Consumers see rows below this: acknowledged ones (R2).
@@ -73,8 +84,31 @@ class Partition:
         self.readers: dict[Waiter, None] = {}
 
     @property
+    def row(self) -> PartitionRow:
+        """What the catalog says of it."""
+        return self._row
+
+    @row.setter
+    def row(self, row: PartitionRow) -> None:
+        self._row = row
+        self.accepts = None if row.lps is None else lp_set(row.lps)
+        self.fences = None
+        if row.lps is not None:
+            self.fences = np.zeros(LOGICAL_PARTITIONS, np.int64)
+            for first, end, fence in row.fences:
+                self.fences[first:end] = fence
+
+    @property
     def id(self) -> int:
-        return self.row.id
+        return self._row.id
+
+    def takes(self, frame: FrameView) -> bool:
+        """It is where the route leads the frame's rows to; those without keys may go anywhere that is open."""
+        accepts = self.accepts
+        if accepts is None:
+            return True
+        lps = keyed_lps(frame)
+        return bool(accepts[lps].all() if len(lps) else accepts.any())
 
     def appended(self, base: int, offset: int, time: int, size: int, count: int, epoch: int) -> None:
         """A frame of this partition is in the message log."""

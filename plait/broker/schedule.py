@@ -63,6 +63,7 @@ class Schedules:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
+        #: By partition name.
         self.by_subject: dict[str, Schedule] = {}
         self._by_partition: dict[int, Schedule] = {}
         self.buckets: dict[int, Bucket] = {}
@@ -86,14 +87,14 @@ class Schedules:
         """A schedule partition is known."""
         schedule = Schedule(partition)
         self._by_partition[partition.id] = schedule
-        self.by_subject[partition.row.subject] = schedule
+        self.by_subject[partition.row.name] = schedule
 
     def remove(self, partition: Partition) -> None:
         """A subject was deleted: its delayed rows will never be due."""
         self._by_partition.pop(partition.id, None)
-        schedule = self.by_subject.get(partition.row.subject)
+        schedule = self.by_subject.get(partition.row.name)
         if schedule is not None and schedule.partition is partition:
-            del self.by_subject[partition.row.subject]
+            del self.by_subject[partition.row.name]
             schedule.fresh = Fresh(partition.next)
         self.window.remove_partition(partition.id)
         for bucket in self.buckets.values():
@@ -108,7 +109,9 @@ class Schedules:
         if schedule is not None:
             return schedule.partition
         broker = self._broker
-        row = PartitionRow(broker.next_partition, subject, target.row.name, broker.clock.now(), kind=SCHEDULE)
+        row = PartitionRow(
+            broker.next_partition, target.row.subject, target.row.name, broker.clock.now(), kind=SCHEDULE
+        )
         return create_partition(broker, row)
 
     def get(self, partition: int) -> Schedule | None:
@@ -247,7 +250,7 @@ class Schedules:
         """Deliver one subject's rows, as far as there is room; those that left are kept no longer. Their size."""
         broker = self._broker
         schedule = self._by_partition[int(rows["partition"][mine[0]])]
-        target = broker.subjects[schedule.partition.row.subject]
+        target = broker.subjects[schedule.partition.row.name]
         mine, lost = self.rows.readable(schedule, rows, mine)
         kept[lost] = False
         if not len(mine):

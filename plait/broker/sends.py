@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from plait.broker.partition import Partition
-from plait.errors import OutOfSequence, PlaitError, UnknownProducer
+from plait.errors import OutOfSequence, PlaitError, StaleRoute, UnknownProducer
 from plait.frame.builder import Buffer
 from plait.frame.coalesce import can_coalesce, coalesce
 from plait.frame.columns import FIXED_WIDTHS, Column
@@ -109,7 +109,13 @@ class Appender:
                     if submission.reply is not None:
                         appended.replies.append((submission.reply, sequence, error))
                     continue
+                if partition.accepts is not None and not partition.takes(frame):
+                    if submission.reply is not None:
+                        appended.replies.append((submission.reply, None, self._elsewhere(partition, frame)))
+                    continue
                 self._producers.stored(frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now)
+            elif partition.accepts is not None and not partition.takes(frame):
+                continue
             fresh.append(submission)
             end += frame.count
             if submission.reply is not None:
@@ -134,6 +140,15 @@ class Appender:
             if len(fresh) > 1:
                 frame = FrameView(joined.tobytes())
             appended.delayed.append((partition, frame, offset, base))
+
+    def _elsewhere(self, partition: Partition, frame: FrameView) -> PlaitError:
+        """R8: what came before it is told, so that the sender knows what else it has to send elsewhere."""
+        window = self._producers.window(frame.producer, partition.id)
+        return StaleRoute(
+            f"partition {partition.row.name!r} does not take these keys (any more); refresh the route",
+            last=window.last if window else 0,
+            version=partition.row.route,
+        )
 
     def _refuse(self, partition: Partition, frame: FrameView, verdict: Verdict) -> tuple[int | None, PlaitError | None]:
         if verdict is Verdict.DUPLICATE:

@@ -26,12 +26,17 @@ def create_subject(broker: Broker, subject: str, settings: SubjectSettings | Non
     """A new subject, defined in the message log before its first row."""
     if subject in broker.subjects:
         raise SubjectExists(f"subject {subject!r} exists already")
-    limit = broker.limits.subjects
-    if len(broker.subjects) >= limit:
-        raise LimitExceeded(f"this broker has its {limit} subjects; delete some or raise the limit")
+    refuse_more(broker)
     broker.refuse_when_full()
     row = PartitionRow(broker.next_partition, subject, subject, broker.clock.now(), settings or SubjectSettings())
     return create_partition(broker, row)
+
+
+def refuse_more(broker: Broker) -> None:
+    """Raise when there are as many partitions as there may be."""
+    limit = broker.limits.subjects
+    if len(broker.subjects) >= limit:
+        raise LimitExceeded(f"this broker has its {limit} subjects; delete some or raise the limit")
 
 
 def create_partition(broker: Broker, row: PartitionRow) -> Partition:

@@ -46,11 +46,25 @@ class Node:
         link = self._link
         return link if link is not None and not link.closed else None
 
-    async def open(self) -> None:
-        """Connect for the first time; raises when no address answers in time."""
+    @property
+    def alone(self) -> bool:
+        """There is one address only: every link leads to the same server."""
+        return len(self._addresses) == 1
+
+    def start(self) -> None:
+        """Begin to connect."""
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._run(self._loop), name="plait-connect")
+
+    async def open(self) -> None:
+        """Connect for the first time; raises when no address answers in time."""
+        self.start()
         await self.ready(self._limits.request_seconds)
+
+    def move(self, addresses: list[str]) -> None:
+        """The next link is made to one of these."""
+        if addresses:
+            self._addresses = list(addresses)
 
     async def ready(self, seconds: float | None = None) -> Link:
         """A link that is up, waiting for it at most ``seconds`` (None: for ever)."""

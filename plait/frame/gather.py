@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute  # Taking rows needs it: from the start, not when the first message is due.
-from xxhash import xxh3_64_intdigest
 
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
 from plait.frame.columns import FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
 from plait.frame.header import FLAG_UNSEQUENCED, pad
+from plait.frame.lp import NO_KEY_HASH
 from plait.frame.tables import expand_runs
 from plait.frame.view import FrameView
 
@@ -66,8 +66,6 @@ _PLACE: Final = Struct(f"<qQQIII{len(_PLACED)}I")
 assert _PLACE.size == PLACE.itemsize
 #: Columns that a row has or has not; in the others a row without one is empty.
 _KIND_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.PRIORITY
-#: What a keyless row has among rows with keys: the hash of no text, as clients write it.
-NO_KEY_HASH: Final = xxh3_64_intdigest(b"")
 #: Pieces that are longer on average are copied one by one, shorter ones together.
 PIECE_SIZE: Final = 1024
 _LARGE: Final = pa.large_binary()
@@ -270,7 +268,7 @@ class Gathered:
         self._fixed: dict[int, npt.NDArray[Any]] = {}
         for column in (Column.KEY_HASH, Column.SEND_TIME, Column.PRIORITY):
             if self._bits >> column & 1:
-                absent = NO_KEY_HASH if column is Column.KEY_HASH else 0
+                absent = int(NO_KEY_HASH) if column is Column.KEY_HASH else 0
                 self._fixed[column] = _joined([each.fixed(column, absent) for each in sets], order)
         #: Where each row ends, and the bytes of all.
         self._variable: dict[int, tuple[Int64s, bytes]] = {}

@@ -14,9 +14,10 @@ from plait.broker.partition import Batch
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, StaleRoute, VersionMismatch
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
 from plait.reason import Reason
 from plait.retry import ATTEMPTS_MAX, WAIT_SECONDS_MAX
-from plait.server import admin
+from plait.server import admin, admin_partition
 from plait.version import VERSION
 from plait.wire import messages as m
 from plait.wire.packets import Packet
@@ -48,6 +49,7 @@ class Handlers:
             m.Detach.KIND: self._detach,
             m.Read.KIND: self._read,
             m.Admin.KIND: self._admin,
+            m.FindRoute.KIND: self._find_route,
         }
 
     def handle(self, connection: Connection, packet: Packet) -> None:
@@ -92,11 +94,11 @@ class Handlers:
         connection.answer(correlation, m.Done())
 
     def _route(self, connection: Connection, correlation: int, route: m.Route, _: memoryview) -> None:
-        names.check("subject", route.subject)
+        names.check_partition(route.name)
         before = self._broker.next_partition
-        partition = self._broker.partition_of(route.subject)
+        partition = self._broker.partition_of(route.name)
         if route.delayed:
-            partition = self._broker.schedules.partition_of(route.subject)
+            partition = self._broker.schedules.partition_of(route.name)
         answer = m.Routed(partition.id, partition.row.name)
         if before == self._broker.next_partition and partition.id not in self._new:
             connection.answer(correlation, answer)
@@ -109,6 +111,21 @@ class Handlers:
         # A number that a crash takes back would be given to another subject.
         self._new.add(partition.id)
         self._broker.answer_after_commit(reply)
+
+    def _find_route(self, connection: Connection, correlation: int, find: m.FindRoute, _: memoryview) -> None:
+        names.check("subject", find.subject)
+        broker = self._broker
+        row = broker.partition_of(find.subject, create=find.create).row
+        group = broker.config.group
+        route = m.RouteFound(
+            find.subject,
+            max(row.route, 1),
+            row.settings.order,
+            [(row.name, group)],
+            [(0, LOGICAL_PARTITIONS, [(0, None)])],
+            {group: ([self._server.address], "R" if broker.read_only else "RW")},
+        )
+        broker.answer_after_commit(lambda: connection.answer(correlation, route))
 
     def _send(self, connection: Connection, correlation: int, send: m.Send, payload: memoryview) -> None:
         partition = self._broker.partitions.get(send.partition)
@@ -140,14 +157,14 @@ class Handlers:
             raise
 
     def _attach(self, connection: Connection, correlation: int, attach: m.Attach, _: memoryview) -> None:
-        names.check("subject", attach.subject)
+        names.check_partition(attach.name)
         names.check("client", attach.client)
         if attach.group is not None:
             names.check("group", attach.group)
         if attach.delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         consumer = self._server.membership.attach(
-            attach.subject,
+            attach.name,
             attach.group,
             attach.client,
             start=attach.start,
@@ -214,9 +231,9 @@ class Handlers:
         self._broker.answer_after_commit(lambda: connection.answer(correlation, m.Done()))
 
     def _read(self, connection: Connection, correlation: int, read: m.Read, _: memoryview) -> None:
-        names.check("subject", read.subject)
+        names.check_partition(read.name)
         wait = _checked_wait(read.wait)
-        partition = self._broker.partition_of(read.subject)
+        partition = self._broker.partition_of(read.name)
         start = resolve_start(partition, read.start)
         poll = connection.begin_poll(correlation, None)
 
@@ -237,12 +254,22 @@ class Handlers:
         self._server.arm_timer()
 
     def _admin(self, connection: Connection, correlation: int, request: m.Admin, _: memoryview) -> None:
+        if request.operation == admin_partition.SEAL:
+            # Answered when it is durable.
+            sealing = admin_partition.seal_request(request.arguments)
+            admin_partition.seal(
+                self._server, sealing, lambda fences: self._answer_admin(connection, correlation, fences)
+            )
+            return
         result, changes = admin.run(self._server, request.operation, request.arguments)
-        answer = m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result)))
         if changes:
-            self._broker.answer_after_commit(lambda: connection.answer(correlation, answer))
+            self._broker.answer_after_commit(lambda: self._answer_admin(connection, correlation, result))
         else:
-            connection.answer(correlation, answer)
+            self._answer_admin(connection, correlation, result)
+
+    @staticmethod
+    def _answer_admin(connection: Connection, correlation: int, result: Any) -> None:
+        connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
 
 
 def _checked(ranges: list[m.EpochRange]) -> list[m.EpochRange]:

@@ -26,6 +26,14 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     retention_seconds: float | None = None
     #: Of the newest messages, at least this much is kept.
     retention_bytes: int | None = None
+    #: "best_tried" or "strict": what a failure does to the order of its key.
+    order: str = "best_tried"
+
+
+#: Logical partitions [first, end).
+Lps = tuple[int, int]
+#: The same, with the sequence at which the partition was closed to them.
+Fence = tuple[int, int, int]
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
@@ -39,6 +47,12 @@ class PartitionRow(msgspec.Struct, frozen=True):
     deleted: bool = False
     #: What it is to its subject: "" is where consumers find its messages.
     kind: str = ""
+    #: The logical partitions that it takes rows of; None: all.
+    lps: list[Lps] | None = None
+    #: Those that it took once, and where their rows end.
+    fences: list[Fence] = []
+    #: The version of the route that said so.
+    route: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -23,6 +23,13 @@ PROTOCOL_VERSION = 1
 EpochRange = tuple[int, int, int]
 #: (start, end, attempt) of sequences.
 AttemptRange = tuple[int, int, int]
+#: Logical partitions [first, end).
+LpRun = tuple[int, int]
+#: The same, and the epoch of the right to them.
+LpGrant = tuple[int, int, int]
+#: Logical partitions [first, end) with one history: (index of the partition, where its rows of them end; None: it is
+#: where they are sent now), the oldest first.
+LpHistory = tuple[int, int, list[tuple[int, int | None]]]
 #: "earliest", "latest", ("sequence", n), ("time", microseconds), or None: what is usual.
 Start = str | tuple[str, int] | None
 
@@ -78,10 +85,10 @@ class Heartbeat(Message, frozen=True):
 
 
 class Route(Message, frozen=True):
-    """Where do rows of this subject go? ``delayed``: those that are to be delivered at a time of their own."""
+    """Which number has this partition here? ``delayed``: for rows that are to be delivered at a time of their own."""
 
     KIND: ClassVar[int] = 10
-    subject: str
+    name: str
     delayed: bool = False
 
 
@@ -109,13 +116,14 @@ class Sent(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Become a member of a group; no group: broadcast. ``holds`` names what is still in the client's hands.
+    """Become a member of a group on the partition ``name``; no group: broadcast.
 
-    It is of ``partition``: when the subject was made anew since, there is nothing of it to hold.
+    ``holds`` names what is still in the client's hands. It is of the partition number ``partition``: when the subject
+    was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``Lease``).
     """
 
     KIND: ClassVar[int] = 20
-    subject: str
+    name: str
     group: str | None
     client: str
     start: Start = None
@@ -123,12 +131,15 @@ class Attach(Message, frozen=True):
     holds: list[EpochRange] = []
     partition: int = 0
     retry: Retry | None = None
+    ordered: bool = False
 
 
 class Attached(Message, frozen=True):
     """The member's session: every later request names it.
 
-    From attempt number ``reasons_from`` on a failure may be the last, and its reason is wanted.
+    From attempt number ``reasons_from`` on a failure may be the last, and its reason is wanted. Who is ``ordered`` has
+    its locks for ``lease_seconds`` from the sending of a request that renews them; ``token`` is what proves to
+    another connection that it may (``Renew``). ``strict``: a failed message holds its key.
     """
 
     KIND: ClassVar[int] = 21
@@ -137,6 +148,9 @@ class Attached(Message, frozen=True):
     name: str
     group: str
     reasons_from: int = 1
+    lease_seconds: float = 0.0
+    token: int = 0
+    strict: bool = False
 
 
 class Pull(Message, frozen=True):
@@ -150,11 +164,15 @@ class Pull(Message, frozen=True):
 
 
 class Pulled(Message, frozen=True):
-    """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already."""
+    """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already.
+
+    A ``news`` other than that of the last ``Leased``: ask again, there are locks to be had or to be given up.
+    """
 
     KIND: ClassVar[int] = 23
     ranges: list[AttemptRange] = []
     more: bool = False
+    news: int = 0
 
 
 class Ack(Message, frozen=True):
@@ -189,11 +207,51 @@ class Detach(Message, frozen=True):
     session: int
 
 
+class Lease(Message, frozen=True):
+    """An ordered member asks for the locks of these logical partitions, all that it wants, and renews its lease.
+
+    What it has and does not name any more it gives up, once nothing of it is in its hands. ``parked`` are hashes of
+    keys that are parked where their rows were before: they are parked here too; those in ``resumed`` are no longer.
+    """
+
+    KIND: ClassVar[int] = 27
+    session: int
+    wants: list[LpGrant]
+    parked: list[int] = []
+    resumed: list[int] = []
+
+
+class Leased(Message, frozen=True):
+    """What of it the member has, for the lease's time from when it asked.
+
+    ``owned`` may be handled, under that epoch. ``leaving`` is wanted by somebody with a higher epoch: nothing new
+    of it is handed out, what is not begun is to be given back, and with the last ack it is gone. ``drained``: the route
+    leads elsewhere and all of it is done here, but for keys whose hashes are in ``parked``. ``refused``: somebody else
+    has been there with that epoch, ask the meta server again.
+    """
+
+    KIND: ClassVar[int] = 28
+    seconds: float
+    news: int
+    owned: list[LpGrant] = []
+    leaving: list[LpRun] = []
+    drained: list[LpRun] = []
+    refused: list[LpGrant] = []
+    parked: list[int] = []
+
+
+class Renew(Message, frozen=True):
+    """(session, token) of members whose leases go on, over any connection. Answered with ``Done``."""
+
+    KIND: ClassVar[int] = 29
+    sessions: list[tuple[int, int]]
+
+
 class Read(Message, frozen=True):
-    """Rows without a group. ``start`` as in attach, or a sequence to go on from."""
+    """Rows of the partition ``name``, without a group. ``start`` as in attach, or a sequence to go on from."""
 
     KIND: ClassVar[int] = 30
-    subject: str
+    name: str
     start: Start
     count: int
     size: int
@@ -222,6 +280,57 @@ class AdminReply(Message, frozen=True):
 
     KIND: ClassVar[int] = 41
     result: msgspec.Raw
+
+
+class FindRoute(Message, frozen=True):
+    """To a meta server: where is this subject? It is made if it is not there, where that is allowed."""
+
+    KIND: ClassVar[int] = 50
+    subject: str
+    create: bool = True
+
+
+class RouteFound(Message, frozen=True):
+    """The subject's route: its partitions as (name, broker group), and the history of each logical partition.
+
+    ``brokers`` has the addresses of each broker group and its state: "RW", "R", "W" or "NRW".
+    """
+
+    KIND: ClassVar[int] = 51
+    subject: str
+    version: int
+    order: str
+    partitions: list[tuple[str, str]]
+    histories: list[LpHistory]
+    brokers: dict[str, tuple[list[str], str]]
+
+
+class Beat(Message, frozen=True):
+    """A client tells a meta server that it lives, and of which (subject, group, ordered) it is a member.
+
+    Not answered before ``wait`` seconds are over, unless there is something newer than ``seen``. ``leaving``: it is
+    going, and has no members any more.
+    """
+
+    KIND: ClassVar[int] = 52
+    client: str
+    members: list[tuple[str, str, bool]]
+    seen: int = 0
+    wait: float = 0.0
+    leaving: bool = False
+
+
+class Beaten(Message, frozen=True):
+    """What the client's members are to do: (subject, group, "exclusive" or "shared", logical partitions).
+
+    ``metas`` are the addresses of all meta servers; ``routes`` the versions of the members' subjects' routes.
+    """
+
+    KIND: ClassVar[int] = 53
+    seen: int
+    members: list[tuple[str, str, str, list[LpGrant]]]
+    metas: list[str] = []
+    routes: dict[str, int] = {}
 
 
 def _kinds() -> dict[int, type[Message]]:

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from plait.frame.coalesce import coalesce
 from plait.frame.columns import ORIGINAL_SIZE_MAX, Column
-from plait.frame.gather import FLATTEN_BIT, NO_KEY_HASH, PLACE, Gathered, Places, place_of, row_sets
+from plait.frame.gather import FLATTEN_BIT, PLACE, Gathered, Places, place_of, row_sets
 from plait.frame.header import FLAG_UNSEQUENCED
+from plait.frame.lp import NO_KEY_HASH
 from plait.frame.view import FrameView
 from tests.frame.samples import Draft, Row, alike, drafts, full_draft, rows_of
 

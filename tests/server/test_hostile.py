@@ -231,9 +231,9 @@ async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_s
 @pytest.mark.parametrize(
     ("request_", "kind", "words"),
     [
-        pytest.param(m.Route("no name"), InvalidName, "subject name 'no name'", id="subject"),
-        pytest.param(m.Route(""), InvalidName, "subject name ''", id="empty subject"),
-        pytest.param(m.Route("x" * 201), InvalidName, "200", id="long subject"),
+        pytest.param(m.Route("no name"), InvalidName, "partition name 'no name'", id="subject"),
+        pytest.param(m.Route(""), InvalidName, "partition name ''", id="empty subject"),
+        pytest.param(m.Route("x" * 221), InvalidName, "200", id="long subject"),
         pytest.param(m.Route("../../etc"), InvalidName, "etc", id="path"),
         pytest.param(m.Hello(1, 1, "a/b"), InvalidName, "client name", id="client"),
         pytest.param(m.Attach("s", "a b", "c"), InvalidName, "group name", id="group"),

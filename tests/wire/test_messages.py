@@ -32,11 +32,11 @@ GOLDEN: list[tuple[m.Message, str]] = [
     (m.Sent(300), "91cd012c"),
     (
         m.Attach("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
-        "98a173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0",
+        "99a173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0c2",
     ),
-    (m.Attached(1, 2, "s", "g", 16), "950102a173a16710"),
+    (m.Attached(1, 2, "s", "g", 16), "980102a173a16710cb000000000000000000c2"),
     (m.Pull(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
-    (m.Pulled([(0, 10, 1)], more=True), "92919300" + "0a01c3"),
+    (m.Pulled([(0, 10, 1)], more=True), "939193000a01c300"),
     (m.Ack(1, [(0, 10, 1)]), "92019193000a01"),
     (m.Nack(1, [(0, 10, 1)]), "96019193000a01c0c0c2c3"),
     (m.Nack(1, [(0, 10, 1)], None, Reason("E", "t", "h"), True, False), "96019193000a01c093a145a174a168c3c2"),
@@ -45,6 +45,29 @@ GOLDEN: list[tuple[m.Message, str]] = [
     (m.ReadReply(1, "s", 10), "9301a1730a"),
     (m.Admin("subject.list", {}), "92ac7375626a6563742e6c69737480"),
     (m.AdminReply(msgspec.Raw(b"\x90")), "9190"),
+    (m.Lease(1, [(0, 512, 7)], [5], [6]), "9401919300cd02000791059106"),
+    (
+        m.Leased(10.0, 3, [(0, 512, 7)], [(512, 513)], [(0, 1)], [(9, 10, 8)], [5]),
+        "97cb402400000000000003919300cd0200079192cd0200cd0201919200019193090a089105",
+    ),
+    (m.Renew([(1, 99)]), "9191920163"),
+    (m.FindRoute("order.book", create=False), "92aa6f726465722e626f6f6bc2"),
+    (
+        m.RouteFound(
+            "s",
+            2,
+            "strict",
+            [("s", "g1"), ("s#1", "g2")],
+            [(0, 512, [(0, 7), (1, None)]), (512, 1024, [(0, None)])],
+            {"g1": (["plait://a:1"], "RW")},
+        ),
+        "96a17302a67374726963749292a173a2673192a3732331a26732929300cd0200929200079201c093cd0200cd0400919200c081a267319291ab706c6169743a2f2f613a31a25257",
+    ),
+    (m.Beat("c", [("s", "g", True)], 5, 10.0, False), "95a1639193a173a167c305cb4024000000000000c2"),
+    (
+        m.Beaten(6, [("s", "g", "exclusive", [(0, 512, 7)])], ["plait://a:1"], {"s": 2}),
+        "94069194a173a167a96578636c7573697665919300cd02000791ab706c6169743a2f2f613a3181a17302",
+    ),
 ]
 
 numbers = st.integers(-(2**63), 2**64 - 1)
@@ -67,6 +90,16 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     Reason | None: st.none() | st.builds(Reason, texts, texts, texts),
     Retry | None: st.none() | st.builds(Retry, first=st.floats(0, 1e6), steps=st.tuples(st.floats(0, 1e6))),
     list[tuple[int, int, int]]: triples,
+    list[int]: st.lists(numbers, max_size=4),
+    list[tuple[int, int]]: st.lists(st.tuples(numbers, numbers), max_size=4),
+    list[tuple[str, str]]: st.lists(st.tuples(texts, texts), max_size=4),
+    list[m.LpHistory]: st.lists(
+        st.tuples(numbers, numbers, st.lists(st.tuples(numbers, st.none() | numbers), max_size=3)), max_size=3
+    ),
+    dict[str, tuple[list[str], str]]: st.dictionaries(texts, st.tuples(st.lists(texts), texts), max_size=3),
+    dict[str, int]: st.dictionaries(texts, numbers, max_size=3),
+    list[tuple[str, str, bool]]: st.lists(st.tuples(texts, texts, st.booleans()), max_size=3),
+    list[tuple[str, str, str, list[m.LpGrant]]]: st.lists(st.tuples(texts, texts, texts, triples), max_size=3),
     m.Start: st.none() | texts | st.tuples(texts, numbers),
     dict[str, Any]: st.dictionaries(texts, plain, max_size=4),
     msgspec.Raw: plain.map(lambda value: msgspec.Raw(msgspec.msgpack.encode(value))),
@@ -106,7 +139,7 @@ def test_bytes_are_frozen(message: m.Message, frozen: str):
 
 def test_every_kind_has_a_number_of_its_own_and_frozen_bytes():
     assert {kind.KIND for kind in KINDS.values()} == {
-        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 30, 31, 40, 41
+        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 40, 41, 50, 51, 52, 53
     }  # fmt: skip
     assert len({kind.KIND for kind in KINDS.values()}) == len(KINDS)
     assert {type(message) for message, _ in GOLDEN} == set(KINDS.values())

@@ -1,0 +1,90 @@
+"""Which logical partitions a partition takes rows of (R5): opened and sealed as the meta server says.
+
+Both are rows of the catalog in the message log, in line with the rows that they let in or shut out: after a crash the
+fence is where it was. A seal is answered when it is durable, as the next partition takes rows on the strength of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from plait.broker import subjects
+from plait.broker.partition import Partition
+from plait.errors import InvalidArgument, StaleRoute, SubjectNotFound
+from plait.frame.lp import LpSet, lp_set, runs_of, runs_with
+from plait.limits import LOGICAL_PARTITIONS
+from plait.storage.catalog import Fence, Lps, PartitionRow, SubjectSettings
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+
+
+def open_lps(
+    broker: Broker, subject: str, name: str, lps: Iterable[Lps], version: int, settings: SubjectSettings
+) -> Partition:
+    """The partition takes rows of these from now on; it is made where there is none. Twice is as once."""
+    chosen = checked(lps)
+    partition = broker.subjects.get(name)
+    if partition is None:
+        broker.refuse_when_full()
+        subjects.refuse_more(broker)
+        row = PartitionRow(broker.next_partition, subject, name, broker.clock.now(), settings)
+        return subjects.create_partition(broker, _with(row, chosen, [], version))
+    row = partition.row
+    if row.subject != subject:
+        raise InvalidArgument(f"partition {name!r} is one of {row.subject!r}, not of {subject!r}")
+    if version < row.route:
+        raise StaleRoute(f"partition {name!r} has heard of route {row.route}, this is of {version}")
+    accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
+    opened = accepts | chosen
+    fences = [] if partition.fences is None else runs_with(partition.fences, ~opened & (partition.fences > 0))
+    _change(broker, partition, _with(row, opened, fences, version), settings)
+    return partition
+
+
+def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Callable[[list[Fence]], None]) -> None:
+    """The partition takes rows of these no more; ``reply`` gets the fences, once that is durable."""
+    chosen = checked(lps)
+    partition = broker.subjects.get(name)
+    if partition is None:
+        raise SubjectNotFound(f"there is no partition {name!r} here")
+    if version < partition.row.route:
+        raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
+    # What this turn brought was taken before.
+    broker.commit()
+    accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
+    fences = np.zeros(LOGICAL_PARTITIONS, np.int64) if partition.fences is None else partition.fences.copy()
+    closing = accepts & chosen
+    fences[closing] = partition.next
+    left = accepts & ~chosen
+    row = _with(partition.row, left, runs_with(fences, ~left & (fences > 0)), version)
+    _change(broker, partition, row, partition.row.settings)
+    answer = runs_with(fences, chosen)
+    broker.answer_when_durable(lambda: reply(answer))
+
+
+def checked(lps: Iterable[Lps]) -> LpSet:
+    """The logical partitions of runs that somebody sent."""
+    runs = list(lps)
+    for first, end in runs:
+        if not 0 <= first < end <= LOGICAL_PARTITIONS:
+            raise InvalidArgument(f"[{first}, {end}) is not a run of logical partitions")
+    return lp_set(runs)
+
+
+def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int) -> PartitionRow:
+    # One that never was closed to any needs no check of what it takes.
+    lps = None if accepts.all() and not fences else runs_of(accepts)
+    return msgspec.structs.replace(row, lps=lps, fences=fences, route=version)
+
+
+def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: SubjectSettings) -> None:
+    row = msgspec.structs.replace(row, settings=settings)
+    if row != partition.row:
+        broker.append_own(broker.heads.catalog([row]))
+        partition.row = row
+        broker.touch(partition)

@@ -1,0 +1,127 @@
+"""Where a subject's messages are: its partitions, and the nodes that have them.
+
+Routes come from a meta server and are kept until somebody finds that they lead nowhere (``refresh``), or until the next
+look at them. The node of a broker group is dialled when it is first needed. A server that is both is one node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.client.node import Node
+from plait.client.types import PartitionName
+from plait.errors import PlaitError
+from plait.limits import LOGICAL_PARTITIONS, ClientLimits
+from plait.wire import messages as m
+
+
+class Span(NamedTuple):
+    """Where rows of some logical partitions were, or are."""
+
+    #: Which of the route's partitions.
+    partition: int
+    #: The partition's rows of them end here; None: it is where they are sent now.
+    fence: int | None
+
+
+class SubjectRoute:
+    """One version of a subject's route."""
+
+    __slots__ = ("brokers", "histories", "order", "partitions", "subject", "table", "version")
+
+    def __init__(self, found: m.RouteFound) -> None:
+        self.subject = found.subject
+        self.version = found.version
+        #: "best_tried" or "strict".
+        self.order = found.order
+        self.partitions = [PartitionName(name, group) for name, group in found.partitions]
+        #: Logical partitions [first, end) and their spans, the oldest first.
+        self.histories = [(first, end, [Span(*span) for span in spans]) for first, end, spans in found.histories]
+        #: Broker group → its addresses and its state ("RW", "R", "W", "NRW").
+        self.brokers = found.brokers
+        #: Logical partition → the index of the partition that takes its rows.
+        self.table: npt.NDArray[np.int64] = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first, end, spans in self.histories:
+            self.table[first:end] = spans[-1].partition
+
+    def open(self) -> list[int]:
+        """The partitions that rows are sent to."""
+        return sorted(set(self.table.tolist()))
+
+
+class Router:
+    """Routes and nodes of one client."""
+
+    def __init__(self, meta: Node, client: str, limits: ClientLimits) -> None:
+        self.meta = meta
+        self._client = client
+        self._limits = limits
+        self._routes: dict[str, SubjectRoute] = {}
+        self._asking: dict[str, asyncio.Task[SubjectRoute]] = {}
+        self._nodes: dict[str, Node] = {}
+        #: Called with every route that is newer than what was known.
+        self.on_route: list[Callable[[SubjectRoute], None]] = []
+
+    def known(self, subject: str) -> SubjectRoute | None:
+        """The subject's route, if it was asked for before."""
+        return self._routes.get(subject)
+
+    async def route(self, subject: str, *, create: bool = True) -> SubjectRoute:
+        """The subject's route; asked for if it is not known."""
+        return self._routes.get(subject) or await self.refresh(subject, create=create)
+
+    async def refresh(self, subject: str, *, create: bool = True) -> SubjectRoute:
+        """Ask for the subject's route, whatever is known; several who ask at a time share the answer."""
+        asking = self._asking.get(subject)
+        if asking is None:
+            asking = asyncio.get_running_loop().create_task(self._ask(subject, create))
+            self._asking[subject] = asking
+            asking.add_done_callback(lambda _: self._asking.pop(subject, None))
+        return await asyncio.shield(asking)
+
+    async def _ask(self, subject: str, create: bool) -> SubjectRoute:
+        found: m.RouteFound = await self.meta.request(m.FindRoute(subject, create))
+        known = self._routes.get(subject)
+        if known is not None and known.version > found.version:
+            # A meta server that lags behind the one asked before.
+            return known
+        route = SubjectRoute(found)
+        self._routes[subject] = route
+        for group, node in self._nodes.items():
+            if group in route.brokers and node is not self.meta:
+                node.move(route.brokers[group][0])
+        if known is None or known.version < route.version:
+            for call in list(self.on_route):
+                call(route)
+        return route
+
+    def node(self, route: SubjectRoute, group: str) -> Node:
+        """The node of a broker group that the route leads to; connecting, or connected."""
+        node = self._nodes.get(group)
+        if node is None:
+            link = self.meta.link
+            if self.meta.alone and link is not None and link.welcome is not None and link.welcome.group == group:
+                node = self.meta
+            else:
+                node = Node(route.brokers[group][0], self._client, self._limits)
+                node.start()
+            self._nodes[group] = node
+        return node
+
+    async def close(self) -> None:
+        """Hang up on everybody but the meta server."""
+        for asking in list(self._asking.values()):
+            asking.cancel()
+        for node in self._nodes.values():
+            if node is not self.meta:
+                await node.close()
+
+    def abandon(self, error: PlaitError) -> None:
+        """Nothing works any more."""
+        for node in self._nodes.values():
+            node.closed = error

@@ -1,0 +1,93 @@
+"""Logical partitions: the 1024 slots that order keys hash to.
+
+The rule is frozen: xxh3_64 of the key's UTF-8 text (an integer as its decimal text), modulo 1024. A row without a key
+has no slot of its own. Where one is needed, because every row has an owner, its sequence gives one; neighbours share
+it, so that they can be handed out together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from plait.frame.columns import Column
+from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
+
+Hashes = npt.NDArray[np.uint64]
+Lps = npt.NDArray[np.uint16]
+#: Which of the logical partitions: 1024 of them.
+LpSet = npt.NDArray[np.bool_]
+
+#: What a keyless row has among rows with keys: the hash of no text, as clients write it.
+NO_KEY_HASH: Final = np.uint64(xxh3_64_intdigest(b""))
+_MASK: Final = np.uint64(LOGICAL_PARTITIONS - 1)
+#: Keyless rows that stand together, as a power of two.
+_BLOCK_BITS: Final = np.uint64(6)
+_MIX: Final = np.uint64(0x9E37_79B9_7F4A_7C15)
+_TOP: Final = np.uint64(64 - LOGICAL_PARTITIONS.bit_length() + 1)
+
+
+def lp_of_key(key: str) -> int:
+    """The slot of a key."""
+    return int(xxh3_64_intdigest(key.encode())) % LOGICAL_PARTITIONS
+
+
+def lps_of_sequences(sequences: npt.NDArray[np.int64]) -> Lps:
+    """The slots of rows that have no key."""
+    mixed = (sequences.astype(np.uint64) >> _BLOCK_BITS) * _MIX
+    return (mixed >> _TOP).astype(np.uint16)
+
+
+def key_hashes(frame: FrameView) -> Hashes | None:
+    """The hash of each row's key; None: no row has one."""
+    return frame.fixed(Column.KEY_HASH) if frame.has(Column.KEY_HASH) else None
+
+
+def lps_of(sequences: npt.NDArray[np.int64], hashes: Hashes | None) -> Lps:
+    """The slot of each row."""
+    if hashes is None:
+        return lps_of_sequences(sequences)
+    lps = (hashes & _MASK).astype(np.uint16)
+    keyless = hashes == NO_KEY_HASH
+    if keyless.any():
+        lps[keyless] = lps_of_sequences(sequences[keyless])
+    return lps
+
+
+def keyed_lps(frame: FrameView) -> Lps:
+    """The slots of those rows that have keys."""
+    hashes = key_hashes(frame)
+    if hashes is None:
+        return np.empty(0, np.uint16)
+    lps: Lps = (hashes[hashes != NO_KEY_HASH] & _MASK).astype(np.uint16)
+    return lps
+
+
+def lp_set(runs: Iterable[tuple[int, int]]) -> LpSet:
+    """The slots of runs [first, end)."""
+    chosen = np.zeros(LOGICAL_PARTITIONS, bool)
+    for first, end in runs:
+        chosen[first:end] = True
+    return chosen
+
+
+def runs_of(chosen: LpSet) -> list[tuple[int, int]]:
+    """The slots as runs [first, end)."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8))).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def runs_with(values: npt.NDArray[np.int64], chosen: LpSet) -> list[tuple[int, int, int]]:
+    """The chosen slots as runs [first, end) of one value."""
+    runs = []
+    for first, end in runs_of(chosen):
+        cuts = (np.flatnonzero(np.diff(values[first:end])) + 1 + first).tolist()
+        edges = [first, *cuts, end]
+        runs += [(a, b, int(values[a])) for a, b in pairwise(edges)]
+    return runs
