@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "plait"
 
 #: The top of the package, ``plait/__init__.py``: what users import.
 FACADE = "plait"
-BASE = {"errors", "limits", "clock", "names", "reason", "retry", "route", "version"}
+BASE = {"errors", "limits", "clock", "names", "reason", "retry", "version"}
 SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
 
 #: Part → the parts of ours it may import.
@@ -29,7 +29,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "names": {"errors", "limits"},
     "reason": {"errors"},
     "retry": {"errors"},
-    "route": {"errors", "limits"},
     "frame": {"errors", "limits"},
     "storage": BASE | {"frame"},
     "broker": BASE | {"frame", "storage"},

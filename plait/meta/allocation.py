@@ -14,7 +14,7 @@ import numpy as np
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.balance import balance
-from plait.route import NumberedRun, Numbers, cut
+from plait.meta.lps import NumberedRun, Numbers, cut
 
 _END = np.dtype("<u2")
 _OWNER = np.dtype("<i4")

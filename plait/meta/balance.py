@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait.limits import LOGICAL_PARTITIONS
-from plait.route import Numbers, Run
+from plait.meta.lps import Numbers, Run
 
 
 def shares(count: int) -> list[Run]:

@@ -1,4 +1,9 @@
-"""How a route changes: pure functions from one version to the next.
+"""A subject's route: which partition takes each logical partition (LP) now, and where its rows lay before.
+
+For each LP the route has a list of *spans*, oldest first: a partition, and the fence, the sequence at which the LP was
+sealed there. The last span is open (its fence is None) and takes what is sent. Nothing is ever changed in a span but
+its fence, once; so whoever follows an LP along its spans sees its rows in the order they were sent, whatever became of
+the partitions meanwhile.
 
 Where a route's LPs are to be, its *target*, is set at once; where they are follows, partition by partition: the LPs are
 sealed at the broker that has them (durably, which gives the fence), then a version is published in which they have a
@@ -19,24 +24,77 @@ from numpy.typing import NDArray
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.balance import balance, shares
-from plait.route import (
-    History,
-    NumberedRun,
-    Numbers,
-    Place,
-    Route,
-    Run,
-    Span,
-    current,
-    cut,
-    mark,
-    runs_of,
-    runs_where,
-    spread,
-    target,
-)
+from plait.meta.lps import NumberedRun, Numbers, Run, cut, mark, runs_of, runs_where, spread
 
-__all__ = ["Moves", "default_route", "moves", "retarget", "retire", "sealed", "shares"]
+
+class Place(msgspec.Struct, frozen=True, array_like=True, order=True):
+    """What identifies a partition: its name, and the broker group that has it."""
+
+    name: str
+    group: str
+
+    def __str__(self) -> str:
+        return f"{self.name}@{self.group}"
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of an LP in one partition: all below the fence; None: it is open."""
+
+    #: Index in the route's partitions.
+    partition: int
+    fence: int | None = None
+
+
+class History(msgspec.Struct, frozen=True, array_like=True):
+    """LPs [first, end), which all have these spans."""
+
+    first: int
+    end: int
+    spans: tuple[Span, ...]
+
+
+class Route(msgspec.Struct, frozen=True, array_like=True):
+    """One version of a subject's route. An index of a partition means nothing beside another version."""
+
+    subject: str
+    #: 1, 2, 3... without gaps.
+    version: int
+    partitions: tuple[Place, ...]
+    #: In the order of the LPs, without gap or overlap.
+    histories: tuple[History, ...]
+    #: (first, end, partition): where the LPs are to be. The same as where they are once nothing is left to move.
+    target: tuple[NumberedRun, ...]
+    #: LPs that are to stay where they are and may be sealed there: another target was set before.
+    doubt: tuple[Run, ...] = ()
+    #: For each partition: the version in which it was listed or last got an LP, so its broker has to know this one.
+    gained: tuple[int, ...] = ()
+
+
+def current(route: Route) -> Numbers:
+    """For each LP the index of the partition that takes it."""
+    return spread([(history.first, history.end, history.spans[-1].partition) for history in route.histories])
+
+
+def target(route: Route) -> Numbers:
+    """For each LP the index of the partition that is to take it."""
+    return spread(route.target)
+
+
+def spans(route: Route, lp: int) -> tuple[Span, ...]:
+    """The spans of one LP, oldest first."""
+    for history in route.histories:
+        if history.first <= lp < history.end:
+            return history.spans
+    raise IndexError(f"LP {lp}: there are {LOGICAL_PARTITIONS}")
+
+
+def openings(route: Route, partition: int) -> list[Run]:
+    """The LPs that the partition's broker is to take, once it hears of this version.
+
+    Those that are to be sealed are not among them: an order to open them that comes late must not undo the seal.
+    """
+    here = current(route)
+    return runs_where((here == partition) & ~_moving(route, here))
 
 
 class Moves(NamedTuple):
@@ -46,12 +104,12 @@ class Moves(NamedTuple):
     lps: list[Run]
 
 
-def default_route(subject: str, places: Sequence[Place]) -> Route:
-    """The first version: equal shares, in order."""
+def default_route(subject: str, places: Sequence[Place], version: int = 1) -> Route:
+    """The first version: equal shares, in order. A subject that is made anew goes on with another version."""
     check_places(places)
     runs = [(first, end, index) for index, (first, end) in enumerate(shares(len(places)))]
     histories = tuple(History(first, end, (Span(index),)) for first, end, index in runs)
-    return Route(subject, 1, tuple(places), histories, tuple(runs), (), (1,) * len(places))
+    return Route(subject, version, tuple(places), histories, tuple(runs), (), (version,) * len(places))
 
 
 def check_places(places: Sequence[Place]) -> None:
@@ -79,7 +137,7 @@ def retarget(route: Route, places: Sequence[Place]) -> Route:
     named = np.array([listed.index(place) for place in places])
     among = np.full(len(listed), -1, dtype=np.int64)
     among[named] = np.arange(len(named))
-    maybe_sealed = (here != before) | mark(route.doubt)
+    maybe_sealed = _moving(route, here)
     after = named[balance(among[here], len(named), loose=maybe_sealed, wished=among[before])]
     return _delisted(
         msgspec.structs.replace(
@@ -99,7 +157,7 @@ def moves(route: Route, made: Collection[int] | None = None) -> list[Moves]:
     ``made`` are the partitions that their brokers have; LPs do not move to others yet (None: all are made).
     """
     here, there = current(route), target(route)
-    moving = (here != there) | mark(route.doubt)
+    moving = _moving(route, here)
     if made is not None:
         moving &= np.isin(there, list(made))
     return [Moves(index, runs_where(moving & (here == index))) for index in np.unique(here[moving]).tolist()]
@@ -145,6 +203,12 @@ def retire(route: Route, partition: int, below: int) -> Route:
     if histories == route.histories:
         return route
     return _delisted(msgspec.structs.replace(route, version=route.version + 1, histories=histories))
+
+
+def _moving(route: Route, here: Numbers) -> NDArray[np.bool_]:
+    """The LPs that have to be sealed where they are, and so may be already."""
+    moving: NDArray[np.bool_] = (here != target(route)) | mark(route.doubt)
+    return moving
 
 
 def _with_spans(route: Route, fence: Numbers, there: Numbers) -> tuple[History, ...]:

@@ -11,8 +11,21 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.balance import balance, shares
-from plait.meta.routes import default_route, moves, retarget, retire, sealed
-from plait.route import Place, Route, Span, current, mark, served, spans, target
+from plait.meta.lps import Run, mark
+from plait.meta.routes import (
+    Place,
+    Route,
+    Span,
+    current,
+    default_route,
+    moves,
+    openings,
+    retarget,
+    retire,
+    sealed,
+    spans,
+    target,
+)
 
 COUNTS = st.integers(1, LOGICAL_PARTITIONS)
 
@@ -78,7 +91,7 @@ def test_the_default_route_takes_every_lp(count: int):
     assert (current(route) == target(route)).all()
     assert moves(route) == []
     for index in {0, count // 2, count - 1}:
-        assert served(route, index) == [shares(count)[index]]
+        assert openings(route, index) == [shares(count)[index]]
 
 
 @given(COUNTS, COUNTS)
@@ -112,7 +125,7 @@ def test_the_same_partitions_again_change_nothing():
 
 def test_contraction_to_one_keeps_the_others_listed_while_they_drain():
     route = converge(retarget(default_route("s", places(4)), places(1)), fence=50)
-    assert served(route, 0) == [(0, LOGICAL_PARTITIONS)]
+    assert openings(route, 0) == [(0, LOGICAL_PARTITIONS)]
     assert route.partitions == tuple(places(4))
     assert spans(route, 1023) == (Span(3, 50), Span(0))
     assert spans(route, 0) == (Span(0),)
@@ -220,25 +233,28 @@ def test_what_is_loose_goes_first(numbers: list[int], loose_lps: set[int]):
 
 
 class Broker:
-    """What one partition has: the LPs it refuses, their fences, and how many rows it took."""
+    """What one partition's broker does: orders of an older route than it has heard of are refused (None)."""
 
     def __init__(self) -> None:
         self.end = 0
+        self.heard = 0
+        self.open: set[int] = set()
         self.fences: dict[int, int] = {}
-        self.opened: dict[int, int] = {}
 
-    def seal(self, version: int, lps: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-        for first, end in lps:
-            for lp in range(first, end):
-                if self.opened.get(lp, 0) <= version:
-                    self.fences.setdefault(lp, self.end)
-        return [(lp, lp + 1, self.fences[lp]) for first, end in lps for lp in range(first, end) if lp in self.fences]
+    def seal(self, version: int, lps: list[Run]) -> list[tuple[int, int, int]] | None:
+        if version < self.heard:
+            return None
+        self.heard = version
+        chosen = [lp for first, end in lps for lp in range(first, end)]
+        for lp in self.open.intersection(chosen):
+            self.fences[lp] = self.end
+        self.open.difference_update(chosen)
+        return [(lp, lp + 1, self.fences.get(lp, 0)) for lp in chosen]
 
-    def serve(self, version: int, lps: list[tuple[int, int]]) -> None:
-        for first, end in lps:
-            for lp in range(first, end):
-                if self.fences.pop(lp, None) is not None:
-                    self.opened[lp] = version
+    def take(self, version: int, lps: list[Run]) -> None:
+        if version >= self.heard:
+            self.heard = version
+            self.open.update(lp for first, end in lps for lp in range(first, end))
 
 
 class RouteMachine(RuleBasedStateMachine):
@@ -249,7 +265,8 @@ class RouteMachine(RuleBasedStateMachine):
         self.route = default_route("s", places(2))
         self.brokers: dict[Place, Broker] = {}
         self.sent: dict[int, list[tuple[Place, int]]] = {lp: [] for lp in (0, 300, 511, 512, 700, 1023)}
-        self.asked: list[tuple[int, Place, list[tuple[int, int]]]] = []
+        self.asked: list[tuple[int, Place, list[Run]]] = []
+        self.told: list[tuple[int, Place, list[Run]]] = []
 
     def broker(self, place: Place) -> Broker:
         return self.brokers.setdefault(place, Broker())
@@ -265,7 +282,7 @@ class RouteMachine(RuleBasedStateMachine):
             assert after[len(before) - 1][0] == before[-1][0]
         self.route = route
 
-    @rule(count=st.sampled_from([1, 2, 3, 5, 64, 1024]), groups=st.integers(1, 3))
+    @rule(count=st.sampled_from([1, 2, 3, 5, 12]), groups=st.integers(1, 3))
     def retarget(self, count: int, groups: int) -> None:
         self.publish(retarget(self.route, places(count, groups)))
 
@@ -284,19 +301,27 @@ class RouteMachine(RuleBasedStateMachine):
         at = pick % len(self.asked)
         version, place, lps = self.asked[at] if keep else self.asked.pop(at)
         fences = self.broker(place).seal(version, lps)
-        if heard and place in self.route.partitions:
+        if fences is not None and heard and place in self.route.partitions:
             self.publish(sealed(self.route, self.route.partitions.index(place), fences))
 
     @rule()
-    def tell(self) -> None:
+    def order_to_open(self) -> None:
         for index, place in enumerate(self.route.partitions):
-            self.broker(place).serve(self.route.version, served(self.route, index))
+            self.told.append((self.route.version, place, openings(self.route, index)))
+
+    @rule(pick=st.integers(0, 9), keep=st.booleans())
+    def open(self, pick: int, keep: bool) -> None:
+        """An order to open arrives, perhaps late, perhaps once more."""
+        if self.told:
+            at = pick % len(self.told)
+            version, place, lps = self.told[at] if keep else self.told.pop(at)
+            self.broker(place).take(version, lps)
 
     @rule(lp=st.sampled_from([0, 300, 511, 512, 700, 1023]))
     def send(self, lp: int) -> None:
         place = self.route.partitions[int(current(self.route)[lp])]
         broker = self.broker(place)
-        if lp not in broker.fences:
+        if lp in broker.open:
             self.sent[lp].append((place, broker.end))
             broker.end += 1
 
@@ -320,13 +345,15 @@ class RouteMachine(RuleBasedStateMachine):
             partition, lps = work[0]
             place = self.route.partitions[partition]
             fences = self.broker(place).seal(self.route.version, lps)
+            assert fences is not None
             self.publish(sealed(self.route, partition, fences))
-        self.tell()
+        for index, place in enumerate(self.route.partitions):
+            self.broker(place).take(self.route.version, openings(self.route, index))
         assert (current(self.route) == target(self.route)).all()
         for lp in self.sent:
             place = self.route.partitions[int(current(self.route)[lp])]
-            assert lp not in self.broker(place).fences
+            assert lp in self.broker(place).open
 
 
-RouteMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+RouteMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
 TestRouteMachine = RouteMachine.TestCase
