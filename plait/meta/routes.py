@@ -43,6 +43,8 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     #: Index in the route's partitions.
     partition: int
     fence: int | None = None
+    #: The version that opened it; 0 once it is closed.
+    opened: int = 0
 
 
 class History(msgspec.Struct, frozen=True, array_like=True):
@@ -108,7 +110,7 @@ def default_route(subject: str, places: Sequence[Place], version: int = 1) -> Ro
     """The first version: equal shares, in order. A subject that is made anew goes on with another version."""
     check_places(places)
     runs = [(first, end, index) for index, (first, end) in enumerate(shares(len(places)))]
-    histories = tuple(History(first, end, (Span(index),)) for first, end, index in runs)
+    histories = tuple(History(first, end, (Span(index, None, version),)) for first, end, index in runs)
     return Route(subject, version, tuple(places), histories, tuple(runs), (), (version,) * len(places))
 
 
@@ -163,24 +165,26 @@ def moves(route: Route, made: Collection[int] | None = None) -> list[Moves]:
     return [Moves(index, runs_where(moving & (here == index))) for index in np.unique(here[moving]).tolist()]
 
 
-def sealed(route: Route, partition: int, fences: Sequence[NumberedRun]) -> Route:
+def sealed(route: Route, version: int, partition: int, fences: Sequence[NumberedRun]) -> Route:
     """The next version, after LPs were sealed in a partition: (first, end, fence) of each run of them.
 
-    What is sealed gets a new span where it is to be. LPs that have left the partition already are passed over; with
-    nothing else the route stays as it is.
+    ``version`` is that of the route whose ``moves`` asked for it. What is sealed gets a new span where it is to be. LPs
+    that have got one since are passed over, as the fence is not that of their newest; with nothing else the route
+    stays as it is.
     """
     here, there = current(route), target(route)
-    fence = np.where(here == partition, spread(fences), -1)
+    opened = spread([(history.first, history.end, history.spans[-1].opened) for history in route.histories])
+    fence = np.where((here == partition) & (opened <= version), spread(fences), -1)
     if not (fence >= 0).any():
         return route
-    version = route.version + 1
+    after = route.version + 1
     gaining = set(there[fence >= 0].tolist())
     return msgspec.structs.replace(
         route,
-        version=version,
-        histories=_with_spans(route, fence, there),
+        version=after,
+        histories=_with_spans(route, fence, there, after),
         doubt=tuple(runs_where(mark(route.doubt) & (fence < 0))),
-        gained=tuple(version if index in gaining else seen for index, seen in enumerate(route.gained)),
+        gained=tuple(after if index in gaining else seen for index, seen in enumerate(route.gained)),
     )
 
 
@@ -211,7 +215,7 @@ def _moving(route: Route, here: Numbers) -> NDArray[np.bool_]:
     return moving
 
 
-def _with_spans(route: Route, fence: Numbers, there: Numbers) -> tuple[History, ...]:
+def _with_spans(route: Route, fence: Numbers, there: Numbers, version: int) -> tuple[History, ...]:
     """Histories in which every LP that has a fence goes on in its target."""
     number = spread([(history.first, history.end, at) for at, history in enumerate(route.histories)])
     edges = cut(number, fence, np.where(fence >= 0, there, -1))
@@ -220,7 +224,7 @@ def _with_spans(route: Route, fence: Numbers, there: Numbers) -> tuple[History, 
         before = route.histories[number[first]].spans
         if fence[first] >= 0:
             closed = Span(before[-1].partition, int(fence[first]))
-            before = (*before[:-1], closed, Span(int(there[first])))
+            before = (*before[:-1], closed, Span(int(there[first]), None, version))
         made.append(History(first, end, before))
     return _joined(made)
 
@@ -247,7 +251,11 @@ def _delisted(route: Route) -> Route:
         route,
         partitions=tuple(place for place, kept in zip(route.partitions, used, strict=True) if kept),
         histories=tuple(
-            History(each.first, each.end, tuple(Span(index[span.partition], span.fence) for span in each.spans))
+            History(
+                each.first,
+                each.end,
+                tuple(msgspec.structs.replace(span, partition=index[span.partition]) for span in each.spans),
+            )
             for each in route.histories
         ),
         target=tuple((first, end, index[partition]) for first, end, partition in route.target),
