@@ -94,6 +94,12 @@ def decode(body: bytes) -> Allocation:
     return Allocation(tuple(stored.members), owners, epochs, stored.epoch)
 
 
+def nobody(epoch: int = 0) -> Allocation:
+    """The allocation of a group that has no members yet, whose epochs are to be above this one."""
+    nothing = np.full(LOGICAL_PARTITIONS, -1, dtype=np.int64)
+    return Allocation((), nothing, np.full(LOGICAL_PARTITIONS, epoch, dtype=np.int64), epoch)
+
+
 def allocate(members: Sequence[str], present: Allocation | None) -> Allocation:
     """Fair shares for these members: only what must move moves, and what moves gets a new epoch.
 
@@ -101,8 +107,7 @@ def allocate(members: Sequence[str], present: Allocation | None) -> Allocation:
     """
     ordered = tuple(sorted(set(members)))
     if present is None:
-        nothing = np.full(LOGICAL_PARTITIONS, -1, dtype=np.int64)
-        present = Allocation((), nothing, np.zeros(LOGICAL_PARTITIONS, dtype=np.int64), 0)
+        present = nobody()
     if ordered == present.members:
         return present
     before = _renumbered(present, ordered)

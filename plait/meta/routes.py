@@ -188,6 +188,12 @@ def sealed(route: Route, version: int, partition: int, fences: Sequence[Numbered
     )
 
 
+def announced(route: Route) -> Route:
+    """The next version, which differs in nothing but that every broker has to hear of it."""
+    version = route.version + 1
+    return msgspec.structs.replace(route, version=version, gained=(version,) * len(route.gained))
+
+
 def retire(route: Route, partition: int, below: int) -> Route:
     """The next version, without the oldest spans that end at ``below`` or before in the partition.
 
