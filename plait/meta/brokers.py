@@ -107,12 +107,12 @@ class Brokers:
         if not core.store.alone:
             with core.noted():
                 core.store.beat(list(self._heard))
-                first, page = _PREFIX, core.limits.page
-                while first:
-                    found = core.store.beats(first, _PREFIX_END, page)
+                after, page = _PREFIX, core.limits.page
+                while after:
+                    found = core.store.beats(after, _PREFIX_END, page)
                     for who, count in found:
                         self._watch.see(who, count)
-                    first = found[-1][0] + "\0" if len(found) == page else ""
+                    after = found[-1][0] if len(found) == page else ""
         self._heard.clear()
         for rows in core.mirror.brokers.values():
             for row in rows.values():

@@ -40,7 +40,7 @@ class Members:
         #: Heard of since their counters were written.
         self._heard: dict[str, None] = {}
         self._flushed = 0.0
-        #: Counters of clients are read from this name on; "": all are read.
+        #: Counters of clients are read behind this name; "": all are read.
         self._reading = ""
 
     # --- heartbeats -----------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Members:
             if who in self._watch:
                 self._watch.see(who, count)
         if len(found) == page:
-            self._reading = found[-1][0] + "\0"
+            self._reading = found[-1][0]
         elif not self._heard:
             self._reading = ""
 

@@ -90,13 +90,16 @@ def spans(route: Route, lp: int) -> tuple[Span, ...]:
     raise IndexError(f"LP {lp}: there are {LOGICAL_PARTITIONS}")
 
 
-def openings(route: Route, partition: int) -> list[Run]:
-    """The LPs that the partition's broker is to take, once it hears of this version.
+def openings(route: Route) -> list[list[Run]]:
+    """The LPs that each partition's broker is to take, once it hears of this version.
 
     Those that are to be sealed are not among them: an order to open them that comes late must not undo the seal.
     """
     here = current(route)
-    return runs_where((here == partition) & ~_moving(route, here))
+    found: list[list[Run]] = [[] for _ in route.partitions]
+    for first, end, partition in runs_of(np.where(_moving(route, here), -1, here)):
+        found[partition].append((first, end))
+    return found
 
 
 class Moves(NamedTuple):

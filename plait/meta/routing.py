@@ -89,9 +89,8 @@ class Routing:
         found = []
         for route in self._unsettled(subject):
             settings = self._subjects.settings(route.subject)
-            for index, place in enumerate(route.partitions):
-                if self._core.mirror.partitions[place].told < route.gained[index]:
-                    lps = routes.openings(route, index)
+            for place, gained, lps in zip(route.partitions, route.gained, routes.openings(route), strict=True):
+                if self._core.mirror.partitions[place].told < gained:
                     found.append(Make(route.subject, route.version, place, lps, settings))
         return found
 

@@ -160,9 +160,9 @@ class Store:
             # In one order everywhere, so that two servers do not wait for each other.
             connection.execute(statement, [{"who": who, "count": 1} for who in sorted(whos)])
 
-    def beats(self, first: str, end: str, limit: int) -> list[tuple[str, int]]:
-        """How often those with names in [first, end) were heard of, in the order of their names."""
-        statement = sa.select(BEATS.c.who, BEATS.c.count).where(BEATS.c.who >= first, BEATS.c.who < end)
+    def beats(self, after: str, end: str, limit: int) -> list[tuple[str, int]]:
+        """How often those with names between these two were heard of, in the order of their names."""
+        statement = sa.select(BEATS.c.who, BEATS.c.count).where(BEATS.c.who > after, BEATS.c.who < end)
         with self.database.reading() as connection:
             return [(who, count) for who, count in connection.execute(statement.order_by(BEATS.c.who).limit(limit))]
 

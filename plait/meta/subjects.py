@@ -94,23 +94,20 @@ class Subjects:
         else:
             change.replace((before, row))
         known = mirror.partitions_of.get(route.subject, set())
-        for place in route.partitions:
-            if place not in known:
-                self._define(change, Partition(place.group, place.name, route.subject))
+        self._define(change, route.subject, [place for place in route.partitions if place not in known])
         listed = set(route.partitions)
         give_up(change, [mirror.partitions[place] for place in sorted(known) if place not in listed])
 
-    def _define(self, change: Change, row: Partition) -> None:
-        before = self._core.mirror.partitions.get(Place(row.name, row.broker_group))
-        if before is None:
-            change.insert(row)
-        elif before.state == "gone":
-            change.replace((before, row))
-        else:
-            raise InvalidArgument(
-                f"partition {row.name}@{row.broker_group} is one of subject {before.subject!r}"
-                + (" and is being dropped" if before.state == "dropping" else "")
-            )
+    def _define(self, change: Change, subject: str, places: Sequence[Place]) -> None:
+        known = self._core.mirror.partitions
+        new = {place: Partition(place.group, place.name, subject) for place in places}
+        for place in places:
+            before = known.get(place)
+            if before is not None and before.state != "gone":
+                dropping = " and is being dropped" if before.state == "dropping" else ""
+                raise InvalidArgument(f"partition {place} is one of subject {before.subject!r}{dropping}")
+        change.replace(*((known[place], row) for place, row in new.items() if place in known))
+        change.insert(*(row for place, row in new.items() if place not in known))
 
     def update(self, name: str, settings: SubjectSettings) -> None:
         """Change the settings; brokers hear of it with the next version of the route."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,10 +13,8 @@ from plait.meta.database import Database
 from plait.meta.migrate import migrate
 from plait.meta.service import MetaService
 from plait.meta.store import Store
+from tests.meta.support import Stores
 from tests.support.postgres import Postgres, name_of
-
-#: Makes a store over the test's database.
-Stores = Callable[..., Store]
 
 
 @pytest.fixture(scope="session")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from plait.clock import ManualClock
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.lps import NumberedRun
 from plait.meta.routes import Place
 from plait.meta.service import MetaService
+from plait.meta.store import Store
 from plait.meta.views import Beaten, Share
+
+#: Makes a store over the test's database.
+Stores = Callable[..., Store]
 
 
 def settle(service: MetaService) -> None:

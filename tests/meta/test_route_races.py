@@ -66,7 +66,7 @@ class World:
 
     def open_all(self) -> None:
         for index, place in enumerate(self.route.partitions):
-            self.broker(place).take(self.route.version, openings(self.route, index))
+            self.broker(place).take(self.route.version, openings(self.route)[index])
 
     def retarget(self, count: int) -> None:
         self.publish(retarget(self.route, places(count, groups=1)))
@@ -97,7 +97,7 @@ class World:
 
     def order_to_open(self) -> None:
         for index, place in enumerate(self.route.partitions):
-            self.told.append((self.route.version, place, openings(self.route, index)))
+            self.told.append((self.route.version, place, openings(self.route)[index]))
 
     def open(self, pick: int, *, keep: bool) -> None:
         """An order to open arrives, perhaps late, perhaps once more."""

@@ -11,8 +11,7 @@ from plait.meta.routes import current, spans
 from plait.meta.service import MetaService
 from plait.meta.settings import SubjectSettings
 from plait.meta.views import PartitionFacts
-from tests.meta.conftest import Stores
-from tests.meta.support import ALL, converge, join, pass_time, place, places, register, settle
+from tests.meta.support import ALL, Stores, converge, join, pass_time, place, places, register, settle
 
 
 def test_a_new_subject_is_on_two_broker_groups(service: MetaService):
