@@ -7,6 +7,7 @@ back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from plait.broker.group import Failure
@@ -58,7 +59,7 @@ class Owner:
         self.node = node
         self.client = client
         self.settings = settings
-        self.wants: list[tuple[int, int, int]] = []
+        self.wants: list[tuple[int, int, int, int]] = []
         self.rows: list[Held] = []
         self.rights: dict[int, int] = {}
         self.lease_until = 0.0
@@ -82,10 +83,10 @@ class Owner:
     def valid(self) -> bool:
         return self.node.clock.monotonic() < self.lease_until
 
-    def lease(self, wants: list[tuple[int, int, int]] | None = None) -> Leased:
+    def lease(self, wants: Sequence[tuple[int, ...]] | None = None) -> Leased:
         """Ask for locks, and do what follows from the answer."""
         if wants is not None:
-            self.wants = wants
+            self.wants = [(each[0], each[1], each[2], each[3] if len(each) > 3 else 0) for each in wants]
         asked = self.node.clock.monotonic()
         leased = self.node.broker.leases.ask(self.consumer, self.wants, [], [])
         self.node.turn()
