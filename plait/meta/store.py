@@ -113,9 +113,9 @@ class Store:
         self.database = database
         self.alone = database.dialect == "sqlite" if alone is None else alone
         with database.writing() as connection:
+            named = sa.update(CLUSTER).where(CLUSTER.c.name == "id", CLUSTER.c.text == "")
+            connection.execute(named.values(text=cluster))
             known = sa.select(CLUSTER.c.text).where(CLUSTER.c.name == "id")
-            if not connection.scalar(known):
-                connection.execute(sa.update(CLUSTER).where(CLUSTER.c.name == "id").values(text=cluster))
             self.cluster: str = connection.execute(known).scalar_one()
 
     def close(self) -> None:
