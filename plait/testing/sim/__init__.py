@@ -4,9 +4,21 @@
 """
 
 from plait.testing.sim.clock import SimClock
+from plait.testing.sim.faults import Fault, Faults, play
 from plait.testing.sim.loop import SimLoop
 from plait.testing.sim.network import Network
 from plait.testing.sim.process import Main, Process
 from plait.testing.sim.simulation import Simulation, SimulationFailed
 
-__all__ = ["Main", "Network", "Process", "SimClock", "SimLoop", "Simulation", "SimulationFailed"]
+__all__ = [
+    "Fault",
+    "Faults",
+    "Main",
+    "Network",
+    "Process",
+    "SimClock",
+    "SimLoop",
+    "Simulation",
+    "SimulationFailed",
+    "play",
+]

@@ -125,7 +125,7 @@ class Simulation:
     def run(self, coroutine: Coroutine[Any, Any, T], *, seconds: float = RUN_SECONDS) -> T:
         """Run it in a process of its own, "test", until it is done; everything else runs meanwhile."""
         task = self.process("test").start(coroutine)
-        self.run_until(task.done, seconds=seconds, waiting_for=repr(coroutine))
+        self.run_until(task.done, seconds=seconds, waiting_for=getattr(coroutine, "__qualname__", "it"))
         result: T = task.result()
         return result
 
