@@ -36,7 +36,7 @@ class Process:
         #: What it and its machine leave to chance.
         self.random = random.Random(self._seed)
         self.main = main
-        self.clock = SimClock(simulation, booted=self.random.uniform(100.0, 100_000.0), drift=drift)
+        self.clock = SimClock(simulation, booted=self.random.uniform(1_000.0, 100_000.0), drift=drift)
         self._disk: SimulatedDisk | None = None
         #: Between these, work for threads takes until it begins, and once more until it is told.
         self.thread_seconds = THREAD_SECONDS
@@ -72,7 +72,13 @@ class Process:
         self._disk = disk
 
     def start(self, coroutine: Coroutine[Any, Any, Any] | None = None) -> asyncio.Task[Any]:
-        """Run the coroutine, or what the process is for; the first of a life begins it."""
+        """Run the coroutine, or what the process is for; the first of a life begins it. Its error is the process's."""
+        task = self.spawn(coroutine)
+        task.add_done_callback(self._ended)
+        return task
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any] | None = None) -> asyncio.Task[Any]:
+        """Like ``start``, for a caller who asks the task what became of it."""
         if not self.alive:
             self.lives += 1
             if self._disk is not None:
@@ -84,14 +90,12 @@ class Process:
             if self.main is None:
                 raise ValueError(f"process {self.name} has nothing to run; give start() a coroutine")
             coroutine = self.main(self)
-        return self.loop().create_task(self._run(coroutine))
+        return self.loop().create_task(coroutine)
 
-    async def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await coroutine
-        except self._expected as error:
-            self._log(f"ended with {error!r}")
-            return None
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self.loop().call_exception_handler({"message": "it ended with an error", "exception": error, "task": task})
 
     def expect(self, *kinds: type[BaseException]) -> None:
         """Such errors do not fail the simulation when nobody handles them."""
@@ -115,6 +119,12 @@ class Process:
         client = plait.connect(*args, **kwargs)
         client._go_by(self.clock.now)
         return client
+
+    def app(self, *args: Any, **kwargs: Any) -> plait.App:
+        """``plait.App`` on this machine's clock; run it with ``start(app.run())``."""
+        app = plait.App(*args, **kwargs)
+        app.on_startup(lambda: app.client._go_by(self.clock.now))
+        return app
 
     # --- what can happen to it ------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ nobody, when Plait logs an error, or when what was to be done is not done in tim
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import logging
 import os
@@ -124,10 +125,17 @@ class Simulation:
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, seconds: float = RUN_SECONDS) -> T:
         """Run it in a process of its own, "test", until it is done; everything else runs meanwhile."""
-        task = self.process("test").start(coroutine)
+        task = self.process("test").spawn(coroutine)
         self.run_until(task.done, seconds=seconds, waiting_for=getattr(coroutine, "__qualname__", "it"))
         result: T = task.result()
         return result
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait so long in a simulated process: it takes no real time."""
+        loop = events._get_running_loop()
+        if not isinstance(loop, SimLoop) or loop.simulation is not self:
+            raise RuntimeError("only a process of the simulation can wait on its time")
+        await asyncio.sleep(seconds)
 
     def run_for(self, seconds: float) -> None:
         """Let that much virtual time pass."""
