@@ -106,7 +106,7 @@ def test_a_busy_process_does_not_stop_the_clock():
     with Simulation(1) as sim:
 
         async def spin() -> None:
-            while True:
+            while True:  # noqa: ASYNC110 - to be busy is the point
                 await asyncio.sleep(0)
 
         sim.process("busy").start(spin())
@@ -143,9 +143,10 @@ async def fails() -> None:
 
 
 def test_an_error_in_a_process_fails_the_simulation_with_its_seed_and_traceback():
-    with pytest.raises(SimulationFailed, match="broken") as failure, Simulation(17) as sim:
+    with Simulation(17) as sim:
         sim.process("p").start(fails())
-        sim.run_for(1.0)
+        with pytest.raises(SimulationFailed, match="broken") as failure:
+            sim.run_for(1.0)
     assert "ValueError" in str(failure.value)
     notes = "\n".join(failure.value.__notes__)
     assert "seed=17" in notes
@@ -154,9 +155,10 @@ def test_an_error_in_a_process_fails_the_simulation_with_its_seed_and_traceback(
 
 
 def test_an_error_in_a_callback_fails_the_simulation():
-    with pytest.raises(SimulationFailed, match="division"), Simulation(1) as sim:
+    with Simulation(1) as sim:
         sim.process("p").loop().call_soon(lambda: 1 // 0)
-        sim.run_for(1.0)
+        with pytest.raises(SimulationFailed, match="division"):
+            sim.run_for(1.0)
 
 
 def test_an_expected_error_is_only_an_event():

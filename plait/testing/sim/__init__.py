@@ -4,7 +4,7 @@
 """
 
 from plait.testing.sim.clock import SimClock
-from plait.testing.sim.faults import Fault, Faults, play
+from plait.testing.sim.faults import Fault, FaultKind, Faults, play
 from plait.testing.sim.loop import SimLoop
 from plait.testing.sim.network import Network
 from plait.testing.sim.process import Main, Process
@@ -12,6 +12,7 @@ from plait.testing.sim.simulation import Simulation, SimulationFailed
 
 __all__ = [
     "Fault",
+    "FaultKind",
     "Faults",
     "Main",
     "Network",

@@ -13,13 +13,13 @@ from typing import Literal, NamedTuple
 from plait.testing.sim.process import Process
 from plait.testing.sim.simulation import Simulation
 
-Kind = Literal["kill", "power_loss", "crash_at", "pause", "cut", "cut_one_way", "jump"]
+FaultKind = Literal["kill", "power_loss", "crash_at", "pause", "cut", "cut_one_way", "jump"]
 
 
 class Fault(NamedTuple):
     """One thing that goes wrong."""
 
-    kind: Kind
+    kind: FaultKind
     #: Virtual seconds after the beginning of the script.
     at: float
     #: How long it lasts: until a killed process is started again, a paused one goes on, a cut is mended.
@@ -56,7 +56,7 @@ class Faults:
         pairs: Sequence[tuple[str, str]] = (),
         *,
         disks: Sequence[str] = (),
-        weights: dict[Kind, float] | None = None,
+        weights: dict[FaultKind, float] | None = None,
         every_seconds: float = 2.0,
         long_seconds: float = 12.0,
         jump_seconds: float = 3600.0,
@@ -84,7 +84,7 @@ class Faults:
             at += draw.expovariate(1.0 / self._every_seconds)
         return found
 
-    def _fault(self, kind: Kind, at: float, left: float) -> Fault:
+    def _fault(self, kind: FaultKind, at: float, left: float) -> Fault:
         draw = self._random
         # Mostly short ones; every fourth may be long enough for somebody to be given up.
         longest = self._long_seconds if draw.random() < 0.25 else self._long_seconds / 10
