@@ -56,6 +56,8 @@ class Network:
         self._owners: dict[Address, Process] = {}
         self._endpoints: dict[Endpoint, Endpoint] = {}
         self._cuts: dict[tuple[Process, Process], None] = {}
+        #: What came to a cut; their ends may be gone.
+        self._holding: dict[Pipe, None] = {}
         self._next_port = FIRST_FREE_PORT
 
     # --- chance ---------------------------------------------------------------------------------
@@ -109,10 +111,17 @@ class Network:
         """Whether nothing gets there."""
         return bool(self._cuts) and (source, target) in self._cuts
 
+    def holds(self, pipe: Pipe) -> None:
+        """It has something that did not get through."""
+        self._holding[pipe] = None
+
     def _healed(self) -> None:
-        for endpoint, peer in list(self._endpoints.items()):
-            if not self.is_cut(endpoint.process, peer.process):
-                endpoint.healed(both=not self.is_cut(peer.process, endpoint.process))
+        for pipe in self._holding:
+            pipe.retry()
+        self._holding.clear()
+        for one, other in list(self._endpoints.items()):
+            if not (self.is_cut(one.process, other.process) or self.is_cut(other.process, one.process)):
+                one.healed()
 
     # --- listening and dialling -----------------------------------------------------------------
 

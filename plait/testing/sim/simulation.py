@@ -203,7 +203,8 @@ class Simulation:
     def _explain(self, error: BaseException) -> None:
         """Say how to see it again."""
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
-        again = f"Simulation(seed={self.seed})" + (f", as in: pytest '{test}'" if test else "")
+        run = f"PLAIT_SEED={os.environ['PLAIT_SEED']} " if "PLAIT_SEED" in os.environ else ""
+        again = f"Simulation(seed={self.seed})" + (f", as in: {run}pytest '{test}'" if test else "")
         note = f"simulated from seed {self.seed}; run it again with {again}"
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)

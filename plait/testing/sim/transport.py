@@ -87,6 +87,7 @@ class Pipe:
             self._last = None
         if self._held or self._network.is_cut(self._source.process, self._target.process):
             self._held.append(segment)
+            self._network.holds(self)
             self._source.unanswered()
             return
         self._deliver(segment)
@@ -97,9 +98,15 @@ class Pipe:
             self._retrying = True
             self._network.simulation.call_later(self._network.retry_pause(), self._retry)
 
+    def drop(self) -> None:
+        """What is held is not sent again."""
+        self._held.clear()
+
     def _retry(self) -> None:
         self._retrying = False
         if self._network.is_cut(self._source.process, self._target.process):
+            if self._held:
+                self._network.holds(self)
             return
         held, self._held = self._held, deque()
         for segment in held:
@@ -194,7 +201,7 @@ class Endpoint(asyncio.Transport):
 
     def unanswered(self) -> None:
         """What was sent is not confirmed: one day that is given up."""
-        if self._giving_up is None and self.kernel_open:
+        if self._giving_up is None:
             seconds = self._network.give_up_pause()
             self._giving_up = self._network.simulation.call_later(seconds, self._give_up)
 
@@ -205,16 +212,15 @@ class Endpoint(asyncio.Transport):
 
     def _give_up(self) -> None:
         self._giving_up = None
+        self.out.drop()
         if self.kernel_open:
             self._network.simulation.log(self.process.name, f"{self!r} times out")
             self.broke(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
 
-    def healed(self, *, both: bool) -> None:
-        """The way out is whole again; ``both``: and so is the way back."""
-        self.out.retry()
-        if both:
-            self._answered()
-            self._write_soon()
+    def healed(self) -> None:
+        """Both ways are whole again."""
+        self._answered()
+        self._write_soon()
 
     def vanish(self, *, silent: bool) -> None:
         """The process is dead; ``silent``: and its machine too."""
@@ -227,6 +233,8 @@ class Endpoint(asyncio.Transport):
         self.kernel_open = False
         self._answered()
         self._network.closed(self)
+        if silent:
+            self.out.drop()
         if silent or self._error is not None:
             return
         if self._unread_size or self._network.random.random() < self._network.reset_odds:
