@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 import pyarrow as pa
 
-from plait import names
+from plait import chance, names
 from plait.client.admin import Admin
 from plait.client.arguments import Start, start_of, to_datetime
 from plait.client.consumer import Consumer
@@ -59,7 +58,7 @@ def _next_now() -> int:
 
 def new_client_id() -> str:
     """Unique for this process and this client, never the same for two on one host."""
-    return f"client-{os.getpid()}-{secrets.token_hex(6)}"
+    return f"client-{chance.process_number()}-{chance.token(6)}"
 
 
 def connect(
@@ -101,7 +100,8 @@ class Client:
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
         self._producer = Producer(self._node, self.limits, _now, _next_now, compression)
-        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        #: In the order they were made, which is that of their closing.
+        self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
         self._opened = False
         #: What "-5m" is counted from, in microseconds.
         self._now = _now
@@ -360,7 +360,7 @@ class Client:
             any_thread=any_thread,
             spool=spool,
         )
-        self._consumers.add(consumer)
+        self._consumers[consumer] = None
         return consumer
 
     def _member_id(self, subject: str, group: str | None) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
+from plait import chance
 from plait.errors import Closed, PlaitError, ProtocolError, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
@@ -140,7 +140,7 @@ class Node:
                     continue
             # A server that takes connections and drops them at once is as bad as one that takes none.
             if turn % len(self._addresses) == 0:
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause * chance.uniform(0.5, 1.0))
                 pause = min(pause * 2, longest)
 
     async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:

@@ -79,7 +79,7 @@ class Connection(asyncio.BufferedProtocol):
             self.fail(0, LimitExceeded(f"this server has its {self.server.limits.connections} connections"))
             self.close()
             return
-        self.server.connections.add(self)
+        self.server.connections[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True

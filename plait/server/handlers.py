@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plait import names
+from plait import chance, names
 from plait.broker.group import Delivery, Failure
 from plait.broker.membership import resolve_start
 from plait.broker.partition import Batch
@@ -184,7 +183,7 @@ class Handlers:
             holds_of=attach.partition,
             retry=attach.retry,
             ordered=attach.ordered,
-            token=secrets.randbits(63) | 1,
+            token=chance.bits(63) | 1,
         )
         connection.attached(consumer)
         partition = consumer.group.partition

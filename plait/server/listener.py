@@ -41,7 +41,8 @@ class Listener:
         self.clock = clock
         self.limits = limits
         self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
-        self.connections: set[Connection] = set()
+        #: In the order they came, so that whatever is done to all of them has one order too.
+        self.connections: dict[Connection, None] = {}
         #: Where each attached consumer is: its connection and its session there.
         self.holders: dict[Consumer, tuple[Connection, int]] = {}
         #: Bytes of unfinished packets on all connections.
@@ -96,7 +97,7 @@ class Listener:
 
     def hung_up(self, connection: Connection) -> None:
         """A connection is gone."""
-        self.connections.discard(connection)
+        self.connections.pop(connection, None)
         if self._emptied is not None and not self.connections and not self._emptied.done():
             self._emptied.set_result(None)
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
+from plait import chance
 from plait.clock import Clock
 from plait.errors import PlaitError, Unavailable
 from plait.limits import MetaLimits
@@ -81,7 +81,7 @@ class MetaHost:
 
     def _open(self) -> None:
         # Kept if the database has one already.
-        self._store = Store(Database(self._url), cluster=secrets.token_hex(8))
+        self._store = Store(Database(self._url), cluster=chance.token(8))
         self._service = MetaService(self._store, self._clock, self._limits)
 
     async def stop(self) -> None:
