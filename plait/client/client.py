@@ -25,6 +25,7 @@ from plait.client.many import send_many
 from plait.client.node import Node
 from plait.client.producer import Producer
 from plait.client.reader import Reader
+from plait.client.router import Router
 from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
 from plait.client.types import PartitionName, Receipt, Receipts, Ticket
@@ -100,7 +101,8 @@ class Client:
         self._spool = None if spool is None else spool_directory(spool, client_id)
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
-        self._producer = Producer(self._node, self.limits, _now, _next_now, compression)
+        self._router = Router(self._node, self.client_id, self.limits)
+        self._producer = Producer(self._router, self.limits, _now, _next_now, compression)
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._opened = False
         #: What "-5m" is counted from, in microseconds.
@@ -134,6 +136,7 @@ class Client:
             await consumer.close()
         self._consumers.clear()
         error = await self._producer.close()
+        await self._router.close()
         await self._node.close()
         return error
 
@@ -153,6 +156,7 @@ class Client:
         """Called in a forked child: refuse everything, touch nothing that the parent still uses."""
         error = ForkedClient("this client was opened before a fork; connect again in the child")
         self._node.closed = self._producer.closed = error
+        self._router.abandon(error)
 
     def _go_by(self, now: Callable[[], int]) -> None:
         """Take the time from another clock than the machine's, for all that is sent and asked for."""
@@ -188,11 +192,12 @@ class Client:
             self._check_open()
         if delay is not None or deliver_at is not None:
             return await self._send_later(subject, body, key, tags, headers, delay, deliver_at, oneway)
+        if producer.buffered >= producer.buffer_bytes and not oneway:
+            names.check("subject", subject)
+            await producer.room()
         queue = producer.queues.get(subject) or producer.queue(subject)
         if oneway:
             return await queue.send_oneway(body, key, tags, headers)
-        if producer.buffered >= producer.buffer_bytes:
-            await producer.room()
         batch, row = queue.send(body, key, tags, headers)
         if not batch.settled:
             future = producer.loop.create_future()
@@ -216,10 +221,10 @@ class Client:
         producer = self._producer
         # Counted from the call, however long the buffer takes.
         due = due_of(delay, deliver_at, producer.next_now())
-        queue = producer.delayed_queue(subject)
+        names.check("subject", subject)
         if producer.buffered >= producer.buffer_bytes:
             await producer.room()
-        batch, row = queue.send_at(due, body, key, tags, headers)
+        batch, row = producer.delayed_queue(subject).send_at(due, body, key, tags, headers)
         await batch.wait()
         return batch.receipt(row)
 

@@ -26,11 +26,12 @@ def impatient(client: plait.Client) -> Iterator[None]:
     """Sends of this block wait for 50 ms only; those around it as long as the machine takes."""
     producer = client._producer
     patient, producer.limits = producer.limits, msgspec.structs.replace(producer.limits, send_seconds=0.05)
-    for queue in producer.queues.values():
-        # Armed for the patience of an earlier send.
-        if queue._timer is not None:
-            queue._timer.cancel()
-            queue._timer = None
+    for outlet in producer._outlets.values():
+        for queue in outlet.queues():
+            # Armed for the patience of an earlier send.
+            if queue._timer is not None:
+                queue._timer.cancel()
+                queue._timer = None
     try:
         yield
     finally:
