@@ -206,13 +206,13 @@ class Producer:
         try:
             async with asyncio.timeout(self.limits.send_seconds):
                 await self.flush()
+        except PlaitError as failure:
+            error = failure
         except TimeoutError:
             error = Timeout(
                 f"{self.buffered} bytes of messages had no answer within {self.limits.send_seconds:g} s; "
                 "they may or may not be stored"
             )
-        except PlaitError as failure:
-            error = failure
         self.abandon(Closed("the client is closed"))
         return error
 
