@@ -381,4 +381,4 @@ class Client:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
         self._check_open()
         names.check("subject", subject)
-        return Reader(self._node, self.limits, subject, start_of(start, self._now()))
+        return Reader(self._router, self.limits, subject, start_of(start, self._now()))
