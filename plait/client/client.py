@@ -28,7 +28,7 @@ from plait.client.reader import Reader
 from plait.client.router import Router
 from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
-from plait.client.types import PartitionName, Receipt, Receipts, Ticket
+from plait.client.types import Receipt, Receipts, Ticket
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.retry import Retry
@@ -108,7 +108,7 @@ class Client:
         #: What "-5m" is counted from, in microseconds.
         self._now = _now
         #: Management of subjects and groups.
-        self.admin = Admin(self._node, lambda: self._now())
+        self.admin = Admin(self._router, lambda: self._now())
         _clients.add(self)
 
     async def open(self) -> Self:
@@ -272,8 +272,8 @@ class Client:
     async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
         """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
         self._check_open()
-        subject, number, deliver_at = place_of(scheduled)
-        return await self.admin.cancel_scheduled(subject, number, deliver_at)
+        name, number, due = place_of(scheduled)
+        return await self.admin._cancel(await self.admin._of(name), number, due)
 
     async def reschedule(
         self,
@@ -284,17 +284,12 @@ class Client:
     ) -> Receipt:
         """Deliver a delayed message at another time; its new receipt. ``NotScheduled``: it is too late for that."""
         self._check_open()
-        subject, number, at = place_of(scheduled)
+        name, number, due = place_of(scheduled)
         if delay is None and deliver_at is None:
             raise InvalidArgument("say when: reschedule(receipt, delay=...) or deliver_at=...")
-        due = to_datetime(due_of(delay, deliver_at, self._producer.next_now()))
-        new = await self.admin.reschedule(subject, number, at, to=due)
-        name = scheduled.partition if isinstance(scheduled, Receipt) else self._name_of(subject)
-        return Receipt(scheduled.message_id, name, None, due, new)
-
-    def _name_of(self, subject: str) -> PartitionName:
-        link = self._node.link
-        return PartitionName(subject, link.welcome.group if link and link.welcome else "")
+        new_due = due_of(delay, deliver_at, self._producer.next_now())
+        new = await self.admin._reschedule(await self.admin._of(name), number, due, new_due)
+        return Receipt(scheduled.message_id, name, None, to_datetime(new_due), new)
 
     async def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""

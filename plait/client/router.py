@@ -12,12 +12,13 @@ import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from plait.client.node import Node
 from plait.client.types import PartitionName
-from plait.errors import PlaitError, SubjectNotFound
+from plait.errors import InvalidArgument, PlaitError, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.wire import messages as m
 
@@ -139,15 +140,37 @@ class Router:
 
     def node(self, route: SubjectRoute, group: str) -> Node:
         """The node of a broker group that the route leads to; connecting, or connected."""
+        return self._node(group, route.brokers[group][0])
+
+    def _node(self, group: str, addresses: list[str]) -> Node:
         node = self._nodes.get(group)
         if node is None:
             if self.meta.alone and self.meta.group == group:
                 node = self.meta
             else:
-                node = Node(route.brokers[group][0], self._client, self._limits)
+                node = Node(addresses, self._client, self._limits)
                 node.start()
             self._nodes[group] = node
         return node
+
+    async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
+        """Ask a meta server for all broker groups: their addresses and their states."""
+        reply: m.AdminReply = await self.meta.request(m.Admin("broker.list"))
+        return msgspec.msgpack.decode(reply.result, type=dict[str, tuple[list[str], str]])
+
+    async def all_nodes(self) -> list[Node]:
+        """A node for every broker group that there is, by its name."""
+        found = await self.find_brokers()
+        return [self._node(group, addresses) for group, (addresses, _) in sorted(found.items())]
+
+    async def group_node(self, group: str) -> Node:
+        """The node of a broker group, whether a route led there before or not."""
+        if group not in self._nodes:
+            found = await self.find_brokers()
+            if group not in found:
+                raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(found))}")
+            self._node(group, found[group][0])
+        return self._nodes[group]
 
     def nodes(self) -> list[Node]:
         """All that were needed so far, the meta server's among them."""

@@ -22,6 +22,16 @@ from plait.wire import messages as m
 
 #: Longer than anything here takes; only a failing test waits for it.
 PATIENCE_SECONDS = 20.0
+#: Nothing waits long.
+EAGER = plait.ClientLimits(
+    reconnect_first_seconds=0.001,
+    reconnect_max_seconds=0.01,
+    send_retry_first_seconds=0.001,
+    send_retry_max_seconds=0.01,
+    frame_count=20,
+    linger_seconds=0.0,
+    in_flight_frames=4,
+)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -170,8 +180,14 @@ class PlayedMeta:
             self.order,
             [(self.name(n), self.group(n)) for n in used],
             [(first, end, [(where, None)]) for first, end, where in runs_with(current, everything)],
-            {b.config.group: ([b.address], self.states.get(b.config.group, "RW")) for b in self.brokers},
+            self._brokers(),
         )
+
+    def _brokers(self) -> dict[str, tuple[list[str], str]]:
+        return {b.config.group: ([b.address], self.states.get(b.config.group, "RW")) for b in self.brokers}
+
+    async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
+        return self._brokers()
 
     async def find(self, subject: str, create: bool) -> m.RouteFound:
         assert subject == self.subject
@@ -182,6 +198,7 @@ class PlayedMeta:
         """A client that asks here."""
         client = plait.connect(self.brokers[0].address, **arguments)  # type: ignore[arg-type]
         client._router.find = self.find  # type: ignore[method-assign]
+        client._router.find_brokers = self.find_brokers  # type: ignore[method-assign]
         return client
 
     async def frames(self, partition: int) -> list[FrameView]:

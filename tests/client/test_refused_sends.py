@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,28 +13,10 @@ import plait
 from plait.client.node import Node
 from plait.frame.columns import Column
 from plait.testing import EmbeddedBroker
-from tests.client.support import PlayedMeta, config_of, impatient, until
-from tests.client.test_partitions import EAGER
+from tests.client.support import EAGER, PlayedMeta, impatient, until
 
 #: Keys of partition 0 and of partition 1, of two.
 LEFT, RIGHT = "k0", "k1"
-
-
-@pytest.fixture
-async def brokers(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2")) as second,
-    ):
-        yield [first, second]
-
-
-@pytest.fixture(params=["best_tried"])
-async def meta(brokers: list[EmbeddedBroker], request: pytest.FixtureRequest) -> AsyncIterator[PlayedMeta]:
-    played = PlayedMeta(brokers, order=request.param)
-    await played.open(2)
-    yield played
-    await played.close()
 
 
 @pytest.fixture

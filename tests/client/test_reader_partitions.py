@@ -4,33 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from tests.client.support import PATIENCE_SECONDS, PlayedMeta, config_of, until
-from tests.client.test_partitions import EAGER
+from tests.client.support import EAGER, PATIENCE_SECONDS, PlayedMeta, until
 
 KEYS = [f"k{n}" for n in range(20)]
-
-
-@pytest.fixture
-async def brokers(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2")) as second,
-    ):
-        yield [first, second]
-
-
-@pytest.fixture
-async def meta(brokers: list[EmbeddedBroker]) -> AsyncIterator[PlayedMeta]:
-    played = PlayedMeta(brokers)
-    await played.open(2)
-    yield played
-    await played.close()
 
 
 @pytest.fixture

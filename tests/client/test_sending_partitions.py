@@ -6,42 +6,13 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 import plait
 from plait.frame.lp import lp_of_key
 from plait.testing import EmbeddedBroker
-from tests.client.support import PlayedMeta, config_of, until
-
-#: Nothing waits long.
-EAGER = plait.ClientLimits(
-    reconnect_first_seconds=0.001,
-    reconnect_max_seconds=0.01,
-    send_retry_first_seconds=0.001,
-    send_retry_max_seconds=0.01,
-    frame_count=20,
-    linger_seconds=0.0,
-    in_flight_frames=4,
-)
-
-
-@pytest.fixture
-async def brokers(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
-    async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2")) as second,
-    ):
-        yield [first, second]
-
-
-@pytest.fixture
-async def meta(brokers: list[EmbeddedBroker]) -> AsyncIterator[PlayedMeta]:
-    played = PlayedMeta(brokers)
-    await played.open(2)
-    yield played
-    await played.close()
+from tests.client.support import EAGER, PlayedMeta, until
 
 
 @pytest.fixture
