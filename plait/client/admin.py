@@ -14,19 +14,6 @@ from plait.client.schedule import ScheduleAdmin
 from plait.errors import InvalidArgument
 from plait.retry import Retry
 
-#: What is added up over the partitions of a subject.
-_GROUP_SUMS: Final = (
-    "next",
-    "floor",
-    "lag",
-    "unacked",
-    "returned",
-    "waiting",
-    "redelivered",
-    "lost",
-    "dead",
-)
-
 
 class SubjectInfo(msgspec.Struct, frozen=True):
     """A subject, or one partition of it. Times are microseconds since 1970, sizes bytes."""
@@ -71,6 +58,10 @@ class GroupInfo(msgspec.Struct, frozen=True):
     consumers: list[ConsumerInfo]
     #: Dead letters.
     dead: int = 0
+
+
+#: What is added up over the partitions of a subject: all its numbers. Who is online at several of them is so once.
+_GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
 
 
 class SubjectDetails(msgspec.Struct, frozen=True):
