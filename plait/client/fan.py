@@ -105,18 +105,14 @@ class Fan(Generic[Queue]):
         producer = outlet.producer
         now = producer.loop.time()
         ends = [producer.health.avoided_until(outlet.group_of(queue)) for queue in self.queues]
-        writable = [outlet.writable(queue) for queue in self.queues]
-        well = [n for n, end in enumerate(ends) if end <= now and writable[n]]
-        chosen = well or [n for n, yes in enumerate(writable) if yes] or range(len(self.queues))
+        writable = [n for n, queue in enumerate(self.queues) if outlet.writable(queue)]
+        connected = [n for n in writable if self.queues[n].connected]
+        chosen = [n for n in connected if ends[n] <= now] or connected or writable or range(len(self.queues))
         shares = np.bincount(self._owners, minlength=len(self.queues)).tolist()
         self._well = [self.queues[n] for n in chosen]
         self._weights = list(accumulate(shares[n] for n in chosen))
         self._changes = producer.health.changes
         self._until = min((end for end in ends if end > now), default=float("inf"))
-
-    def look_again(self) -> None:
-        """Something is known of the brokers that was not before."""
-        self._changes = -1
 
     # --- many rows ------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Health:
 
     def __init__(self) -> None:
         self._groups: dict[str, _Group] = {}
-        #: Grows with every change of who is avoided; the end of a time is none.
+        #: Grows with every change of who can be sent to; the end of a time is none.
         self.changes = 0
 
     def answered(self, group: str, seconds: float, now: float) -> None:
@@ -60,6 +60,10 @@ class Health:
     def _avoid(self, known: _Group, now: float) -> None:
         pause = [seconds for limit, seconds in SLOW if known.seconds >= limit][-1]
         known.avoided_until = max(known.avoided_until, now + pause)
+        self.changes += 1
+
+    def news(self) -> None:
+        """Something else has changed: who is connected, or what the route says."""
         self.changes += 1
 
     def avoided_until(self, group: str) -> float:

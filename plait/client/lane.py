@@ -175,6 +175,11 @@ class Lane:
         return len(self._frames) >= self.producer.limits.in_flight_frames
 
     @property
+    def connected(self) -> bool:
+        """Its broker is there."""
+        return self._link is not None and not self._link.closed
+
+    @property
     def resolved(self) -> bool:
         """The fate of everything that was sent is known."""
         return not self._under_way and not any(frame.doubt for frame in self._frames)
@@ -286,7 +291,7 @@ class Lane:
 
     def _go_elsewhere(self) -> None:
         self._elsewhere = None
-        if self._link is not None and not self._link.closed:
+        if self.connected:
             return
         error = self.node.last_error if self.node is not None else None
         refusal = error or Unavailable(f"the broker of {self.name} is not connected")
@@ -459,10 +464,11 @@ class Lane:
         expired = [frame for frame in self._frames if frame.deadline <= now]
         for frame in expired:
             self.remove(frame)
+            error = self._timeout() if frame.refusal is None or frame.doubt or frame.under_way else frame.refusal
             if frame.under_way:
                 frame.under_way = False
                 self._under_way -= 1
-            self._settle(frame, None, frame.refusal if frame.refusal and not frame.doubt else self._timeout())
+            self._settle(frame, None, error)
         if self._frames:
             self._arm(min(frame.deadline for frame in self._frames))
         if expired:

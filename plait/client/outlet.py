@@ -165,8 +165,7 @@ class Outlet:
         if route.version == self.route.version and not any(queue.draining for queue in self.queues()):
             # The same, with news of the brokers.
             self.route = route
-            if isinstance(self.entry, Fan):
-                self.entry.look_again()
+            self.producer.health.news()
             return
         losers = self._losers(self.route, route)
         for queue in losers:

@@ -186,10 +186,12 @@ class Producer:
         lanes.append(lane)
 
     def _new_link(self, node: Node, link: Link) -> None:
+        self.health.news()
         for lane in list(self._lanes[node]):
             lane.new_link(link)
 
     def _link_lost(self, node: Node) -> None:
+        self.health.news()
         for lane in list(self._lanes[node]):
             lane.link_lost()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -23,6 +23,9 @@ from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
+
+#: Time between the looks at two routes, at least.
+ROUTE_GAP_SECONDS: Final = 0.01
 
 
 class Span(NamedTuple):
@@ -69,6 +72,9 @@ class Router:
         self._routes: dict[str, SubjectRoute] = {}
         self._asking: dict[tuple[str, bool], asyncio.Task[SubjectRoute]] = {}
         self._looking: asyncio.Task[None] | None = None
+        #: Looks at broker groups that are away.
+        self._watched: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._nodes: dict[str, Node] = {}
         #: Called with every route that is newer than what was known, or has news of the brokers.
         self.on_route: list[Callable[[SubjectRoute], None]] = []
@@ -110,7 +116,7 @@ class Router:
             return known
         route = SubjectRoute(found)
         self._routes[subject] = route
-        if self._looking is None:
+        if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self._look_again(), name="plait-routes")
         for group, node in self._nodes.items():
             if group in route.brokers and node is not self.meta:
@@ -127,16 +133,21 @@ class Router:
 
     async def _look_again(self) -> None:
         """Now and then look at all routes, whether they are still the same."""
-        while True:
-            await asyncio.sleep(self._limits.route_seconds)
-            for subject in list(self._routes):
-                try:
-                    await self.refresh(subject, create=False)
-                except SubjectNotFound:
-                    # Who still uses it makes it anew.
-                    self._routes.pop(subject, None)
-                except PlaitError as error:
-                    log.info("the route of %s cannot be looked at: %s", subject, error)
+        while self._routes:
+            subjects = list(self._routes)
+            for subject in subjects:
+                # One after another: a client of very many subjects takes longer, and leaves the meta server alone.
+                await asyncio.sleep(max(self._limits.route_seconds / len(subjects), ROUTE_GAP_SECONDS))
+                await self._look_at(subject)
+
+    async def _look_at(self, subject: str) -> None:
+        try:
+            await self.refresh(subject, create=False)
+        except SubjectNotFound:
+            # Who still uses it makes it anew.
+            self._routes.pop(subject, None)
+        except PlaitError as error:
+            log.info("the route of %s cannot be looked at: %s", subject, error)
 
     def node(self, route: SubjectRoute, group: str) -> Node:
         """The node of a broker group that the route leads to; connecting, or connected."""
@@ -149,9 +160,28 @@ class Router:
                 node = self.meta
             else:
                 node = Node(addresses, self._client, self._limits)
+                node.on_lost.append(lambda: self._watch(group))
                 node.start()
+                self._watch(group)
             self._nodes[group] = node
         return node
+
+    def _watch(self, group: str) -> None:
+        """A broker that stays away may be found at another address: the meta server is asked until it is back."""
+        if group not in self._watched:
+            loop = asyncio.get_running_loop()
+            self._watched[group] = loop.call_later(self._limits.unreached_seconds, self._still_away, group)
+
+    def _still_away(self, group: str) -> None:
+        del self._watched[group]
+        if self._nodes[group].link is not None:
+            return
+        subject = next((s for s, route in self._routes.items() if group in route.brokers), None)
+        if subject is not None:
+            task = asyncio.get_running_loop().create_task(self._look_at(subject), name="plait-routes")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._watch(group)
 
     async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
         """Ask a meta server for all broker groups: their addresses and their states."""
@@ -178,7 +208,9 @@ class Router:
 
     async def close(self) -> None:
         """Hang up on everybody but the meta server."""
-        tasks = [*self._asking.values(), *([self._looking] if self._looking is not None else [])]
+        for timer in self._watched.values():
+            timer.cancel()
+        tasks = [*self._asking.values(), *self._tasks, *([self._looking] if self._looking is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

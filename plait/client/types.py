@@ -67,6 +67,7 @@ class PendingBatch:
         "count",
         "error",
         "first",
+        "open",
         "parent",
         "partition",
         "pieces",
@@ -90,12 +91,15 @@ class PendingBatch:
         self.waiters: list[asyncio.Future[None]] = []
         #: Its rows went separate ways: the batches, and which of them and which row of it each row became.
         self.pieces: tuple[list[PendingBatch], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        #: How many of those batches are not settled.
+        self.open = 0
         #: The batch that this one is a piece of.
         self.parent: PendingBatch | None = None
 
     def split(self, batches: list[PendingBatch], which: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
         """The rows have gone separate ways: it is settled when all of these are."""
         self.pieces = (batches, which, rows)
+        self.open = len(batches)
         for batch in batches:
             batch.parent, batch.posted = self, self.posted
 
@@ -126,10 +130,10 @@ class PendingBatch:
             self.parent._piece_settled()
 
     def _piece_settled(self) -> None:
-        assert self.pieces is not None
-        batches = self.pieces[0]
-        if all(batch.settled for batch in batches):
-            self.settle(None, next((batch.error for batch in batches if batch.error is not None), None))
+        self.open -= 1
+        if not self.open:
+            assert self.pieces is not None
+            self.settle(None, next((batch.error for batch in self.pieces[0] if batch.error is not None), None))
 
     async def wait(self) -> None:
         """Until the fate of the rows is known; cancelling one waiter leaves the others."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
@@ -11,7 +10,6 @@ import pytest
 
 import plait
 from plait.frame.lp import lp_of_key
-from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PlayedMeta, until
 
 
@@ -124,40 +122,3 @@ async def test_a_oneway_send_goes_by_its_key_too(meta: PlayedMeta, client: plait
     stored = {row[3]: meta.name(p) for p in range(2) for row in await meta.rows(p)}
     for n, receipt in enumerate(receipts):
         assert stored[b"%d" % n] == receipt.partition.name == meta.name(lp_of_key(f"k{n}") * 2 // 1024)
-
-
-async def post_all(client: plait.Client, subject: str, chance: random.Random) -> dict[str, list[bytes]]:
-    """Post rows of many keys over links that break now and then; what was posted of each key."""
-    posted: dict[str, list[bytes]] = {}
-    for n in range(3_000):
-        key = f"k{chance.randrange(30)}"
-        posted.setdefault(key, []).append(b"%d" % n)
-        client.post(subject, b"%d" % n, key=key)
-        if chance.random() < 0.03:
-            await asyncio.sleep(0)
-        if chance.random() < 0.005:
-            for node in client._router.nodes():
-                if node.link is not None and chance.random() < 0.5:
-                    node.link.abort()
-    return posted
-
-
-@pytest.mark.parametrize("turn", range(4))
-@pytest.mark.parametrize("order", ["strict", "best_tried"])
-async def test_links_that_break_while_the_route_changes_lose_repeat_and_reorder_nothing(
-    brokers: list[EmbeddedBroker], seed: int, turn: int, order: str
-) -> None:
-    """R7, R8: for each key, what is stored along its way is what was sent, in order."""
-    chance = random.Random(seed + turn)
-    meta = PlayedMeta(brokers, order=order)
-    await meta.open(2)
-    async with meta.client(limits=EAGER) as client:
-        posting = asyncio.ensure_future(post_all(client, "s", chance))
-        for count in (4, 7, 3, 1, 2):
-            for _ in range(chance.randrange(12)):
-                await asyncio.sleep(0)
-            await meta.change(count)
-        posted = await posting
-        await client.flush()
-    assert await meta.by_key() == posted
-    await meta.close()
