@@ -182,6 +182,15 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_frames: int = 16
     #: A send that has no answer after this raises ``Timeout``.
     send_seconds: float = 30.0
+    #: First and longest pause before what a broker refused is sent again, and before a route is asked for again.
+    send_retry_first_seconds: float = 0.05
+    send_retry_max_seconds: float = 1.0
+    #: Partitions that a refused send is tried on, where it may go elsewhere.
+    send_attempts: int = 3
+    #: A broker that was not reached for this long has its rows sent elsewhere, where they may go elsewhere.
+    unreached_seconds: float = 2.0
+    #: Routes are looked at again this often, though nobody found that they lead nowhere.
+    route_seconds: float = 30.0
     #: Connecting, the handshake and admin requests.
     request_seconds: float = 10.0
     #: First and longest pause between attempts to reconnect.

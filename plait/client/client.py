@@ -24,9 +24,10 @@ from plait.client.many import send_many
 from plait.client.node import Node
 from plait.client.producer import Producer
 from plait.client.reader import Reader
+from plait.client.router import Router
 from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
-from plait.client.types import PartitionName, Receipt, Receipts, Ticket
+from plait.client.types import Receipt, Receipts, Ticket
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.retry import Retry
@@ -99,14 +100,15 @@ class Client:
         self._spool = None if spool is None else spool_directory(spool, client_id)
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
-        self._producer = Producer(self._node, self.limits, _now, _next_now, compression)
+        self._router = Router(self._node, self.client_id, self.limits)
+        self._producer = Producer(self._router, self.limits, _now, _next_now, compression)
         #: In the order they were made, which is that of their closing.
         self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
         self._opened = False
         #: What "-5m" is counted from, in microseconds.
         self._now = _now
         #: Management of subjects and groups.
-        self.admin = Admin(self._node, lambda: self._now())
+        self.admin = Admin(self._router, lambda: self._now())
         _clients.add(self)
 
     async def open(self) -> Self:
@@ -134,6 +136,7 @@ class Client:
             await consumer.close()
         self._consumers.clear()
         error = await self._producer.close()
+        await self._router.close()
         await self._node.close()
         return error
 
@@ -153,6 +156,7 @@ class Client:
         """Called in a forked child: refuse everything, touch nothing that the parent still uses."""
         error = ForkedClient("this client was opened before a fork; connect again in the child")
         self._node.closed = self._producer.closed = error
+        self._router.abandon(error)
 
     def _go_by(self, now: Callable[[], int]) -> None:
         """Take the time from another clock than the machine's, for all that is sent and asked for."""
@@ -188,11 +192,12 @@ class Client:
             self._check_open()
         if delay is not None or deliver_at is not None:
             return await self._send_later(subject, body, key, tags, headers, delay, deliver_at, oneway)
+        if producer.buffered >= producer.buffer_bytes and not oneway:
+            names.check("subject", subject)
+            await producer.room()
         queue = producer.queues.get(subject) or producer.queue(subject)
         if oneway:
             return await queue.send_oneway(body, key, tags, headers)
-        if producer.buffered >= producer.buffer_bytes:
-            await producer.room()
         batch, row = queue.send(body, key, tags, headers)
         if not batch.settled:
             future = producer.loop.create_future()
@@ -216,10 +221,10 @@ class Client:
         producer = self._producer
         # Counted from the call, however long the buffer takes.
         due = due_of(delay, deliver_at, producer.next_now())
-        queue = producer.delayed_queue(subject)
+        names.check("subject", subject)
         if producer.buffered >= producer.buffer_bytes:
             await producer.room()
-        batch, row = queue.send_at(due, body, key, tags, headers)
+        batch, row = producer.delayed_queue(subject).send_at(due, body, key, tags, headers)
         await batch.wait()
         return batch.receipt(row)
 
@@ -267,8 +272,8 @@ class Client:
     async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
         """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
         self._check_open()
-        subject, number, deliver_at = place_of(scheduled)
-        return await self.admin.cancel_scheduled(subject, number, deliver_at)
+        name, number, due = place_of(scheduled)
+        return await self.admin._cancel(await self.admin._of(name), number, due)
 
     async def reschedule(
         self,
@@ -279,17 +284,12 @@ class Client:
     ) -> Receipt:
         """Deliver a delayed message at another time; its new receipt. ``NotScheduled``: it is too late for that."""
         self._check_open()
-        subject, number, at = place_of(scheduled)
+        name, number, due = place_of(scheduled)
         if delay is None and deliver_at is None:
             raise InvalidArgument("say when: reschedule(receipt, delay=...) or deliver_at=...")
-        due = to_datetime(due_of(delay, deliver_at, self._producer.next_now()))
-        new = await self.admin.reschedule(subject, number, at, to=due)
-        name = scheduled.partition if isinstance(scheduled, Receipt) else self._name_of(subject)
-        return Receipt(scheduled.message_id, name, None, due, new)
-
-    def _name_of(self, subject: str) -> PartitionName:
-        link = self._node.link
-        return PartitionName(subject, link.welcome.group if link and link.welcome else "")
+        new_due = due_of(delay, deliver_at, self._producer.next_now())
+        new = await self.admin._reschedule(await self.admin._of(name), number, due, new_due)
+        return Receipt(scheduled.message_id, name, None, to_datetime(new_due), new)
 
     async def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""
@@ -376,4 +376,4 @@ class Client:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
         self._check_open()
         names.check("subject", subject)
-        return Reader(self._node, self.limits, subject, start_of(start, self._now()))
+        return Reader(self._router, self.limits, subject, start_of(start, self._now()))

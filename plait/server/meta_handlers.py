@@ -90,7 +90,7 @@ class Nothing(msgspec.Struct, forbid_unknown_fields=True):
     """No arguments."""
 
 
-def route_found(subject: str, view: RouteView) -> m.RouteFound:
+def route_found(subject: str, view: RouteView, metas: list[str]) -> m.RouteFound:
     """A route as clients get it."""
     route = view.route
     return m.RouteFound(
@@ -100,6 +100,7 @@ def route_found(subject: str, view: RouteView) -> m.RouteFound:
         [(place.name, place.group) for place in route.partitions],
         [(each.first, each.end, [(span.partition, span.fence) for span in each.spans]) for each in route.histories],
         {group: (addresses, state) for group, (addresses, state) in view.brokers.items()},
+        metas,
     )
 
 
@@ -120,7 +121,8 @@ class MetaHandlers:
             "broker.register": (RegisterBroker, self._register),
             "broker.beat": (BeatBroker, self._beat_broker),
             "broker.state": (WishState, self._wish),
-            "broker.list": (Nothing, self._brokers),
+            "broker.list": (Nothing, self._broker_groups),
+            "broker.describe": (Nothing, self._brokers),
             "group.allocation": (OfGroup, self._allocation),
         }
 
@@ -162,7 +164,8 @@ class MetaHandlers:
         """The answer to a request."""
         if isinstance(message, m.FindRoute):
             names.check("subject", message.subject)
-            return route_found(message.subject, await self._host.route(message.subject, create=message.create))
+            view = await self._host.route(message.subject, create=message.create)
+            return route_found(message.subject, view, self._addresses())
         if isinstance(message, m.Beat):
             return await self._beat(message)
         assert isinstance(message, m.Admin)
@@ -208,7 +211,7 @@ class MetaHandlers:
             "version": route.version,
             "order": view.settings.order,
             "partitions": [str(place) for place in route.partitions],
-            "histories": route_found(route.subject, view).histories,
+            "histories": route_found(route.subject, view, []).histories,
             "target": route.target,
             "brokers": view.brokers,
         }
@@ -246,6 +249,13 @@ class MetaHandlers:
 
     async def _brokers(self, _: Nothing) -> Any:
         return await self._host.call(lambda s: s.brokers())
+
+    async def _broker_groups(self, _: Nothing) -> dict[str, tuple[list[str], str]]:
+        """Addresses and state by the name of the broker group."""
+        groups: dict[str, tuple[list[str], str]] = {}
+        for view in await self._host.call(lambda s: s.brokers()):
+            groups.setdefault(view.group, ([], view.state))[0].append(view.address)
+        return groups
 
     async def _allocation(self, request: OfGroup) -> Any:
         return await self._host.call(lambda s: s.allocation(request.subject, request.group))

@@ -309,7 +309,8 @@ class FindRoute(Message, frozen=True):
 class RouteFound(Message, frozen=True):
     """The subject's route: its partitions as (name, broker group), and the history of each logical partition.
 
-    ``brokers`` has the addresses of each broker group and its state: "RW", "R", "W" or "NRW".
+    ``brokers`` has the addresses of each broker group and its state: "RW", "R", "W" or "NRW"; ``metas`` are the
+    addresses of all meta servers.
     """
 
     KIND: ClassVar[int] = 51
@@ -319,6 +320,7 @@ class RouteFound(Message, frozen=True):
     partitions: list[tuple[str, str]]
     histories: list[LpHistory]
     brokers: dict[str, tuple[list[str], str]]
+    metas: list[str] = []
 
 
 class Beat(Message, frozen=True):
