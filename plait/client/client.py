@@ -24,7 +24,9 @@ from plait.client.delay import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.many import send_many
 from plait.client.node import Node
 from plait.client.producer import Producer
+from plait.client.pull_client import Terms
 from plait.client.reader import Reader
+from plait.client.router import Router
 from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
 from plait.client.types import PartitionName, Receipt, Receipts, Ticket
@@ -100,6 +102,7 @@ class Client:
         self._spool = None if spool is None else spool_directory(spool, client_id)
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
+        self._router = Router(self._node, self.client_id, self.limits)
         self._producer = Producer(self._node, self.limits, _now, _next_now, compression)
         self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
         self._opened = False
@@ -134,6 +137,7 @@ class Client:
             await consumer.close()
         self._consumers.clear()
         error = await self._producer.close()
+        await self._router.close()
         await self._node.close()
         return error
 
@@ -153,6 +157,7 @@ class Client:
         """Called in a forked child: refuse everything, touch nothing that the parent still uses."""
         error = ForkedClient("this client was opened before a fork; connect again in the child")
         self._node.closed = self._producer.closed = error
+        self._router.abandon(error)
 
     def _go_by(self, now: Callable[[], int]) -> None:
         """Take the time from another clock than the machine's, for all that is sent and asked for."""
@@ -347,21 +352,16 @@ class Client:
             span = max(2 * prefetch, 2)
             limits = msgspec.structs.replace(limits, prefetch_count=prefetch, prefetch_span=span)
         member = self._member_id(subject, group)
-        spool = None if self._spool is None else Spool(self._spool, subject, group or "", member)
-        consumer = Consumer(
-            self._node,
-            limits,
-            subject,
-            group,
-            member,
-            start_of(start, self._now()),
-            delivery,
-            retry,
-            any_thread=any_thread,
-            spool=spool,
-        )
+        terms = Terms(subject, group, member, start_of(start, self._now()), delivery, retry)
+        spools = functools.partial(self._spool_of, terms)
+        consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools)
         self._consumers.add(consumer)
         return consumer
+
+    def _spool_of(self, terms: Terms, partition: PartitionName) -> Spool | None:
+        if self._spool is None:
+            return None
+        return Spool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
 
     def _member_id(self, subject: str, group: str | None) -> str:
         """The client id; a second consumer of the same group in one client is a member of its own."""

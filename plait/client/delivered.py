@@ -36,6 +36,12 @@ class Owner(Protocol):
     def from_thread(self, delivered: Delivered, row: int, failed: Failed | None) -> None:
         """A word from another thread: how the row failed; None: it is done."""
 
+    def absorb(self) -> None:
+        """Take what other threads have said so far."""
+
+    async def flush(self) -> None:
+        """Until the broker has every ack and nack so far."""
+
     #: From this attempt on reasons are wanted.
     reasons_from: int
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 
 from plait.client.settling import Piece
-from plait.client.types import Message
+from plait.client.types import Message, PartitionName
 
 
 class HandedOver:
@@ -62,10 +62,10 @@ class HandedOver:
         with self._lock:
             self._stopped = True
 
-    def take_back(self) -> list[Piece]:
-        """What nobody has taken, which nobody can take any more."""
+    def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
+        """What nobody has taken of a partition (None: of any), which nobody can take any more."""
         with self._lock:
-            pieces = list(self._pieces)
-            self._pieces.clear()
+            pieces = [piece for piece in self._pieces if partition is None or piece[0].partition == partition]
+            self._pieces = deque(p for p in self._pieces if partition is not None and p[0].partition != partition)
             self._ready = []
         return pieces

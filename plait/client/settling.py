@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
-from plait.client.delivered import Delivered
+from plait.client.delivered import Delivered, Owner
 from plait.client.spool import Spool
 from plait.client.words import FAILED, EpochRange, Failed, Nacks
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
@@ -26,7 +27,7 @@ REQUESTS_MAX = 64
 
 
 class Listener(Protocol):
-    """Who is told what became of the rows: the consumer."""
+    """Who is told what became of the rows: the partition's pull client."""
 
     def settled(self, delivered: Delivered) -> None:
         """No row of the frame is open any more."""
@@ -133,22 +134,6 @@ class Settling:
             if ranges:
                 self._nacks.setdefault(failed, []).extend(ranges)
 
-    def ack_pieces(self, pieces: list[Piece]) -> None:
-        """All of their rows that are open are done."""
-        self._absorb()
-        for delivered, start, stop in pieces:
-            if delivered.owner is not None:
-                self.settle_soon(delivered)
-                delivered.acking.append(slice(start, stop))
-
-    def nack_pieces(self, pieces: list[Piece], failed: Failed = FAILED) -> None:
-        """All of their rows that are open failed."""
-        self._absorb()
-        for delivered, start, stop in pieces:
-            if delivered.owner is not None:
-                self.settle_soon(delivered)
-                delivered.nack_rows(slice(start, stop), failed)
-
     def from_thread(self, delivered: Delivered, row: int, failed: Failed | None) -> None:
         """The same from any thread: kept aside, and the loop is woken once for all that come before it looks."""
         loop = self._loop
@@ -158,11 +143,12 @@ class Settling:
         if not self._inbox_scheduled:
             self._inbox_scheduled = True
             try:
-                loop.call_soon_threadsafe(self._absorb)
+                loop.call_soon_threadsafe(self.absorb)
             except RuntimeError:
                 raise _closed() from None
 
-    def _absorb(self) -> None:
+    def absorb(self) -> None:
+        """Take what other threads have said so far."""
         self._inbox_scheduled = False
         inbox = self._inbox
         while inbox:
@@ -248,7 +234,7 @@ class Settling:
     async def flush(self) -> None:
         """Until the broker has every ack and nack so far."""
         while True:
-            self._absorb()
+            self.absorb()
             if self._error is not None:
                 raise self._error
             if self._unsent and not self._running:
@@ -299,6 +285,50 @@ class Settling:
             assert self._task is not None
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+
+
+def ack_pieces(pieces: list[Piece]) -> None:
+    """All of their rows that are open are done."""
+    _absorb_all(pieces)
+    for delivered, start, stop in pieces:
+        if delivered.owner is not None:
+            delivered.owner.settle_soon(delivered)
+            delivered.acking.append(slice(start, stop))
+
+
+def nack_pieces(pieces: list[Piece], failed: Failed = FAILED) -> None:
+    """All of their rows that are open failed."""
+    _absorb_all(pieces)
+    for delivered, start, stop in pieces:
+        if delivered.owner is not None:
+            delivered.owner.settle_soon(delivered)
+            delivered.nack_rows(slice(start, stop), failed)
+
+
+async def flush_pieces(pieces: list[Piece]) -> None:
+    """Until their brokers have every ack and nack so far."""
+    await flush_all(_owners(pieces))
+
+
+async def flush_all(owners: Iterable[Owner]) -> None:
+    """Until the brokers have what was said to these; one that cannot be told does not keep the others waiting."""
+    several = list(owners)
+    if len(several) == 1:
+        await several[0].flush()
+    elif several:
+        for outcome in await asyncio.gather(*(owner.flush() for owner in several), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+def _absorb_all(pieces: list[Piece]) -> None:
+    """What other threads said before counts before."""
+    for owner in _owners(pieces):
+        owner.absorb()
+
+
+def _owners(pieces: list[Piece]) -> list[Owner]:
+    return list(dict.fromkeys(delivered.owner for delivered, _, _ in pieces if delivered.owner is not None))
 
 
 def _closed() -> Closed:
