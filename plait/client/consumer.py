@@ -226,7 +226,7 @@ class Consumer:
 
     def _leave_retired(self) -> None:
         assert self._loop is not None
-        for client in [c for c in self._clients if c.retiring and not c.open and not c.settling.under_way]:
+        for client in [c for c in self._clients if c.retiring and not c.open]:
             self._clients.remove(client)
             task = self._loop.create_task(_leave(client), name=f"plait-leave-{client.partition.name}")
             self._leaving.add(task)
