@@ -166,21 +166,30 @@ class Pull(Message, frozen=True):
 class Pulled(Message, frozen=True):
     """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already.
 
-    A ``news`` other than that of the last ``Leased``: ask again, there are locks to be had or to be given up.
+    A ``news`` other than that of the last ``Leased``: ask again, there are locks to be had or to be given up. For an
+    ordered member there is one range and one of ``tags`` for each frame, in their order: a frame may hold rows that lie
+    between those of another one, and a tag tells apart what belongs to which.
     """
 
     KIND: ClassVar[int] = 23
     ranges: list[AttemptRange] = []
     more: bool = False
     news: int = 0
+    tags: list[int] = []
 
 
 class Ack(Message, frozen=True):
-    """These ranges are done."""
+    """These ranges are done.
+
+    From an ordered member each range has a tag, that of the frame (``Pulled``), and means those rows that came with it
+    and lie in the range. It ends where the next row of its frame is, or behind the last: nothing is left between two.
+    With tag 0 it means just what it says; so do all ranges of what was pulled in an earlier session.
+    """
 
     KIND: ClassVar[int] = 24
     session: int
     ranges: list[EpochRange]
+    tags: list[int] = []
 
 
 class Nack(Message, frozen=True):
@@ -198,6 +207,7 @@ class Nack(Message, frozen=True):
     reason: Reason | None = None
     reject: bool = False
     counted: bool = True
+    tags: list[int] = []
 
 
 class Detach(Message, frozen=True):
