@@ -103,6 +103,12 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
     #: each); it gets nothing new above it.
     kept_messages: int = 500_000
+    #: Keys of one ordered group that failed and hold their place, or are parked; it gets nothing new above it.
+    held_keys: int = 10_000
+    #: An ordered consumer has its locks for this long after it asked for them last...
+    lease_seconds: float = 10.0
+    #: ...and the broker counts a little longer, so that no clock that goes a little faster is a danger.
+    lease_margin_seconds: float = 0.5
     #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
     schedule_settled: int = 1_000_000
     #: Producers remembered for idempotence; the longest silent goes first.

@@ -303,6 +303,26 @@ class Server:
     def tick(self) -> None:
         """What is looked at every second; tests on a manual clock call it themselves."""
         self.now = self.clock.monotonic()
+        self._lose_silent()
+        lease_end = self.membership.next_lease_end
+        if lease_end is not None and lease_end < self.now + TICK_SECONDS:
+            # Others wait for what it has: not a moment longer.
+            self.loop.call_later(max(lease_end - self.now, 0), self._lose_silent)
+        # What waited for the end of a lease that nobody knows of.
+        self.broker.leases.look()
+        # Their timer counts on another clock, which stands still while the machine is suspended.
+        self.broker.run_timers()
+        self.broker.check_space()
+        while self.broker.schedules.damages:
+            log.error("%s", self.broker.schedules.damages.pop(0))
+        self.broker.producers.forget(self.clock.now())
+        for connection in list(self.connections):
+            if connection.overdue(self.now):
+                connection.abort()
+
+    def _lose_silent(self) -> None:
+        if self._stopped:
+            return
         for consumer, count in self.membership.lose_silent():
             group = consumer.group
             log.warning(
@@ -316,15 +336,6 @@ class Server:
             if held_by is not None:
                 connection, session = held_by
                 connection.gave_up(session)
-        # Their timer counts on another clock, which stands still while the machine is suspended.
-        self.broker.run_timers()
-        self.broker.check_space()
-        while self.broker.schedules.damages:
-            log.error("%s", self.broker.schedules.damages.pop(0))
-        self.broker.producers.forget(self.clock.now())
-        for connection in list(self.connections):
-            if connection.overdue(self.now):
-                connection.abort()
 
     def give_up_partial(self) -> None:
         """Too many bytes of unfinished packets: close the connections whose packets have gone on longest."""
