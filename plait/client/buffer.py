@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 from plait.client.delivered import Delivered
 from plait.client.settling import Piece
@@ -10,6 +11,28 @@ from plait.client.types import Message, PartitionName
 
 #: Rows that iteration makes into messages at a time, and asks for where nothing is pulled ahead.
 ITERATION_COUNT = 100
+
+
+class Rows(Protocol):
+    """Rows that arrived and that nobody has got yet."""
+
+    #: So many.
+    count: int
+
+    def append(self, delivered: Delivered) -> None:
+        """A frame came."""
+
+    def available(self) -> int:
+        """How many rows can be handed out now."""
+
+    def take(self, count: int) -> list[Piece]:
+        """Up to so many rows, which are the user's now."""
+
+    def next(self) -> Message | None:
+        """One row as a message, which is the user's now; None: there is none."""
+
+    def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
+        """All rows of a partition (None: of all of them), which nobody gets from here any more."""
 
 
 class Buffer:

@@ -17,7 +17,7 @@ from typing import Self
 
 from plait.client.arguments import Duration, seconds_of
 from plait.client.batch import ArrowBatch, Batch
-from plait.client.buffer import ITERATION_COUNT, Buffer
+from plait.client.buffer import ITERATION_COUNT, Buffer, Rows
 from plait.client.delivered import Delivered, SharedDelivered
 from plait.client.handed_over import HandedOver
 from plait.client.prefetch import Prefetch
@@ -28,6 +28,7 @@ from plait.client.spool import Spool
 from plait.client.types import Message, PartitionName
 from plait.client.words import UNBEGUN
 from plait.errors import Closed, InvalidArgument, PlaitError, Unavailable
+from plait.frame.lp import LpSet
 from plait.limits import ClientLimits
 
 log = logging.getLogger("plait.client")
@@ -50,6 +51,7 @@ class Consumer:
         *,
         any_thread: bool = False,
         spools: Spools = lambda _: None,
+        buffer: Rows | None = None,
     ) -> None:
         self.subject = terms.subject
         self.group = terms.group
@@ -68,7 +70,7 @@ class Consumer:
         self._following = False
         #: Of partitions that are not in the route any more.
         self._leaving: set[asyncio.Task[None]] = set()
-        self._buffer = self._new_buffer()
+        self._buffer: Rows = Buffer() if buffer is None else buffer
         #: Rows that were taken for a blocking caller who has not asked for them yet.
         self._handed_over = HandedOver()
         self._prefetch = Prefetch(limits)
@@ -79,9 +81,6 @@ class Consumer:
         self._error: PlaitError | None = None
         self._stopping = False
         self._closed = False
-
-    def _new_buffer(self) -> Buffer:
-        return Buffer()
 
     # --- opening and closing --------------------------------------------------------------------
 
@@ -188,6 +187,10 @@ class Consumer:
         if self._tracks and not any(client.settling.closed for client in self._clients):
             nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
 
+    def _take_back(self, client: PullClient, _: LpSet | None) -> list[Piece]:
+        """A partition's rows that nobody began with."""
+        return [*self._handed_over.take_back(client.partition), *self._buffer.take_back(client.partition)]
+
     def _fail(self, error: PlaitError) -> None:
         self._error = error
         self._wake()
@@ -204,7 +207,7 @@ class Consumer:
     def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
         node = self._router.node(route, partition.group)
         kind = SharedDelivered if self._any_thread else Delivered
-        return PullClient(_Feed(self), node, self._limits, terms, partition, kind, self._spools(partition))
+        return PullClient(Feeding(self), node, self._limits, terms, partition, kind, self._spools(partition))
 
     def _routed(self, route: SubjectRoute) -> None:
         """There is a newer route."""
@@ -228,9 +231,13 @@ class Consumer:
         assert self._loop is not None
         for client in [c for c in self._clients if c.retiring and not c.open]:
             self._clients.remove(client)
-            task = self._loop.create_task(_leave(client), name=f"plait-leave-{client.partition.name}")
+            task = self._loop.create_task(self._left(client), name=f"plait-leave-{client.partition.name}")
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
+
+    async def _left(self, client: PullClient) -> None:
+        await client.settling.close()
+        await client.leave()
 
     async def _astray(self) -> None:
         with contextlib.suppress(PlaitError):
@@ -283,7 +290,8 @@ class Consumer:
         """Until the broker has every ack and nack so far."""
         await flush_all(client.settling for client in self._clients)
 
-    async def _fetch(self, count: int, wait: Duration) -> list[Piece]:
+    async def _fetch(self, count: int, wait: Duration, *, apart: bool = False) -> list[Piece]:
+        """What ``fetch`` gives; ``apart``: each row may be handled by itself."""
         if count < 1:
             raise InvalidArgument(f"count must be 1 or more, not {count}")
         seconds = seconds_of(wait)
@@ -307,9 +315,15 @@ class Consumer:
                     break
         finally:
             self._demand = 0
-        pieces = [] if self._stopping else self._buffer.take(count)
+        pieces = [] if self._stopping else self._take(count, apart)
         self._pull()
         return pieces
+
+    def _take(self, count: int, _: bool) -> list[Piece]:
+        return self._buffer.take(count)
+
+    def _unhand(self) -> None:
+        """What was taken for blocking callers and not asked for is theirs all the same."""
 
     def __aiter__(self) -> Self:
         return self
@@ -363,17 +377,12 @@ class Consumer:
         return self._loop
 
 
-async def _leave(client: PullClient) -> None:
-    await client.settling.close()
-    await client.leave()
-
-
 def _time_out(future: asyncio.Future[bool]) -> None:
     if not future.done():
         future.set_result(False)
 
 
-class _Feed:
+class Feeding:
     """What pull clients tell their consumer and ask it, kept off the consumer's public face."""
 
     def __init__(self, consumer: Consumer) -> None:
@@ -396,9 +405,8 @@ class _Feed:
     def arrived(self, delivered: Delivered) -> None:
         self._consumer._buffer.append(delivered)
 
-    def take_back(self, client: PullClient) -> list[Piece]:
-        consumer = self._consumer
-        return [*consumer._handed_over.take_back(client.partition), *consumer._buffer.take_back(client.partition)]
+    def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
+        return self._consumer._take_back(client, lps)
 
     def hand_back(self) -> None:
         self._consumer._hand_back()

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from plait.client.delivered import Delivered
 from plait.client.settling import Piece
 from plait.client.types import Message, PartitionName
 
@@ -17,7 +18,9 @@ from plait.client.types import Message, PartitionName
 class HandedOver:
     """Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_go: Callable[[Delivered], bool] | None = None) -> None:
+        #: Says whether rows of a frame may be taken now.
+        self._may_go = may_go
         self._pieces: deque[Piece] = deque()
         #: Messages of the first piece that were made already, the next one last.
         self._ready: list[Message] = []
@@ -34,7 +37,7 @@ class HandedOver:
         taken: list[Piece] = []
         with self._lock:
             self._ready = []
-            while count > 0 and self._pieces and not self._stopped:
+            while count > 0 and self._takeable():
                 delivered, start, stop = self._pieces.popleft()
                 middle = min(stop, start + count)
                 taken.append((delivered, start, middle))
@@ -46,7 +49,7 @@ class HandedOver:
     def next(self) -> Message | None:
         """One row as a message; None where there is none."""
         with self._lock:
-            if not self._pieces or self._stopped:
+            if not self._takeable():
                 return None
             delivered, start, stop = self._pieces.popleft()
             if not self._ready:
@@ -56,6 +59,12 @@ class HandedOver:
             if start + 1 < stop:
                 self._pieces.appendleft((delivered, start + 1, stop))
             return message
+
+    def _takeable(self) -> bool:
+        """The first rows may be taken."""
+        if not self._pieces or self._stopped:
+            return False
+        return self._may_go is None or self._may_go(self._pieces[0][0])
 
     def stop(self) -> None:
         """Nobody gets anything any more; what is here is given back."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, Self
 
 from plait.client.delivered import Delivered
@@ -12,8 +13,8 @@ from plait.wire import messages as m
 class Pending(Protocol):
     """Words on rows, as they leave for the broker."""
 
-    def collect(self, delivered: Delivered) -> None:
-        """Take what was said of a frame's rows."""
+    def collect(self, frames: Iterable[Delivered]) -> None:
+        """Take what was said of the rows of frames."""
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
         """Take what was said in an earlier process."""
@@ -56,8 +57,9 @@ class PlainPending:
         self._acks: list[EpochRange] = []
         self._nacks: Nacks = {}
 
-    def collect(self, delivered: Delivered) -> None:
-        self.add(*delivered.collect())
+    def collect(self, frames: Iterable[Delivered]) -> None:
+        for delivered in frames:
+            self.add(*delivered.collect())
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
         self._acks += acks

@@ -20,6 +20,7 @@ from plait.client.spool import Spool
 from plait.client.types import PartitionName
 from plait.client.words import UNBEGUN, EpochRange
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
+from plait.frame.lp import LpSet
 from plait.frame.view import frames_in
 from plait.limits import ClientLimits
 from plait.retry import Retry
@@ -73,8 +74,8 @@ class Feed(Protocol):
     def arrived(self, delivered: Delivered) -> None:
         """A frame came."""
 
-    def take_back(self, client: PullClient) -> list[Piece]:
-        """The partition's rows that nobody began with; nobody gets them from us any more."""
+    def take_back(self, client: PullClient, lps: LpSet | None = None) -> list[Piece]:
+        """The partition's rows (of some logical partitions) that nobody began with; nobody gets them from us now."""
 
     def hand_back(self) -> None:
         """The same of all partitions, and they are for others."""
@@ -131,6 +132,8 @@ class PullClient:
         #: Pulls under way, and the rows they ask for.
         self.pulls = 0
         self.asked = 0
+        #: Pulls so far.
+        self._pull_number = 0
         #: The last pull left rows at the broker.
         self.more = False
         #: Damaged answers in a row.
@@ -324,12 +327,15 @@ class PullClient:
                 size *= LARGE_PULL
             self.pulls += 1
             self.asked += count
+            self._pull_number += 1
             link.call(
                 m.Pull(self._session, count, size, self._limits.pull_wait_seconds),
-                functools.partial(self._pulled, self._session, count),
+                functools.partial(self._pulled, self._session, count, self._pull_number),
             )
 
-    def _pulled(self, session: int, count: int, answer: Any, payload: memoryview, error: PlaitError | None) -> None:
+    def _pulled(
+        self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
+    ) -> None:
         if session != self._session or not self.attached:
             return
         assert self._loop is not None
@@ -346,7 +352,7 @@ class PullClient:
         self.more = answer.more
         if len(payload):
             try:
-                self._take_in(answer, payload)
+                self._take_in(answer, payload, number)
                 self._broken = 0
                 if self._feed.suspended:
                     self._feed.hand_back()
@@ -356,19 +362,23 @@ class PullClient:
         # After whoever was woken: the rows that are here come first.
         self._loop.call_soon(self.pull)
 
-    def _take_in(self, answer: m.Pulled, payload: memoryview) -> None:
+    def _take_in(self, answer: m.Pulled, payload: memoryview, number: int) -> None:
         owner = self.settling if self._terms.tracks else None
         ranges = answer.ranges
         for frame in frames_in(payload):
             frame.verify()
             attempts = ranges if len(ranges) == 1 else [r for r in ranges if r[0] < frame.end and r[1] > frame.base]
             delivered = self._kind(frame, self._terms.subject, self.partition, owner, attempts)
-            delivered.position = self._pulled_count
-            self._pulled_count += delivered.count
             if owner is not None:
-                self.open[delivered] = None
-                self.open_bytes += delivered.size
+                self._opened(delivered)
             self._feed.arrived(delivered)
+
+    def _opened(self, delivered: Delivered) -> None:
+        """Its rows are in our hands until they are settled."""
+        delivered.position = self._pulled_count
+        self._pulled_count += delivered.count
+        self.open[delivered] = None
+        self.open_bytes += delivered.size
 
     def _take_back(self, broken: FrameError) -> None:
         """Rows came damaged: the broker gets back what is not in our hands, looks closer, and leaves out the bad."""

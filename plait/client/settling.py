@@ -125,14 +125,14 @@ class Settling:
 
     def settle_now(self, delivered: Delivered) -> None:
         """Collect what was said so far before anything else is said of the frame."""
-        self._pending.collect(delivered)
+        self._pending.collect([delivered])
 
     def gather(self) -> None:
         """Collect what was said so far of all frames."""
         self.absorb()
         unsent, self._unsent = self._unsent, {}
+        self._pending.collect(unsent)
         for delivered in unsent:
-            self.settle_now(delivered)
             if not delivered.open_count:
                 self._listener.settled(delivered)
 
@@ -155,10 +155,7 @@ class Settling:
         inbox = self._inbox
         while inbox:
             delivered, row, failed = inbox.popleft()
-            if failed is None:
-                delivered.acking.append(row)
-            else:
-                delivered.nack_rows(row, failed)
+            delivered.note(row, failed)
             if not self._closed:
                 self.settle_soon(delivered)
 

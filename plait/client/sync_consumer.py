@@ -146,9 +146,10 @@ class Consumer:
                 break
         return pieces
 
-    async def _hand_over(self, count: int, wait: float) -> None:
+    async def _hand_over(self, count: int, wait: float, *, apart: bool = False) -> None:
         """On the loop."""
-        self._handed_over.add(await self._inner._fetch(count, wait))
+        self._inner._unhand()
+        self._handed_over.add(await self._inner._fetch(count, wait, apart=apart))
 
     def __iter__(self) -> Self:
         return self
@@ -161,4 +162,4 @@ class Consumer:
                 return message
             if self._inner._stopping:
                 raise StopIteration
-            self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS))
+            self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS, apart=True))

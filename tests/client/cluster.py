@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,6 +22,52 @@ from tests.client.support import numbers
 EAGER = plait.ClientLimits(reconnect_first_seconds=0.001, reconnect_max_seconds=0.01, attach_seconds=0.05)
 
 
+class MetaDouble:
+    """Allocates evenly to whoever beats; every change of members moves as it likes, under a new epoch."""
+
+    def __init__(self) -> None:
+        self.members: list[str] = []
+        self.epoch = 0
+        self.strategy = "exclusive"
+        self.error: plait.PlaitError | None = None
+        #: Client → what is its; None: an even share.
+        self.fixed: dict[str, list[m.LpGrant]] | None = None
+        self._changed = asyncio.Event()
+        self.beats: list[m.Beat] = []
+
+    async def beat(self, beat: m.Beat) -> m.Beaten:
+        self.beats.append(beat)
+        if self.error is not None:
+            raise self.error
+        if beat.leaving != (beat.client not in self.members):
+            if beat.leaving:
+                self.members.remove(beat.client)
+            else:
+                self.members.append(beat.client)
+            self.change()
+        if beat.seen == self.epoch:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(beat.wait):
+                    await self._changed.wait()
+        members = [(subject, group, self.strategy, self.grants(beat.client)) for subject, group, _ in beat.members]
+        return m.Beaten(self.epoch, members)
+
+    def grants(self, client: str) -> list[m.LpGrant]:
+        """What is a client's."""
+        if self.fixed is not None:
+            return self.fixed.get(client, [])
+        if client not in self.members:
+            return []
+        at, count = self.members.index(client), len(self.members)
+        return [(at * LOGICAL_PARTITIONS // count, (at + 1) * LOGICAL_PARTITIONS // count, self.epoch)]
+
+    def change(self) -> None:
+        """Everybody hears of something new."""
+        self.epoch += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
 class Cluster:
     """Brokers g1, g2, ... and the routes that clients are told."""
 
@@ -29,6 +77,8 @@ class Cluster:
         #: (name, broker group) of each partition, and histories if they are not an even share of each.
         self.partitions: list[tuple[str, str]] = [("s", group) for group in brokers]
         self.histories: list[m.LpHistory] | None = None
+        self.order = "best_tried"
+        self.meta = MetaDouble()
 
     def route(self, subject: str) -> m.RouteFound:
         """What a meta server answers."""
@@ -38,7 +88,7 @@ class Cluster:
         ]
         addresses = {group: ([broker.address], "RW") for group, broker in self.brokers.items()}
         histories: list[m.LpHistory] = shares if self.histories is None else self.histories  # type: ignore[assignment]
-        return m.RouteFound(subject, self.version, "best_tried", self.partitions, histories, addresses)
+        return m.RouteFound(subject, self.version, self.order, self.partitions, histories, addresses)
 
     def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits = EAGER, **more: Any) -> plait.Client:
         """A client that takes its routes from here."""
@@ -48,6 +98,8 @@ class Cluster:
         async def request(message: m.Message, seconds: float | None = None) -> Any:
             if isinstance(message, m.FindRoute):
                 return self.route(message.subject)
+            if isinstance(message, m.Beat):
+                return await self.meta.beat(message)
             return await ask(message, seconds)
 
         client._node.request = request  # type: ignore[method-assign]
