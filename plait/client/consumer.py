@@ -311,6 +311,9 @@ class Consumer:
                 if available and not any(client.more and client.pulls for client in self._clients):
                     # The limits allow no more until some are acked: what is here has to do.
                     break
+                longest = self._gathering(available)
+                if longest is not None:
+                    remaining = min(remaining, longest)
                 if remaining <= 0 or not await self._arrival(remaining):
                     break
         finally:
@@ -318,6 +321,10 @@ class Consumer:
         pieces = [] if self._stopping else self._take(count, apart)
         self._pull()
         return pieces
+
+    def _gathering(self, _: int) -> float | None:
+        """How long to wait for more when there is something, and more at the brokers; None: as long as it takes."""
+        return None
 
     def _take(self, count: int, _: bool) -> list[Piece]:
         return self._buffer.take(count)

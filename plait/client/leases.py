@@ -33,6 +33,15 @@ def wanted(route: SubjectRoute, mine: LpSet, drained: Sequence[LpSet], parked: S
     return chosen
 
 
+def left_behind(route: SubjectRoute) -> list[LpSet]:
+    """For each partition the logical partitions that the route leads on from."""
+    left = [no_lps() for _ in route.partitions]
+    for first, end, spans in route.histories:
+        for span in spans[:-1]:
+            left[span.partition][first:end] = True
+    return left
+
+
 def _lps_of(keys: frozenset[int]) -> LpSet:
     lps = no_lps()
     if keys:

@@ -106,6 +106,10 @@ class OrderedBuffer:
             message = self._runnable.popleft()
             if self._may_go(message):
                 return self._hand_alone(message)
+            key = _frame_of(message).key(message._row)
+            if key is not None and not self._is_busy(key):
+                # It was given back; those behind it may be others.
+                self._unblock(key)
         while (found := self._scanned()) is not None:
             if self._may_go(found):
                 return self._hand_alone(found)
@@ -248,12 +252,20 @@ class OrderedBuffer:
             self._alone[key] = left
             return
         self._alone.pop(key, None)
+        if self._unblock(key):
+            self._freed()
+
+    def _unblock(self, key: int) -> bool:
+        """The next row of a key that nobody has in hands may go; whether there is one."""
         blocked = self._blocked.get(key)
-        if blocked:
-            self._runnable.append(blocked.popleft())
+        while blocked:
+            message = blocked.popleft()
             if not blocked:
                 del self._blocked[key]
-            self._freed()
+            if _frame_of(message).states[message._row] == WAITS:
+                self._runnable.append(message)
+                return True
+        return False
 
     def settled(self, delivered: OrderedDelivered) -> None:
         """What was said of rows of the frame is noted."""

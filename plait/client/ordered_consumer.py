@@ -17,7 +17,7 @@ from plait.client.consumer import Consumer, Feeding, Spools
 from plait.client.delivered import Delivered
 from plait.client.handed_over import HandedOver
 from plait.client.keeper import Keeper, Lease
-from plait.client.leases import parked_before, wanted
+from plait.client.leases import left_behind, parked_before, wanted
 from plait.client.membership import Membership
 from plait.client.ordered_buffer import OrderedBuffer
 from plait.client.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
@@ -37,6 +37,8 @@ from plait.wire import messages as m
 log = logging.getLogger("plait.client")
 
 EXCLUSIVE = "exclusive"
+#: How long a fetch that has something waits for more of what is left at the brokers.
+GATHER_SECONDS = 0.01
 
 
 def check_ordered(ordered: bool, group: str | None, delivery: str, handling: Duration | None) -> None:
@@ -163,8 +165,10 @@ class OrderedConsumer(Consumer):
         parked = [frozenset[int]() if client is None else client.rights.parked for client in listed]
         chosen = wanted(route, self._mine, drained, parked)
         before = parked_before(route, parked)
-        for client, lps, keys in zip(listed, chosen, before, strict=True):
+        left = left_behind(route)
+        for client, lps, gone, keys in zip(listed, chosen, left, before, strict=True):
             if client is not None:
+                client.gated = lps & gone
                 client.want(lps, self._epochs, {key for key in keys if lps[key % LOGICAL_PARTITIONS]})
 
     # --- how long messages take -----------------------------------------------------------------
@@ -188,6 +192,10 @@ class OrderedConsumer(Consumer):
             self._membership.ask_again(self._member)
 
     # --- handing out ----------------------------------------------------------------------------
+
+    def _gathering(self, available: int) -> float | None:
+        # What is left at the broker may be behind what is here.
+        return GATHER_SECONDS if available else None
 
     def _take(self, count: int, apart: bool) -> list[Piece]:
         return self._ordered_buffer.take_apart(count) if apart else self._ordered_buffer.take(count)

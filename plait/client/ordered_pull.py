@@ -17,8 +17,8 @@ from plait.client.delivered import Delivered
 from plait.client.leases import grants
 from plait.client.node import Node
 from plait.client.ordered_buffer import OrderedBuffer
-from plait.client.ordered_delivered import BROKEN, OrderedDelivered, RowMask
-from plait.client.pull_client import Feed, PullClient, Terms
+from plait.client.ordered_delivered import BROKEN, DONE, OrderedDelivered, RowMask
+from plait.client.pull_client import Feed, PullClient, Terms, ignore
 from plait.client.rights import LpEpochs, Rights, no_lps
 from plait.client.settling import Piece, Settling, nack_pieces
 from plait.client.spool import Spool
@@ -66,6 +66,8 @@ class OrderedPullClient(PullClient):
         #: The locks that are asked for.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: Those of them that the route leads on from, once all is done here.
+        self.gated: LpSet = no_lps()
         #: Keys that are parked where their rows were before; those that the broker was told, and those that it was
         #: told are no longer.
         self._parked: set[int] = set()
@@ -215,7 +217,7 @@ class OrderedPullClient(PullClient):
         super()._pulled(session, count, number, answer, payload, error)
         if session != self._session or not self.attached or error is not None:
             return
-        self._pending.failing = [f for f in self._pending.failing if f.known_to is None or number < f.known_to]
+        self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
         if answer.news != self.rights.news and not self._asking:
             self.ask()
 
@@ -229,20 +231,42 @@ class OrderedPullClient(PullClient):
             delivered.hands = self._buffer
             self._opened(delivered)
             back = self._not_ours(delivered, number)
-            if back is not None:
+            if back.any():
                 delivered.states[back] = BROKEN
             self._feed.arrived(delivered)
-            if back is not None:
+            if back.any():
                 self._give_up([(delivered, first, end) for first, end, _ in delivered.runs(back)])
 
-    def _not_ours(self, delivered: OrderedDelivered, number: int) -> RowMask | None:
-        """Rows without a lock, and those behind one that failed and has not come again; None: there are none."""
+    def _not_ours(self, delivered: OrderedDelivered, number: int) -> RowMask:
+        """Rows to be given back: without a lock, or behind what was given back and has not come again."""
         back: RowMask = ~self.rights.open[delivered.lps]
         for failing in self._pending.failing:
-            if failing.known_to is not None and number >= failing.known_to:
+            if failing.over(number):
                 continue
             failing.came_again(delivered)
             behind = failing.behind(delivered)
-            if behind is not None:
+            if behind is None:
+                continue
+            if failing.held:
+                # The broker takes them back by itself.
+                delivered.states[behind] = DONE
+                delivered.close_rows(behind)
+                back &= ~behind
+                if not delivered.open_count:
+                    self.settled(delivered)
+            else:
                 back |= behind
-        return back if back.any() else None
+        return back if delivered.rows_done is None else back & ~delivered.rows_done
+
+    # --- what became of the rows ----------------------------------------------------------------
+
+    def told(self) -> None:
+        """The broker knows what was said."""
+        if self.gated.any():
+            # Perhaps that was the last of an older span.
+            self.ask()
+        if any(failing.held and failing.known_at == self._pull_number for failing in self._pending.failing):
+            link = self._link
+            if self.pulls and link is not None:
+                # What waits there is asked for again: what it brings from then on is in order.
+                link.call(m.Nack(self._session, [], *UNBEGUN), ignore)

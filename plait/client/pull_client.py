@@ -388,7 +388,7 @@ class PullClient:
             return
         log.warning("rows of %s came damaged and are asked for again: %s", self.partition, broken)
         assert self._link is not None
-        self._link.call(m.Detach(self._session), _ignore)
+        self._link.call(m.Detach(self._session), ignore)
         self._lose(stale=False)
 
     def _forget_all(self) -> None:
@@ -412,6 +412,9 @@ class PullClient:
         """Rows were settled: there may be room for new ones."""
         self._feed.room()
 
+    def told(self) -> None:
+        """The broker knows what was said."""
+
     def lost(self, *, stale: bool) -> None:
         """The link is gone, or the broker has given the session up."""
         self._lose(stale=stale)
@@ -421,5 +424,5 @@ class PullClient:
         self._feed.failed(error)
 
 
-def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
+def ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
     """What is said next comes after it, whatever the answer."""

@@ -35,6 +35,9 @@ class Listener(Protocol):
     def progressed(self) -> None:
         """Rows were settled: there may be room for new ones."""
 
+    def told(self) -> None:
+        """The broker knows what was said."""
+
     def lost(self, *, stale: bool) -> None:
         """The link is gone, or the broker has given the session up (``stale``)."""
 
@@ -194,6 +197,7 @@ class Settling:
                 acks = saying.ack(self._session)
                 if acks is not None:
                     await link.request(acks)
+                self._listener.told()
             except BaseException as error:
                 # Also when close gives up on an answer: what the broker may not know is said again.
                 self._pending.give_back(saying)

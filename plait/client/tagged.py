@@ -1,7 +1,7 @@
 """What an ordered consumer says to a broker: runs of rows, by the tags of the frames that they came in.
 
-In a strict group a row that fails takes along the rows of its key behind it: whatever was said of them, they are given
-back, and come again after it.
+In a strict group a row that fails takes along the rows of its key behind it: whatever was said of them, they come again
+after it.
 """
 
 from __future__ import annotations
@@ -9,50 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import numpy as np
-import numpy.typing as npt
 
 from plait.client.delivered import Delivered
-from plait.client.ordered_delivered import OrderedDelivered, RowMask, mask_of, rows_of
+from plait.client.failing import Failing, Said, failing_in
+from plait.client.ordered_delivered import OrderedDelivered, mask_of, rows_of
 from plait.client.pending import merged
 from plait.client.words import UNBEGUN, EpochRange, Failed, Nacks
-from plait.frame.lp import Hashes
 from plait.wire import messages as m
 
-#: Tag → ranges.
-_Tagged = dict[int, list[EpochRange]]
-#: A frame, and the runs of its rows that were acked and that failed.
-_Said = tuple[OrderedDelivered, list[EpochRange], Nacks]
-
-
-class Failing:
-    """The first row of each of some keys that failed."""
-
-    def __init__(self, keys: Hashes, sequences: npt.NDArray[np.int64]) -> None:
-        order = np.lexsort((sequences, keys))
-        self._keys, first = np.unique(keys[order], return_index=True)
-        self._sequences = sequences[order][first]
-        #: Pulls from this number on were asked for after the broker knew; None: it may not know yet.
-        self.known_to: int | None = None
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def behind(self, frame: OrderedDelivered) -> RowMask | None:
-        """The frame's rows of these keys that come after the ones that failed; None: there are none."""
-        if frame.keys is None or frame.keyed is None or not len(self):
-            return None
-        at = np.minimum(np.searchsorted(self._keys, frame.keys), len(self) - 1)
-        mask = (self._keys[at] == frame.keys) & frame.keyed
-        mask &= frame.sequences > self._sequences[at]
-        return mask if mask.any() else None
-
-    def came_again(self, frame: OrderedDelivered) -> None:
-        """Keys whose failed row is in the frame are in order again."""
-        if frame.keys is None or not len(self):
-            return
-        at = np.minimum(np.searchsorted(self._keys, frame.keys), len(self) - 1)
-        again = at[(self._keys[at] == frame.keys) & (frame.sequences == self._sequences[at])]
-        self._keys, self._sequences = np.delete(self._keys, again), np.delete(self._sequences, again)
+#: Ranges by the frames that the rows came in; None: of sequences, whatever they came in.
+_Tagged = dict[OrderedDelivered | None, list[EpochRange]]
 
 
 class TaggedPending:
@@ -65,8 +31,6 @@ class TaggedPending:
         self.strict = False
         self._acks: _Tagged = {}
         self._nacks: dict[Failed, _Tagged] = {}
-        #: The frames of the tags in there.
-        self._frames: dict[int, OrderedDelivered] = {}
         #: What failed and may not be known to the broker: rows behind it that come meanwhile are not to be handled.
         self.failing: list[Failing] = []
         #: Those of them that this says.
@@ -75,49 +39,36 @@ class TaggedPending:
     # --- from the frames ------------------------------------------------------------------------
 
     def collect(self, frames: Iterable[Delivered]) -> None:
-        said: list[_Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
+        said: list[Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
         if self.strict and any(nacks for _, _, nacks in said):
-            said = self._hold_keys(said)
+            for held in (True, False):
+                failing = failing_in(said, held=held)
+                if failing is not None:
+                    self.failing.append(failing)
+                    said = [_without(failing, *words) for words in said] + self._behind(failing)
         for frame, acks, nacks in said:
-            self._put(frame, self._acks, acks)
+            _put(frame, self._acks, acks)
             for failed, runs in nacks.items():
-                self._put(frame, self._nacks.setdefault(failed, {}), runs)
+                if runs:
+                    _put(frame, self._nacks.setdefault(failed, {}), runs)
 
-    def _put(self, frame: OrderedDelivered, place: _Tagged, runs: list[EpochRange]) -> None:
-        if not runs:
-            return
-        if frame.tag:
-            self._frames[frame.tag] = frame
-            place.setdefault(frame.tag, []).extend(frame.tagged(runs))
-        else:
-            place.setdefault(0, []).extend(frame.plain(rows_of(runs)))
-
-    def _hold_keys(self, said: list[_Said]) -> list[_Said]:
-        """The same without what stands behind a failed row of its key, which is given back."""
-        keys, sequences = [], []
-        for frame, _, nacks in said:
-            if frame.keys is not None and frame.keyed is not None and nacks:
-                rows = np.concatenate([rows_of(runs) for runs in nacks.values()])
-                rows = rows[frame.keyed[rows]]
-                keys.append(frame.keys[rows])
-                sequences.append(frame.sequences[rows])
-        if not sum(map(len, keys)):
-            return said
-        failing = Failing(np.concatenate(keys), np.concatenate(sequences))
-        self.failing.append(failing)
-        held = [_without(failing, *words) for words in said]
+    def _behind(self, failing: Failing) -> list[Said]:
+        """What else is in our hands and stands behind is so no longer; what there is to say of it."""
+        said: list[Said] = []
         for delivered in list(self._open_frames()):
             assert isinstance(delivered, OrderedDelivered)
             behind = failing.behind(delivered)
             if behind is not None:
-                held.append((delivered, [], {UNBEGUN: delivered.close_rows(behind)}))
-        return held
+                runs = delivered.close_rows(behind)
+                if not failing.held:
+                    said.append((delivered, [], {UNBEGUN: runs}))
+        return said
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
         if acks:
-            self._acks.setdefault(0, []).extend(acks)
+            self._acks.setdefault(None, []).extend(acks)
         for failed, ranges in nacks.items():
-            self._nacks.setdefault(failed, {}).setdefault(0, []).extend(ranges)
+            self._nacks.setdefault(failed, {}).setdefault(None, []).extend(ranges)
 
     # --- to the broker --------------------------------------------------------------------------
 
@@ -125,12 +76,12 @@ class TaggedPending:
         return bool(self._acks or self._nacks)
 
     def clear(self) -> None:
-        self._acks, self._nacks, self._frames = {}, {}, {}
+        self._acks, self._nacks = {}, {}
 
     def take(self) -> TaggedPending:
         taken = TaggedPending(self._open_frames, self._pulls)
-        taken._acks, taken._nacks, taken._frames = self._acks, self._nacks, self._frames
-        taken._saying = [failing for failing in self.failing if failing.known_to is None]
+        taken._acks, taken._nacks = self._acks, self._nacks
+        taken._saying = [failing for failing in self.failing if failing.known_at is None]
         self.clear()
         return taken
 
@@ -139,22 +90,9 @@ class TaggedPending:
         _join(self._acks, later)
         for failed, tagged in unsaid._nacks.items():
             _join(self._nacks.setdefault(failed, {}), tagged)
-        self._frames |= unsaid._frames
 
     def plain(self) -> tuple[list[EpochRange], Nacks]:
-        return self._plain(self._acks), {failed: self._plain(tagged) for failed, tagged in self._nacks.items()}
-
-    def _plain(self, tagged: _Tagged) -> list[EpochRange]:
-        ranges: list[EpochRange] = []
-        for tag, several in tagged.items():
-            if not tag:
-                ranges += several
-                continue
-            frame = self._frames[tag]
-            for start, end, _ in several:
-                first, last = np.searchsorted(frame.sequences, [start, end]).tolist()
-                ranges += frame.plain(np.arange(first, last))
-        return ranges
+        return _plain(self._acks), {failed: _plain(tagged) for failed, tagged in self._nacks.items()}
 
     def new_session(self) -> None:
         acks, nacks = self.plain()
@@ -162,9 +100,7 @@ class TaggedPending:
         self.add(acks, nacks)
 
     def ack(self, session: int) -> m.Ack | None:
-        if not self._acks:
-            return None
-        return m.Ack(session, *_flat(self._acks))
+        return m.Ack(session, *_flat(self._acks)) if self._acks else None
 
     def failures(self) -> list[Failed]:
         return list(self._nacks)
@@ -177,38 +113,63 @@ class TaggedPending:
         del self._nacks[failed]
         if not self._nacks:
             for failing in self._saying:
-                failing.known_to = self._pulls()
+                failing.known_at = self._pulls()
 
 
-def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> _Said:
-    """What was said of a frame's rows; of those behind a failed one it is that they are given back."""
+def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> Said:
+    """What was said of a frame's rows, but for those behind a failed one."""
     behind = failing.behind(frame)
     if behind is None:
         return frame, acks, nacks
-    kept: Nacks = {}
     back = np.zeros(frame.count, bool)
-    for failed, runs in (None, acks), *nacks.items():
+
+    def ahead(runs: list[EpochRange]) -> list[EpochRange]:
+        nonlocal back
         mask = mask_of(rows_of(runs), frame.count)
         back |= mask & behind
-        if failed is None:
-            acks = frame.runs(mask & ~behind)
-        else:
-            kept[failed] = frame.runs(mask & ~behind)
-    kept[UNBEGUN] = frame.runs(mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count) | back)
-    return frame, acks, {failed: runs for failed, runs in kept.items() if runs}
+        return frame.runs(mask & ~behind)
+
+    acks, kept = ahead(acks), {failed: ahead(runs) for failed, runs in nacks.items()}
+    if not failing.held:
+        # Nobody had begun with what is before them, nor takes it back by itself.
+        back |= mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count)
+        kept[UNBEGUN] = frame.runs(back)
+    return frame, acks, kept
+
+
+def _put(frame: OrderedDelivered, place: _Tagged, runs: list[EpochRange]) -> None:
+    if not runs:
+        return
+    if frame.tag:
+        place.setdefault(frame, []).extend(frame.tagged(runs))
+    else:
+        place.setdefault(None, []).extend(frame.plain(rows_of(runs)))
+
+
+def _plain(tagged: _Tagged) -> list[EpochRange]:
+    """The same as ranges of nothing but those rows."""
+    ranges: list[EpochRange] = []
+    for frame, several in tagged.items():
+        if frame is None:
+            ranges += several
+            continue
+        for start, end, _ in several:
+            first, last = np.searchsorted(frame.sequences, [start, end]).tolist()
+            ranges += frame.plain(np.arange(first, last))
+    return ranges
 
 
 def _join(into: _Tagged, more: _Tagged) -> None:
-    for tag, ranges in more.items():
-        into.setdefault(tag, []).extend(ranges)
+    for frame, ranges in more.items():
+        into.setdefault(frame, []).extend(ranges)
 
 
 def _flat(tagged: _Tagged) -> tuple[list[EpochRange], list[int]]:
     """Ranges, and the tag of each."""
     ranges: list[EpochRange] = []
     tags: list[int] = []
-    for tag, several in tagged.items():
+    for frame, several in tagged.items():
         joined = merged(several)
         ranges += joined
-        tags += [tag] * len(joined)
+        tags += [0 if frame is None else frame.tag] * len(joined)
     return ranges, tags

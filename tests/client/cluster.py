@@ -116,6 +116,24 @@ class Cluster:
         async with self.brokers[group].connect() as direct:
             await direct.send_many(subject, [b"%d" % n for n in range(first, first + count)])
 
+    async def open(
+        self, group: str, *, name: str = "s", lps: m.LpRun = (0, LOGICAL_PARTITIONS), version: int = 1
+    ) -> None:
+        """A partition takes rows of these logical partitions, in the order that the cluster's subject has."""
+        request = {"subject": "s", "name": name, "lps": [lps], "version": version, "settings": {"order": self.order}}
+        async with self.brokers[group].connect() as direct:
+            await direct._node.request(m.Admin("partition.open", request))
+
+    async def seal(self, group: str, *, name: str = "s", lps: m.LpRun = (0, LOGICAL_PARTITIONS), version: int) -> None:
+        """It takes them no more."""
+        async with self.brokers[group].connect() as direct:
+            await direct._node.request(m.Admin("partition.seal", {"name": name, "lps": [lps], "version": version}))
+
+    async def send_keyed(self, group: str, rows: list[tuple[str, int]], subject: str = "s") -> None:
+        """Messages with keys, whose bodies are numbers, straight to a broker."""
+        async with self.brokers[group].connect() as direct:
+            await direct.send_many(subject, [b"%d" % n for _, n in rows], keys=[key for key, _ in rows])
+
     async def lag(self, group: str, subject: str = "s", name: str = "g") -> int:
         """What a broker has left for a consumer group."""
         async with self.brokers[group].connect() as direct:
