@@ -208,5 +208,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     pull_bytes: int = 1 * MIB
     #: How long one long poll waits at the server before it is asked again.
     pull_wait_seconds: float = 20.0
+    #: Opening a consumer waits so long for the rest of its partitions once it has one of them; they follow later.
+    attach_seconds: float = 1.0
+    #: An ordered consumer whose user has had a message for this long gives its locks up.
+    handling_seconds: float = 900.0
     #: ``App``: how long handlers may go on after SIGTERM before they are cancelled and their messages given back.
     drain_seconds: float = 30.0

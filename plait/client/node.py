@@ -51,6 +51,11 @@ class Node:
         return link if link is not None and not link.closed else None
 
     @property
+    def addresses(self) -> list[str]:
+        """Where it may be."""
+        return self._addresses
+
+    @property
     def alone(self) -> bool:
         """There is one address only: every link leads to the same server."""
         return len(self._addresses) == 1

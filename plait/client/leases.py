@@ -1,0 +1,67 @@
+"""Which locks an ordered consumer asks for, and where (R4).
+
+An LP's rows lie in the spans of its history, oldest first. Its lock is wanted on the partition of the first span that
+has not been drained, and on no other: so its rows are handled in their order over any number of changes of the route,
+and brokers need not know of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.client.rights import LpEpochs, no_lps
+from plait.client.router import SubjectRoute
+from plait.frame.lp import LpSet, runs_with
+from plait.limits import LOGICAL_PARTITIONS
+from plait.wire import messages as m
+
+
+def wanted(route: SubjectRoute, mine: LpSet, drained: Sequence[LpSet], parked: Sequence[frozenset[int]]) -> list[LpSet]:
+    """For each partition of the route the logical partitions to ask it for.
+
+    ``drained`` is what each has reported, and ``parked`` the hashes of keys that are parked there: what has such keys
+    stays wanted, so that it is heard when they are resumed.
+    """
+    chosen = [no_lps() for _ in route.partitions]
+    for first, end, spans in route.histories:
+        left = mine[first:end].copy()
+        for span in spans[:-1]:
+            done = drained[span.partition][first:end]
+            chosen[span.partition][first:end] |= left & (~done | _lps_of(parked[span.partition])[first:end])
+            left &= done
+        chosen[spans[-1].partition][first:end] |= left
+    return chosen
+
+
+def left_behind(route: SubjectRoute) -> list[LpSet]:
+    """For each partition the logical partitions that the route leads on from."""
+    left = [no_lps() for _ in route.partitions]
+    for first, end, spans in route.histories:
+        for span in spans[:-1]:
+            left[span.partition][first:end] = True
+    return left
+
+
+def _lps_of(keys: frozenset[int]) -> LpSet:
+    lps = no_lps()
+    if keys:
+        lps[[key % LOGICAL_PARTITIONS for key in keys]] = True
+    return lps
+
+
+def parked_before(route: SubjectRoute, parked: Sequence[frozenset[int]]) -> list[set[int]]:
+    """For each partition the hashes of keys that are parked on partitions where their rows were before."""
+    found: list[set[int]] = [set() for _ in route.partitions]
+    if not any(parked):
+        return found
+    for first, end, spans in route.histories:
+        before: set[int] = set()
+        for span in spans:
+            found[span.partition] |= before
+            before |= {key for key in parked[span.partition] if first <= key % LOGICAL_PARTITIONS < end}
+    return found
+
+
+def grants(lps: LpSet, epochs: LpEpochs) -> list[m.LpGrant]:
+    """What is asked for, as runs of one epoch."""
+    return runs_with(epochs, lps)
