@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -53,16 +53,23 @@ class EmbeddedBroker:
     """A broker on the running loop; see the module for the blocking form.
 
     ``data`` is its directory (left out: a temporary one that goes with it); ``clock=ManualClock()`` puts it on
-    virtual time. It keeps its port over ``restart``, so clients find it again.
+    virtual time. It keeps its port over ``restart``, so clients find it again. ``metas`` are the addresses of the meta
+    servers of the cluster it belongs to; left out, it has one of its own, and with none it is a broker alone.
     """
 
     def __init__(
-        self, data: str | Path | None = None, *, config: BrokerConfig | None = None, clock: Clock | None = None
+        self,
+        data: str | Path | None = None,
+        *,
+        config: BrokerConfig | None = None,
+        clock: Clock | None = None,
+        metas: Sequence[str] | None = None,
     ) -> None:
         self._data = None if data is None else Path(data)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.config = config or TEST_CONFIG
         self.clock = clock or SystemClock()
+        self._metas = metas
         self._server: Server | None = None
         self._port = 0
         self._thread: LoopThread | None = None
@@ -99,9 +106,12 @@ class EmbeddedBroker:
     async def start(self) -> None:
         """Recover the data directory and serve; nothing if it runs already."""
         if self._server is None:
-            _prepare(self.data)
+            meta = None
+            if self._metas is None:
+                _prepare(self.data)
+                meta = database_in(self.data)
             server = Server(
-                RealDisk(self.data), self.config, port=self._port, clock=self.clock, meta=database_in(self.data)
+                RealDisk(self.data), self.config, port=self._port, clock=self.clock, meta=meta, metas=self._metas or ()
             )
             await server.start()
             self._server = server
