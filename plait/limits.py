@@ -135,6 +135,35 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     open_maps: int = 1_000
 
 
+class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a meta server keeps, and how long it waits before it takes somebody for lost."""
+
+    #: Subjects and groups in all: a meta server has all of them in memory (about 1 KiB each).
+    subjects: int = 100_000
+    groups: int = 300_000
+    #: Members of one group, and groups that one client is a member of: an allocation and a heartbeat name them all.
+    members_per_group: int = 10_000
+    groups_per_client: int = 10_000
+    #: A broker that was silent for so long is lost: subjects that are made meanwhile go to others.
+    broker_lost_seconds: float = 5.0
+    #: A client that was silent for so long is lost: its logical partitions go to others. As long as a consumer's lease:
+    #: sooner would be of no use, as its locks last that long.
+    member_lost_seconds: float = 10.0
+    #: How often the heartbeats of clients are noted for other meta servers.
+    beat_flush_seconds: float = 2.0
+    #: A pause of the meta server itself, or of its database, counts as so much silence of the others.
+    gap_seconds: float = 2.0
+    #: A change that others forestalled is tried again so often.
+    attempts: int = 8
+    #: Allocations are made in slices of about this length and of so many groups at most, so that heartbeats pass.
+    slice_seconds: float = 0.002
+    slice_groups: int = 32
+    #: Clients that are looked at, noted or given up in one go.
+    page: int = 500
+    #: What was deleted is removed from the database after at least so long.
+    clean_seconds: float = 600.0
+
+
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a client buffers and how long it waits."""
 
@@ -153,6 +182,15 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_frames: int = 16
     #: A send that has no answer after this raises ``Timeout``.
     send_seconds: float = 30.0
+    #: First and longest pause before what a broker refused is sent again, and before a route is asked for again.
+    send_retry_first_seconds: float = 0.05
+    send_retry_max_seconds: float = 1.0
+    #: Partitions that a refused send is tried on, where it may go elsewhere.
+    send_attempts: int = 3
+    #: A broker that was not reached for this long has its rows sent elsewhere, where they may go elsewhere.
+    unreached_seconds: float = 2.0
+    #: Routes are looked at again this often, though nobody found that they lead nowhere.
+    route_seconds: float = 30.0
     #: Connecting, the handshake and admin requests.
     request_seconds: float = 10.0
     #: First and longest pause between attempts to reconnect.

@@ -6,10 +6,12 @@ asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from plait.broker.locks import Grant
+import numpy as np
+
+from plait.broker.locks import NO_EPOCHS, Epochs, Grant, Want, epochs_of
 from plait.broker.ordered import OrderedGroup
 from plait.errors import InvalidArgument, StaleSession
 from plait.frame.lp import lp_set, runs_of
@@ -38,8 +40,8 @@ class Leases:
         self._broker = broker
         #: Nothing is granted before the meta server has said which epochs there were (R15).
         self.waits_for_floors = False
-        #: (subject, group) → locks are granted under this epoch or a higher one.
-        self.floors: dict[tuple[str, str], int] = {}
+        #: (subject, group) → locks are granted under these epochs or higher ones.
+        self._floors: dict[tuple[str, str], Epochs] = {}
 
     @property
     def seconds(self) -> float:
@@ -55,20 +57,21 @@ class Leases:
     def now(self) -> float:
         return self._broker.clock.monotonic()
 
-    def floor(self, group: Group) -> int | None:
-        """Locks are granted under this epoch or a higher one; None: not at all at present."""
+    def floor(self, group: Group) -> Epochs | None:
+        """Locks are granted under these epochs or higher ones; None: not at all at present."""
         if self.waits_for_floors:
             return None
-        return self.floors.get((group.partition.row.subject, group.name), 0)
+        return self._floors.get((group.partition.row.subject, group.name), NO_EPOCHS)
 
-    def set_floors(self, floors: dict[tuple[str, str], int]) -> None:
+    def set_floors(self, floors: Mapping[tuple[str, str], Iterable[Grant]]) -> None:
         """What the meta server says; from now on locks are granted."""
-        for group, epoch in floors.items():
-            self.floors[group] = max(self.floors.get(group, 0), epoch)
+        for group, grants in floors.items():
+            epochs = epochs_of(each for each in grants if each[2] > 0)
+            self._floors[group] = np.maximum(self._floors.get(group, NO_EPOCHS), epochs)
         self.waits_for_floors = False
         self.look()
 
-    def ask(self, consumer: Consumer, wants: Iterable[Grant], parked: list[int], resumed: list[int]) -> Leased:
+    def ask(self, consumer: Consumer, wants: Iterable[Want], parked: list[int], resumed: list[int]) -> Leased:
         """All the locks that a consumer wants from now on; what it has of them, for another lease."""
         group = consumer.group
         if not isinstance(group, OrderedGroup):
@@ -80,8 +83,8 @@ class Leases:
         group.inherit(parked, resumed, self._broker)
         self._broker.wake_group(group)
         owned, leaving, refused = group.standing(consumer)
-        lps = lp_set([(first, end) for first, end, _ in wanted])
-        drained = group.drained(lps)
+        lps = lp_set([(first, end) for first, end, _, _ in wanted])
+        drained = group.drained(wanted)
         marks = [each.key for each in group.parked() if lps[each.lps].any() and each.key is not None]
         return Leased(self.seconds, consumer.news, owned, leaving, runs_of(drained), refused, marks)
 

@@ -1,7 +1,8 @@
 """Who may handle which logical partitions of an ordered group on this partition (R14-R16).
 
-A lock is one consumer's, under the epoch that the meta server's allocation gave it; lower epochs are fenced out. While it has an owner, somebody with a higher epoch only makes it *leave*: the owner is told, gets nothing new of it,
-and when nothing of it is in its hands any more, or its lease is over, it passes on.
+A lock is one consumer's, under the epoch that the meta server's allocation gave it; lower epochs are fenced out. While
+it has an owner, somebody with a higher epoch only makes it *leave*: the owner is told, gets nothing new of it, and when
+nothing of it is in its hands any more, or its lease is over, it passes on.
 
 Decisions only: what is granted and given up becomes events where these are asked for (``OrderedGroup``).
 """
@@ -22,6 +23,12 @@ from plait.limits import LOGICAL_PARTITIONS
 Epochs = npt.NDArray[np.int64]
 #: Logical partitions [first, end) and an epoch.
 Grant = tuple[int, int, int]
+#: The same, and the sequence up to which they are wanted; 0: all that there will be.
+Want = tuple[int, int, int, int]
+
+
+NO_EPOCHS: Epochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+NO_EPOCHS.setflags(write=False)
 
 
 class Standing(NamedTuple):

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from plait.broker.group import FAILURE, LOST_ATTEMPTS_MIN, Consumer, Delivery, Failure, Group, Journal
 from plait.broker.keys import FrameKeys
-from plait.broker.locks import Locks, Standing, epochs_of
+from plait.broker.locks import Locks, Standing, Want, epochs_of
 from plait.broker.partition import Partition
 from plait.broker.strands import Strands
 from plait.errors import FrameError
@@ -105,7 +105,9 @@ class OrderedGroup(Group):
         self.locks = Locks()
         self.strands = Strands(
             definition.start,
-            lambda action, strand, start, end, value: journal.event(action, self, strand, start, end, 0, value),
+            lambda action, strand, start, end, value, attempt: journal.event(
+                action, self, strand, start, end, attempt, value
+            ),
         )
         #: On the monotonic clock: until then nobody gets a lock that it did not have before a restart (R15).
         self.frozen_until = 0.0
@@ -129,12 +131,25 @@ class OrderedGroup(Group):
 
     # --- locks ----------------------------------------------------------------------------------
 
-    def lease(self, consumer: Consumer, wants: Iterable[tuple[int, int, int]], journal: Journal, now: float) -> None:
+    def lease(self, consumer: Consumer, wants: list[Want], journal: Journal, now: float) -> None:
         """All that a consumer wants from now on, and what it has for another lease."""
         self.locks.unheard.discard(consumer.id)
-        if self.locks.wants(consumer.id, epochs_of(wants)):
+        if self.locks.wants(consumer.id, epochs_of((first, end, epoch) for first, end, epoch, _ in wants)):
             self._leave(journal)
         self.pass_on(journal, now)
+        self._limit(consumer, wants)
+
+    def _limit(self, consumer: Consumer, wants: list[Want]) -> None:
+        """What a consumer owns is handed out as far as it is wanted."""
+        limits = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first, end, _, until in wants:
+            limits[first:end] = until
+        mine = self.locks.owner == consumer.id
+        present = np.array([strand.limit for strand in self.strands.by_lp])
+        changed = mine & (present != limits)
+        for limit in np.unique(limits[changed]).tolist():
+            for strand in self.strands.take_out(changed & (limits == limit)):
+                strand.limit = limit
 
     def inherit(self, parked: Iterable[int], resumed: Iterable[int], journal: Journal) -> None:
         """Keys that are parked where their rows were before are parked here; those that went on there go on."""
@@ -156,19 +171,19 @@ class OrderedGroup(Group):
         """What it has of that."""
         return self.locks.standing(consumer.id)
 
-    def drained(self, lps: LpSet) -> LpSet:
-        """Those of them that the route leads away from and that are all done here, but for parked keys."""
-        accepts, fences = self.partition.accepts, self.partition.fences
-        if accepts is None or fences is None:
-            return np.zeros(LOGICAL_PARTITIONS, bool)
-        gone = lps & ~accepts
-        for first, end in runs_of(gone):
-            for lp in range(first, end):
-                gone[lp] = _is_done(self.strands.by_lp[lp], int(fences[lp]))
+    def drained(self, wants: list[Want]) -> LpSet:
+        """Those that are wanted up to a place and are done up to there, but for parked keys."""
+        done = np.zeros(LOGICAL_PARTITIONS, bool)
+        until = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first, end, _, limit in wants:
+            if limit:
+                until[first:end] = limit
+                for lp in range(first, end):
+                    done[lp] = self.strands.by_lp[lp].floor >= limit
         for strand in self.strands.by_key.values():
             lp = int(np.flatnonzero(strand.lps)[0])
-            gone[lp] &= strand.parked or _is_done(strand, int(fences[lp]))
-        return gone
+            done[lp] &= strand.parked or strand.floor >= until[lp]
+        return done
 
     def _leave(self, journal: Journal) -> None:
         """Split off what is to change hands, as far as its owner has begun with it: each can then go by itself."""
@@ -224,7 +239,7 @@ class OrderedGroup(Group):
             journal.event(Action.LOCK, self, 0, first, end, 0)
             self.locks.set(first, end, 0, 0)
             for strand in self.strands.take_out(lp_set([(first, end)])):
-                strand.owner, strand.leaving, strand.held = 0, False, {}
+                strand.owner, strand.leaving, strand.held, strand.limit = 0, False, {}, 0
             for owner in owners:
                 journal.leases.news(self, owner)
 
@@ -261,19 +276,22 @@ class OrderedGroup(Group):
         for strand in lps:
             while strand.returned and taking.more and not self._at_limit_of(strand):
                 start, end, attempt = strand.returned.head()
-                self._serve([strand], start, end, attempt, taking, journal)
+                if start >= strand.until(end):
+                    break
+                self._serve([strand], start, strand.until(end), attempt, taking, journal)
         self._turn += 1
-        by_next: dict[int, list[Strand]] = {}
+        by_next: dict[tuple[int, int], list[Strand]] = {}
         for strand in [*lps, *abreast]:
             if not self._at_limit_of(strand):
-                by_next.setdefault(strand.next, []).append(strand)
+                by_next.setdefault((strand.next, strand.limit), []).append(strand)
         places = sorted(by_next)
         turn = self._turn % len(places) if places else 0
-        for index in [*range(turn, len(places)), *range(turn)]:
-            start = places[index]
-            end = places[index + 1] if index + 1 < len(places) else self.partition.visible
+        for place in [*places[turn:], *places[:turn]]:
+            start = place[0]
+            above = min((each for each, _ in places if each > start), default=self.partition.visible)
+            end = by_next[place][0].until(min(above, self.partition.visible))
             if start < end and taking.more:
-                self._serve(by_next[start], start, end, 0, taking, journal)
+                self._serve(by_next[place], start, end, 0, taking, journal)
         delivery = taking.delivery
         return delivery if delivery.count or taking.looked >= LOOK_MAX else None
 
@@ -292,6 +310,7 @@ class OrderedGroup(Group):
                 start, end, attempt = strand.returned.head()
             else:
                 start, end, attempt = strand.next, self._parent(strand).next, 0
+            end = strand.until(end)
             if attempt:
                 # What failed goes alone.
                 taking.limit(0 if strand.held else 1)
@@ -490,30 +509,13 @@ class OrderedGroup(Group):
         counted = failure.counted
         self._give_back(strand, piece, due_time(now, seconds), journal, counted=counted, now=now)
 
-    def _split_key(self, strand: Strand, lp: int, key: int, journal: Journal) -> Strand:
-        """A strand for a key, with its rows that are in the owner's hands, one by one; the other one has none of them."""
-        hands: dict[int, Ranges] = {}
-        for tag, held in list(strand.held.items()):
-            for piece in list(held):
-                for sequences, keys in self._rows(journal, strand, piece.start, piece.end):
-                    if keys.hashes is None:
-                        continue
-                    ends = np.append(sequences[1:], piece.end)
-                    mine = keys.hashes == np.uint64(key)
-                    for sequence, end in zip(sequences[mine].tolist(), ends[mine].tolist(), strict=True):
-                        hands.setdefault(tag, Ranges()).add(sequence, sequence + 1, piece.attempt)
-                        # Nobody will speak of what is between it and the next one.
-                        strand.let_go(tag, sequence, end)
-        part = self.strands.hold(strand, lp, key)
-        part.held = hands
-        return part
-
     def _hold(
         self, strand: Strand, row: Range, lp: int, key: int, journal: Journal, now: int, failure: Failure
     ) -> None:
         """A row of a strict subject failed: its key waits alone; without attempts it is parked."""
         if strand.key is None:
-            strand = self._split_key(strand, lp, key, journal)
+            strand = self.strands.hold(strand, lp, key)
+            strand.held = self._in_hands(journal, [strand]).get(lp, {})
             waiting, strand.waiting = strand.waiting, Waiting()
             for due, pieces in waiting:
                 for piece in pieces:
@@ -581,7 +583,7 @@ class OrderedGroup(Group):
             for start, end, _ in claimed:
                 for sequences, _ in self._rows(journal, strand, start, end):
                     for first, last in joined(sequences):
-                        known = strand.returned.overlap(first, last)
+                        known = [*strand.returned.overlap(first, last), *strand.waiting.overlap(first, last)]
                         fresh = [Range(max(first, strand.next), last, 0)] if last > strand.next else []
                         for piece in [*known, *fresh]:
                             strand.pulled(piece.start, piece.end, piece.attempt + 1, 0)
@@ -720,6 +722,8 @@ class OrderedGroup(Group):
             return
         elif action == Action.ACK:
             strand.settled(start, end)
+        elif action == Action.RETURN:
+            strand.given_back(start, end, attempt)
         elif action == Action.NACK:
             uncounted = bool(flags & FLAG_UNCOUNTED)
             strand.given_back(start, end, attempt - uncounted, due)
@@ -746,11 +750,6 @@ def _select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer]
     mask[rows] = True
     piece = slice_mask(frame, mask)
     return piece.parts, piece.size
-
-
-def _is_done(strand: Strand, fence: int) -> bool:
-    """Everything of a strand that is below the fence is done."""
-    return strand.floor >= fence
 
 
 def _one(lp: int) -> LpSet:

@@ -14,8 +14,8 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.action_log import Action
 from plait.storage.strand import Strand, StrandState
 
-#: Records (action, strand, start, end, value).
-Tell = Callable[[Action, int, int, int, int], None]
+#: Records (action, strand, start, end, value, attempt).
+Tell = Callable[[Action, int, int, int, int, int], None]
 
 
 class Strands:
@@ -78,7 +78,7 @@ class Strands:
         part = strand.split(self._number(), lps)
         self._add(part)
         for first, end in runs_of(lps):
-            self._tell(Action.MOVE, strand.id, first, end, part.id)
+            self._tell(Action.MOVE, strand.id, first, end, part.id, 0)
         return part
 
     def hold(self, strand: Strand, lp: int, key: int) -> Strand:
@@ -87,13 +87,16 @@ class Strands:
         lps[lp] = True
         part = strand.split(self._number(), lps, key)
         self._add(part)
-        self._tell(Action.HOLD, strand.id, lp, part.id, _signed(key))
+        self._tell(Action.HOLD, strand.id, lp, part.id, _signed(key), 0)
         return part
 
     def join(self, strand: Strand, other: Strand) -> None:
         """``other`` has come as far as ``strand`` and becomes a part of it."""
-        self._tell(Action.JOIN, strand.id, other.id, 0, 0)
         self._join(strand, other)
+        # What was handed out was not told, nor where one had no rows: so it is told where both are now.
+        self._tell(Action.JOIN, strand.id, other.id, strand.next, 0, 0)
+        for piece in [*strand.returned, *strand.all_held()]:
+            self._tell(Action.RETURN, strand.id, piece.start, piece.end, 0, piece.attempt)
 
     def join_alike(self, strands: Iterable[Strand]) -> None:
         """Make one of those that have come equally far."""
@@ -157,6 +160,8 @@ class Strands:
             other = self._all.get(start)
             if other is not None:
                 self._join(strand, other)
+            strand.next = end
+            strand.returned.clear()
 
     def dump(self) -> list[StrandState]:
         return [strand.dump() for strand in self._all.values()]

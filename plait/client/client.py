@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 import pyarrow as pa
 
-from plait import names
+from plait import chance, names
 from plait.client.admin import Admin
 from plait.client.arguments import Duration, Start, seconds_of, start_of, to_datetime
 from plait.client.consumer import Consumer
@@ -65,7 +64,7 @@ def _next_now() -> int:
 
 def new_client_id() -> str:
     """Unique for this process and this client, never the same for two on one host."""
-    return f"client-{os.getpid()}-{secrets.token_hex(6)}"
+    return f"client-{chance.process_number()}-{chance.token(6)}"
 
 
 def connect(
@@ -107,8 +106,9 @@ class Client:
         self.limits = limits or ClientLimits()
         self._node = Node(addresses, self.client_id, self.limits)
         self._router = Router(self._node, self.client_id, self.limits)
-        self._producer = Producer(self._node, self.limits, _now, _next_now, compression)
-        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        self._producer = Producer(self._router, self.limits, _now, _next_now, compression)
+        #: In the order they were made, which is that of their closing.
+        self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
         #: What leases are measured with.
         self._clock: Clock = SystemClock()
         self._membership = Membership(self._router, self.limits, lambda: self._clock.monotonic())
@@ -119,7 +119,7 @@ class Client:
         #: What "-5m" is counted from, in microseconds.
         self._now = _now
         #: Management of subjects and groups.
-        self.admin = Admin(self._node, lambda: self._now())
+        self.admin = Admin(self._router, lambda: self._now())
         _clients.add(self)
 
     async def open(self) -> Self:
@@ -207,11 +207,12 @@ class Client:
             self._check_open()
         if delay is not None or deliver_at is not None:
             return await self._send_later(subject, body, key, tags, headers, delay, deliver_at, oneway)
+        if producer.buffered >= producer.buffer_bytes and not oneway:
+            names.check("subject", subject)
+            await producer.room()
         queue = producer.queues.get(subject) or producer.queue(subject)
         if oneway:
             return await queue.send_oneway(body, key, tags, headers)
-        if producer.buffered >= producer.buffer_bytes:
-            await producer.room()
         batch, row = queue.send(body, key, tags, headers)
         if not batch.settled:
             future = producer.loop.create_future()
@@ -235,10 +236,10 @@ class Client:
         producer = self._producer
         # Counted from the call, however long the buffer takes.
         due = due_of(delay, deliver_at, producer.next_now())
-        queue = producer.delayed_queue(subject)
+        names.check("subject", subject)
         if producer.buffered >= producer.buffer_bytes:
             await producer.room()
-        batch, row = queue.send_at(due, body, key, tags, headers)
+        batch, row = producer.delayed_queue(subject).send_at(due, body, key, tags, headers)
         await batch.wait()
         return batch.receipt(row)
 
@@ -286,8 +287,8 @@ class Client:
     async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
         """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
         self._check_open()
-        subject, number, deliver_at = place_of(scheduled)
-        return await self.admin.cancel_scheduled(subject, number, deliver_at)
+        name, number, due = place_of(scheduled)
+        return await self.admin._cancel(await self.admin._of(name), number, due)
 
     async def reschedule(
         self,
@@ -298,17 +299,12 @@ class Client:
     ) -> Receipt:
         """Deliver a delayed message at another time; its new receipt. ``NotScheduled``: it is too late for that."""
         self._check_open()
-        subject, number, at = place_of(scheduled)
+        name, number, due = place_of(scheduled)
         if delay is None and deliver_at is None:
             raise InvalidArgument("say when: reschedule(receipt, delay=...) or deliver_at=...")
-        due = to_datetime(due_of(delay, deliver_at, self._producer.next_now()))
-        new = await self.admin.reschedule(subject, number, at, to=due)
-        name = scheduled.partition if isinstance(scheduled, Receipt) else self._name_of(subject)
-        return Receipt(scheduled.message_id, name, None, due, new)
-
-    def _name_of(self, subject: str) -> PartitionName:
-        link = self._node.link
-        return PartitionName(subject, link.welcome.group if link and link.welcome else "")
+        new_due = due_of(delay, deliver_at, self._producer.next_now())
+        new = await self.admin._reschedule(await self.admin._of(name), number, due, new_due)
+        return Receipt(scheduled.message_id, name, None, to_datetime(new_due), new)
 
     async def flush(self) -> None:
         """Wait until everything posted is stored; raises the first error since the last flush."""
@@ -391,7 +387,7 @@ class Client:
             )
         else:
             consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools)
-        self._consumers.add(consumer)
+        self._consumers[consumer] = None
         return consumer
 
     def _own_keeper(self) -> Keeper:
@@ -417,4 +413,4 @@ class Client:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
         self._check_open()
         names.check("subject", subject)
-        return Reader(self._node, self.limits, subject, start_of(start, self._now()))
+        return Reader(self._router, self.limits, subject, start_of(start, self._now()))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plait import names
+from plait import chance, names
 from plait.broker.group import Delivery, Failure
 from plait.broker.membership import resolve_start
 from plait.broker.partition import Batch
@@ -53,6 +52,7 @@ class Handlers:
             m.Read.KIND: self._read,
             m.Admin.KIND: self._admin,
             m.FindRoute.KIND: self._find_route,
+            m.Beat.KIND: self._beat,
         }
 
     def handle(self, connection: Connection, packet: Packet) -> None:
@@ -116,6 +116,9 @@ class Handlers:
         self._broker.answer_after_commit(reply)
 
     def _find_route(self, connection: Connection, correlation: int, find: m.FindRoute, _: memoryview) -> None:
+        if self._server.cluster.take(connection, correlation, find):
+            return
+        # A broker without a meta server is a cluster of its own.
         names.check("subject", find.subject)
         broker = self._broker
         row = broker.partition_of(find.subject, create=find.create).row
@@ -129,6 +132,10 @@ class Handlers:
             {group: ([self._server.address], "R" if broker.read_only else "RW")},
         )
         broker.answer_after_commit(lambda: connection.answer(correlation, route))
+
+    def _beat(self, connection: Connection, correlation: int, beat: m.Beat, _: memoryview) -> None:
+        if not self._server.cluster.take(connection, correlation, beat):
+            raise InvalidArgument("there is no meta server here, so there are no ordered groups")
 
     def _send(self, connection: Connection, correlation: int, send: m.Send, payload: memoryview) -> None:
         partition = self._broker.partitions.get(send.partition)
@@ -176,7 +183,7 @@ class Handlers:
             holds_of=attach.partition,
             retry=attach.retry,
             ordered=attach.ordered,
-            token=secrets.randbits(63) | 1,
+            token=chance.bits(63) | 1,
         )
         connection.attached(consumer)
         partition = consumer.group.partition
@@ -280,11 +287,14 @@ class Handlers:
         self._server.arm_timer()
 
     def _admin(self, connection: Connection, correlation: int, request: m.Admin, _: memoryview) -> None:
-        if request.operation == admin_partition.SEAL:
-            # Answered when it is durable.
-            sealing = admin_partition.seal_request(request.arguments)
-            admin_partition.seal(
-                self._server, sealing, lambda fences: self._answer_admin(connection, correlation, fences)
+        if self._server.cluster.take(connection, correlation, request):
+            return
+        if request.operation in admin_partition.ORDERS:
+            admin_partition.order(
+                self._server,
+                request.operation,
+                request.arguments,
+                lambda result: self._answer_admin(connection, correlation, result),
             )
             return
         result, changes = admin.run(self._server, request.operation, request.arguments)

@@ -57,6 +57,8 @@ class Action(IntEnum):
     #: A strand waits until somebody decides, or goes on.
     PARK = 17
     RESUME = 18
+    #: What a strand has not done of what it has come by.
+    RETURN = 19
 
 
 #: What these are about is not a range of rows.

@@ -37,7 +37,20 @@ class StrandState(msgspec.Struct, array_like=True):
 class Strand:
     """See the module."""
 
-    __slots__ = ("held", "id", "key", "leaving", "lps", "next", "owner", "parked", "returned", "waiting", "without")
+    __slots__ = (
+        "held",
+        "id",
+        "key",
+        "leaving",
+        "limit",
+        "lps",
+        "next",
+        "owner",
+        "parked",
+        "returned",
+        "waiting",
+        "without",
+    )
 
     def __init__(self, number: int, lps: LpSet, start: int, key: int | None = None) -> None:
         self.id = number
@@ -58,6 +71,8 @@ class Strand:
         self.owner = 0
         #: Somebody else is to have it: its owner gets nothing new.
         self.leaving = False
+        #: Its owner wants what is below only; 0: all.
+        self.limit = 0
         #: A dead letter holds the key's place until somebody decides what becomes of it.
         self.parked = False
 
@@ -84,6 +99,10 @@ class Strand:
         if held is None:
             held = self.held[tag] = Ranges()
         held.add(start, end, attempt)
+
+    def until(self, end: int) -> int:
+        """What is wanted of [.., end) ends here."""
+        return min(end, self.limit) if self.limit else end
 
     def in_hands(self, tag: int, start: int, end: int) -> list[Range]:
         """What its owner was handed under a tag, in [start, end)."""
@@ -154,7 +173,7 @@ class Strand:
         part.held = {tag: Ranges(held) for tag, held in self.held.items()}
         part.returned = Ranges(self.returned)
         part.waiting = Waiting(self.waiting)
-        part.owner, part.leaving = self.owner, self.leaving
+        part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
         if key is None:
             self.lps = self.lps & ~lps
             part.without = {each for each in self.without if lps[each % len(lps)]}
@@ -169,6 +188,7 @@ class Strand:
             self.next == other.next
             and self.owner == other.owner
             and self.leaving == other.leaving
+            and self.limit == other.limit
             and not (self.parked or other.parked or self.waiting or other.waiting)
             and list(self.returned) == list(other.returned)
             and self._hands() == other._hands()
@@ -178,27 +198,12 @@ class Strand:
         return {tag: list(held) for tag, held in self.held.items()}
 
     def join(self, other: Strand) -> None:
-        """Take over the rows of another one, which have not come further than both say."""
+        """Take over the rows of another one, which has come equally far."""
         if other.key is None:
             self.lps = self.lps | other.lps
             self.without |= other.without
         else:
             self.without.discard(other.key)
-        # Where they differ, because a replay does not know what was handed out, what either has not done is not done.
-        low, high = sorted((self.next, other.next))
-        for piece in [*other.returned, Range(low, high, 0)]:
-            if not self.returned.overlap(piece.start, piece.end):
-                self.returned.add(*piece)
-            else:
-                self._add_missing(piece)
-        self.next = high
-
-    def _add_missing(self, piece: Range) -> None:
-        start = piece.start
-        for first, last, _ in self.returned.overlap(piece.start, piece.end):
-            self.returned.add(start, first, piece.attempt)
-            start = last
-        self.returned.add(start, piece.end, piece.attempt)
 
     # --- what follows ---------------------------------------------------------------------------
 

@@ -1,25 +1,24 @@
 """Ordered consumers in a test's hands: what a client does with locks, rows and acks, step by step.
 
 An ``Owner`` keeps the rules of a client: it handles a row only while it has the lock of its logical partition, a key's
-rows one after another, gives back what it has not begun with when a lock leaves, and names what it holds when it attaches.
+rows one after another, gives back what it has not begun with when a lock leaves, and names what it holds when it comes
+back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from plait.broker.group import Failure
 from plait.broker.leases import Leased
 from plait.broker.ordered import OrderedGroup
 from plait.client.rows import hash_keys
-from plait.errors import StaleSession
 from plait.frame.columns import Column
-from plait.frame.lp import key_hashes, lp_of_key, lps_of
+from plait.frame.lp import key_hashes, lps_of
 from plait.frame.view import frames_in
 from plait.storage.catalog import SubjectSettings
-from tests.support.broker_node import Node, Producer, Pulled, Sent
+from tests.support.broker_node import Node, Producer, Sent
 
 SUBJECT, GROUP = "orders", "billing"
 
@@ -60,7 +59,7 @@ class Owner:
         self.node = node
         self.client = client
         self.settings = settings
-        self.wants: list[tuple[int, int, int]] = []
+        self.wants: list[tuple[int, int, int, int]] = []
         self.rows: list[Held] = []
         self.rights: dict[int, int] = {}
         self.lease_until = 0.0
@@ -84,10 +83,10 @@ class Owner:
     def valid(self) -> bool:
         return self.node.clock.monotonic() < self.lease_until
 
-    def lease(self, wants: list[tuple[int, int, int]] | None = None) -> Leased:
+    def lease(self, wants: Sequence[tuple[int, ...]] | None = None) -> Leased:
         """Ask for locks, and do what follows from the answer."""
         if wants is not None:
-            self.wants = wants
+            self.wants = [(each[0], each[1], each[2], each[3] if len(each) > 3 else 0) for each in wants]
         asked = self.node.clock.monotonic()
         leased = self.node.broker.leases.ask(self.consumer, self.wants, [], [])
         self.node.turn()
@@ -159,11 +158,11 @@ class Owner:
         return bool(answered)
 
     def nack(self, row: Held, delay: float | None = 0.0, **failure: Any) -> None:
-        """It failed; what is behind it of its key is not ours any more, if it holds its key."""
+        """It failed; if it holds its key, what is behind it is not ours any more, and that is said too."""
         self.rows.remove(row)
-        if self.group.strict and row.key:
-            self.rows = [each for each in self.rows if each.key != row.key or each.sequence < row.sequence]
         self._nack([row], Failure(delay, **failure))
+        if self.group.strict and row.key:
+            self.give_back([each for each in self.rows if each.key == row.key and each.sequence > row.sequence])
 
     def give_back(self, rows: list[Held]) -> None:
         """Nobody began with them."""

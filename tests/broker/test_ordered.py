@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from plait.errors import GroupMismatch, InvalidArgument
+from plait.broker import sealing
+from plait.errors import GroupMismatch, InvalidArgument, StaleRoute
 from plait.frame.lp import lp_of_key
 from plait.retry import Retry
+from plait.storage.catalog import SubjectSettings
 from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed, make_subject
-from tests.support.broker_node import Node, Producer
+from tests.support.broker_node import Node, Producer, Sent
 
 ALL = [(0, 1024, 1)]
 
@@ -167,7 +169,7 @@ def test_floors_fence_out_epochs_that_a_power_loss_took_from_the_log():
     node.broker.leases.waits_for_floors = True
     owner = Owner(node, "c1")
     assert owner.lease([(0, 1024, 5)]).owned == []
-    node.broker.leases.set_floors({(SUBJECT, GROUP): 7})
+    node.broker.leases.set_floors({(SUBJECT, GROUP): [(0, 1024, 7)]})
     assert owner.lease([(0, 1024, 6)]).owned == []
     assert owner.lease([(0, 1024, 7)]).owned == [(0, 1024, 7)]
 
@@ -258,26 +260,46 @@ def test_skip_goes_on_behind_the_message_that_failed_which_stays_a_dead_letter()
     assert not owner.group.resume(key, node.broker, skip=True)
 
 
-def test_a_sealed_logical_partition_is_drained_when_all_of_it_is_done():
-    from plait.broker import sealing
-
+def test_what_is_wanted_up_to_a_fence_is_drained_when_all_below_is_done_and_nothing_behind_it_is_handed_out():
     node = node_with()
-    keyed(node, Producer(5), [("a", b"1"), ("b", b"2")])
-    owner = Owner(node, "c1")
-    owner.lease(ALL)
+    producer = Producer(5)
+    keyed(node, producer, [("a", b"1"), ("b", b"2")])
     fences: list = []
     sealing.seal(node.broker, SUBJECT, [(0, 1024)], 2, fences.extend)
     node.turn()
     assert fences == [(0, 1024, 2)]
-    lp = lp_of_key("a")
-    leased = owner.lease()
-    assert (0, 1024) not in leased.drained
-    rows = owner.pull()
-    owner.ack(*[row for row in rows if row.key == "a"])
-    covered = {each for first, end in owner.lease().drained for each in range(first, end)}
-    assert lp not in covered or lp_of_key("b") not in covered
-    owner.ack(*owner.rows)
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 3, SubjectSettings(order="strict"))
+    keyed(node, producer, [("a", b"3"), ("b", b"4")])
+    owner = Owner(node, "c1")
+    assert owner.lease([(0, 1024, 1, 2)]).drained == []
+    rows = owner.pull_all()
+    assert bodies(rows) == [b"1", b"2"]
+    owner.ack(rows[0])
+    drained = {each for first, end in owner.lease().drained for each in range(first, end)}
+    assert lp_of_key("b") not in drained
+    owner.ack(rows[1])
     assert owner.lease().drained == [(0, 1024)]
+    assert owner.pull_all() == []
+    owner.lease(ALL)
+    assert bodies(owner.pull_all()) == [b"3", b"4"]
+
+
+def test_a_sealed_partition_refuses_what_is_new_and_knows_what_it_has():
+    node = node_with()
+    producer = Producer(5)
+    sent = keyed(node, producer, [("a", b"1")])
+    sealing.seal(node.broker, SUBJECT, [(lp_of_key("a"), lp_of_key("a") + 1)], 2, lambda _: None)
+    node.turn()
+    again = node.submit(Sent(SUBJECT, sent.data, sent.bodies))
+    node.turn()
+    assert again.sequence == 0
+    refused = keyed(node, producer, [("a", b"2")])
+    assert isinstance(refused.error, StaleRoute)
+    assert refused.error.details["last"] == 1
+    other = next(f"k{i}" for i in range(1000) if lp_of_key(f"k{i}") != lp_of_key("a"))
+    assert keyed(node, Producer(6), [(other, b"3")]).sequence == 1
+    restarted = node.killed()
+    assert isinstance(keyed(restarted, Producer(8), [("a", b"4")]).error, StaleRoute)
 
 
 def test_a_member_that_asks_for_another_order_is_refused_with_both_named():

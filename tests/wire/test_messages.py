@@ -45,7 +45,7 @@ GOLDEN: list[tuple[m.Message, str]] = [
     (m.ReadReply(1, "s", 10), "9301a1730a"),
     (m.Admin("subject.list", {}), "92ac7375626a6563742e6c69737480"),
     (m.AdminReply(msgspec.Raw(b"\x90")), "9190"),
-    (m.Lease(1, [(0, 512, 7)], [5], [6]), "9401919300cd02000791059106"),
+    (m.Lease(1, [(0, 512, 7, 9)], [5], [6]), "9401919400cd0200070991059106"),
     (
         m.Leased(10.0, 3, [(0, 512, 7)], [(512, 513)], [(0, 1)], [(9, 10, 8)], [5]),
         "97cb402400000000000003919300cd0200079192cd0200cd0201919200019193090a089105",
@@ -61,7 +61,7 @@ GOLDEN: list[tuple[m.Message, str]] = [
             [(0, 512, [(0, 7), (1, None)]), (512, 1024, [(0, None)])],
             {"g1": (["plait://a:1"], "RW")},
         ),
-        "96a17302a67374726963749292a173a2673192a3732331a26732929300cd0200929200079201c093cd0200cd0400919200c081a267319291ab706c6169743a2f2f613a31a25257",
+        "97a17302a67374726963749292a173a2673192a3732331a26732929300cd0200929200079201c093cd0200cd0400919200c081a267319291ab706c6169743a2f2f613a31a2525790",
     ),
     (m.Beat("c", [("s", "g", True)], 5, 10.0, False), "95a1639193a173a167c305cb4024000000000000c2"),
     (
@@ -91,6 +91,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     Retry | None: st.none() | st.builds(Retry, first=st.floats(0, 1e6), steps=st.tuples(st.floats(0, 1e6))),
     list[tuple[int, int, int]]: triples,
     list[int]: st.lists(numbers, max_size=4),
+    list[m.LpWant]: st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=4),
     list[tuple[int, int]]: st.lists(st.tuples(numbers, numbers), max_size=4),
     list[tuple[str, str]]: st.lists(st.tuples(texts, texts), max_size=4),
     list[m.LpHistory]: st.lists(
