@@ -10,7 +10,7 @@ until somebody resumes it or skips the message. Otherwise what failed waits by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise, repeat
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from plait.broker.keys import FrameKeys
 from plait.broker.locks import Locks, Standing, Want, epochs_of
 from plait.broker.partition import Partition
 from plait.broker.strands import Strands
+from plait.broker.waiting import Waiter
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
 from plait.frame.columns import Column
@@ -294,6 +295,13 @@ class OrderedGroup(Group):
                 self._serve(by_next[place], start, end, 0, taking, journal)
         delivery = taking.delivery
         return delivery if delivery.count or taking.looked >= LOOK_MAX else None
+
+    def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
+        """Give rows to waiting pulls: each gets its own, so that there are none for one says nothing of the others."""
+        for waiter in list(self.waiters):
+            delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)
+            if delivery is not None and waiter.leave():
+                send(waiter, delivery)
 
     def _troubled(self, strand: Strand) -> bool:
         """A key that has not caught up with its logical partition."""

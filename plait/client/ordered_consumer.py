@@ -169,15 +169,16 @@ class OrderedConsumer(Consumer):
             return
         clients = {c.partition: c for c in self._clients if isinstance(c, OrderedPullClient)}
         listed = [clients.get(partition) for partition in route.partitions]
-        drained = [no_lps() if client is None else client.rights.drained for client in listed]
+        nothing = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        done = [nothing if client is None else client.rights.done for client in listed]
         parked = [frozenset[int]() if client is None else client.rights.parked for client in listed]
-        chosen = wanted(route, self._mine, drained, parked)
+        chosen = wanted(route, self._mine, done, parked)
         before = parked_before(route, parked)
         left = left_behind(route)
-        for client, lps, gone, keys in zip(listed, chosen, left, before, strict=True):
+        for client, some, gone, keys in zip(listed, chosen, left, before, strict=True):
             if client is not None:
-                client.gated = lps & gone
-                client.want(lps, self._epochs, {key for key in keys if lps[key % LOGICAL_PARTITIONS]})
+                client.gated = some.lps & gone
+                client.want(some, self._epochs, {key for key in keys if some.lps[key % LOGICAL_PARTITIONS]})
 
     # --- how long messages take -----------------------------------------------------------------
 
