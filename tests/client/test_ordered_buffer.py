@@ -21,6 +21,7 @@ from plait.frame.lp import NO_KEY_HASH, lp_set
 from plait.wire import messages as m
 from tests.frame.samples import Draft
 
+NO_END = np.zeros(1024, np.int64)
 PLACE = PartitionName("s", "g1")
 #: Hashes of keys that are told apart by what is above the bits of the logical partition.
 KEYS = [int(NO_KEY_HASH), *(n << 10 | n for n in range(1, 6))]
@@ -34,7 +35,7 @@ class Bench:
         self.rights = Rights(self.clock)
         self.rights.attached(m.Attached(1, 1, "s", "g", 1, 10.0, 1))
         everything = lp_set([(0, 1024)])
-        self.rights.granted(m.Leased(10.0, 1, [(0, 1024, 5)]), self.clock.monotonic(), everything, everything)
+        self.rights.granted(m.Leased(10.0, 1, [(0, 1024, 5)]), self.clock.monotonic(), everything, NO_END, everything)
         self.freed = 0
         self.buffer = OrderedBuffer(self._free)
         self.open: dict[OrderedDelivered, None] = {}
@@ -198,7 +199,7 @@ def test_the_epoch_is_that_of_the_lock_at_the_handing_out() -> None:
     assert first is not None
     first.ack()
     everything = lp_set([(0, 1024)])
-    bench.rights.granted(m.Leased(10.0, 2, [(0, 1024, 6)]), bench.clock.monotonic(), everything, everything)
+    bench.rights.granted(m.Leased(10.0, 2, [(0, 1024, 6)]), bench.clock.monotonic(), everything, NO_END, everything)
     second = bench.buffer.next()
     assert second is not None
     assert (first.epoch, second.epoch) == (5, 6)
