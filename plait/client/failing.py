@@ -18,8 +18,7 @@ Said = tuple[OrderedDelivered, list[EpochRange], Nacks]
 class Failing:
     """The first failed row of each of some keys.
 
-    ``held``: somebody had begun with it. The broker takes back what is behind such a row by itself; what is behind one
-    that nobody began with has to be given back as well.
+    ``held``: somebody had begun with it, so that the broker holds the key until it comes again.
     """
 
     def __init__(self, keys: Hashes, sequences: npt.NDArray[np.int64], *, held: bool) -> None:

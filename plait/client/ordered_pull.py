@@ -17,7 +17,7 @@ from plait.client.delivered import Delivered
 from plait.client.leases import Wanted, wants
 from plait.client.node import Node
 from plait.client.ordered_buffer import OrderedBuffer
-from plait.client.ordered_delivered import BROKEN, DONE, OrderedDelivered, RowMask
+from plait.client.ordered_delivered import BROKEN, OrderedDelivered, RowMask
 from plait.client.pull_client import Feed, PullClient, Terms, ignore
 from plait.client.rights import LpEpochs, Numbers, Rights, no_lps
 from plait.client.settling import Piece, Settling, nack_pieces
@@ -257,16 +257,7 @@ class OrderedPullClient(PullClient):
                 continue
             failing.came_again(delivered)
             behind = failing.behind(delivered)
-            if behind is None:
-                continue
-            if failing.held:
-                # The broker takes them back by itself.
-                delivered.states[behind] = DONE
-                delivered.close_rows(behind)
-                back &= ~behind
-                if not delivered.open_count:
-                    self.settled(delivered)
-            else:
+            if behind is not None:
                 back |= behind
         return back if delivered.rows_done is None else back & ~delivered.rows_done
 

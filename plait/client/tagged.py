@@ -59,9 +59,7 @@ class TaggedPending:
             assert isinstance(delivered, OrderedDelivered)
             behind = failing.behind(delivered)
             if behind is not None:
-                runs = delivered.close_rows(behind)
-                if not failing.held:
-                    said.append((delivered, [], {UNBEGUN: runs}))
+                said.append((delivered, [], {UNBEGUN: delivered.close_rows(behind)}))
         return said
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
@@ -130,10 +128,9 @@ def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], 
         return frame.runs(mask & ~behind)
 
     acks, kept = ahead(acks), {failed: ahead(runs) for failed, runs in nacks.items()}
-    if not failing.held:
-        # Nobody had begun with what is before them, nor takes it back by itself.
-        back |= mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count)
-        kept[UNBEGUN] = frame.runs(back)
+    # The broker hears of every row that came.
+    back |= mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count)
+    kept[UNBEGUN] = frame.runs(back)
     return frame, acks, kept
 
 
