@@ -123,6 +123,8 @@ def allocate(members: Sequence[str], present: Allocation | None) -> Allocation:
 
 def _renumbered(present: Allocation, members: tuple[str, ...]) -> Numbers:
     """The present owners as indexes of ``members``; -1 for those who left."""
-    index = {member: at for at, member in enumerate(members)}
-    numbers = np.array([*(index.get(member, -1) for member in present.members), -1], dtype=np.int64)
-    return numbers[present.owners]
+    index = dict(zip(members, range(len(members)), strict=True))
+    numbers = [index.get(member, -1) for member in present.members]
+    # Nobody is nobody still.
+    numbers.append(-1)
+    return np.array(numbers, dtype=np.int64)[present.owners]
