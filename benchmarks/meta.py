@@ -30,7 +30,7 @@ class Size(NamedTuple):
 
 def allocation(smoke: bool) -> Iterator[Result]:
     """Of every group one member leaves at the same moment."""
-    size = Size(20, 4, 2) if smoke else Size(1_000, 100, 10)
+    size = Size(20, 8, 2) if smoke else Size(1_000, 100, 10)
     with tempfile.TemporaryDirectory() as directory:
         store = Store(Database(f"sqlite:///{directory}/meta.db"), cluster="benchmark")
         service = MetaService(store, SystemClock())
