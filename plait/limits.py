@@ -103,6 +103,12 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
     #: each); it gets nothing new above it.
     kept_messages: int = 500_000
+    #: Keys of one ordered group that failed and hold their place, or are parked; it gets nothing new above it.
+    held_keys: int = 10_000
+    #: An ordered consumer has its locks for this long after it asked for them last...
+    lease_seconds: float = 10.0
+    #: ...and the broker counts a little longer, so that no clock that goes a little faster is a danger.
+    lease_margin_seconds: float = 0.5
     #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
     schedule_settled: int = 1_000_000
     #: Producers remembered for idempotence; the longest silent goes first.
@@ -176,6 +182,15 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_frames: int = 16
     #: A send that has no answer after this raises ``Timeout``.
     send_seconds: float = 30.0
+    #: First and longest pause before what a broker refused is sent again, and before a route is asked for again.
+    send_retry_first_seconds: float = 0.05
+    send_retry_max_seconds: float = 1.0
+    #: Partitions that a refused send is tried on, where it may go elsewhere.
+    send_attempts: int = 3
+    #: A broker that was not reached for this long has its rows sent elsewhere, where they may go elsewhere.
+    unreached_seconds: float = 2.0
+    #: Routes are looked at again this often, though nobody found that they lead nowhere.
+    route_seconds: float = 30.0
     #: Connecting, the handshake and admin requests.
     request_seconds: float = 10.0
     #: First and longest pause between attempts to reconnect.
@@ -193,5 +208,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     pull_bytes: int = 1 * MIB
     #: How long one long poll waits at the server before it is asked again.
     pull_wait_seconds: float = 20.0
+    #: Opening a consumer waits so long for the rest of its partitions once it has one of them; they follow later.
+    attach_seconds: float = 1.0
+    #: An ordered consumer whose user has had a message for this long gives its locks up.
+    handling_seconds: float = 900.0
     #: ``App``: how long handlers may go on after SIGTERM before they are cancelled and their messages given back.
     drain_seconds: float = 30.0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes
+from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes
 from plait.cli.output import (
     print_facts,
     print_json,
@@ -59,12 +59,19 @@ def list_letters(
     error_type: Type = None,
     handler: Handler = None,
     before: Before = None,
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
     """List the groups that have dead letters, or a group's letters."""
     if subject is None or group is None:
-        given = {"--limit": limit, "--type": error_type, "--handler": handler, "--before": before}
+        given = {
+            "--limit": limit,
+            "--type": error_type,
+            "--handler": handler,
+            "--before": before,
+            "--partition": partition,
+        }
         for option, value in given.items():
             if value is not None:
                 raise InvalidArgument(f"{option} is for the letters of one group; name the group too")
@@ -72,11 +79,14 @@ def list_letters(
         return
     select = _select((), error_type, handler, before)
     limit = LIMIT if limit is None else limit
-    letters = with_client(server, lambda client: client.admin.dead_letters(subject, group, limit=limit, **select))
+    letters = with_client(
+        server,
+        lambda client: client.admin.dead_letters(subject, group, partition=partition, limit=limit, **select),
+    )
     if output == "json":
         print_json([fields_of(letter) for letter in letters])
         return
-    columns = ("sequence", "died", "attempts", "type", "handler", "reason", "key", "size", "message id")
+    columns = ("sequence", "died", "attempts", "type", "handler", "reason", "key", "size", "message id", "partition")
     rows = (
         (
             str(letter.sequence),
@@ -88,6 +98,7 @@ def list_letters(
             "-" if letter.key is None else printable(letter.key),
             words_of_size(letter.size),
             str(letter.message_id),
+            str(letter.partition),
         )
         for letter in letters
     )
@@ -112,11 +123,12 @@ def show(
     sequence: Annotated[int, Parameter(help="The letter's sequence.")],
     /,
     *,
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
     """Show everything about one dead letter."""
-    letter = with_client(server, lambda client: client.admin.dead_letter(subject, group, sequence))
+    letter = with_client(server, lambda client: client.admin.dead_letter(subject, group, sequence, partition=partition))
     if output == "json":
         print_json(fields_of(letter))
         return
@@ -125,6 +137,7 @@ def show(
         [
             ("subject", letter.subject),
             ("group", letter.group),
+            ("partition", str(letter.partition)),
             ("sequence", str(letter.sequence)),
             ("message id", str(letter.message_id)),
             ("key", "-" if letter.key is None else printable(letter.key)),
@@ -147,9 +160,17 @@ def show(
 
 
 @app.command
-def reasons(subject: Subject, group: Group, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+def reasons(
+    subject: Subject,
+    group: Group,
+    /,
+    *,
+    partition: Partition = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
     """Count a group's dead letters by what they died of."""
-    found = with_client(server, lambda client: client.admin.dead_reasons(subject, group))
+    found = with_client(server, lambda client: client.admin.dead_reasons(subject, group, partition=partition))
     if output == "json":
         print_json(found)
         return
@@ -180,12 +201,13 @@ def resend(
     rate: Rate = None,
     every: All = False,
     dry_run: DryRun = False,
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
     """Deliver dead letters to their group again, and to no other."""
     select = _selected("resend", every, _select(sequences, error_type, handler, before))
-    work = WorkingOff("resend", subject, group, select, rate, dry_run=dry_run, json=output == "json")
+    work = WorkingOff("resend", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
     with_client(server, work.run)
 
 
@@ -202,6 +224,7 @@ def purge(
     every: All = False,
     dry_run: DryRun = False,
     yes: Yes = False,
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
@@ -217,7 +240,7 @@ def purge(
         sys.stderr.flush()
         if sys.stdin.readline().strip() != group:
             raise InvalidArgument("not purged")
-    work = WorkingOff("purge", subject, group, select, rate, dry_run=dry_run, json=output == "json")
+    work = WorkingOff("purge", subject, group, select, rate, partition, dry_run=dry_run, json=output == "json")
     with_client(server, work.run)
 
 
@@ -231,6 +254,7 @@ class WorkingOff:
         group: str,
         select: dict[str, Any],
         rate: float | None,
+        partition: str | None,
         *,
         dry_run: bool,
         json: bool,
@@ -240,6 +264,7 @@ class WorkingOff:
         self._group = group
         self._select = select
         self._rate = rate
+        self._partition = partition
         self._dry_run = dry_run
         self._json = json
         self._count = 0
@@ -252,7 +277,9 @@ class WorkingOff:
         total = next((queue.count for queue in queues if queue.group == self._group), 0)
         try:
             with Steps() as steps:
-                steps.step(f"{self._what} dead letters of {self._group}", None if self._select else total)
+                steps.step(
+                    f"{self._what} dead letters of {self._group}", None if self._select or self._partition else total
+                )
 
                 def progress(count: int) -> None:
                     self._count = count
@@ -261,6 +288,7 @@ class WorkingOff:
                 count = await work(
                     self._subject,
                     self._group,
+                    partition=self._partition,
                     rate=self._rate,
                     dry_run=self._dry_run,
                     progress=progress,
@@ -327,6 +355,7 @@ def fields_of(letter: DeadLetter) -> dict[str, Any]:
     fields: dict[str, Any] = {
         "subject": letter.subject,
         "group": letter.group,
+        "partition": str(letter.partition),
         "sequence": letter.sequence,
         "message_id": str(letter.message_id),
         "key": letter.key,

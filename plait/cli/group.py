@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import App, Parameter
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server
+from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server
 from plait.cli.output import print_facts, print_json, print_table
 
 if TYPE_CHECKING:
@@ -25,11 +25,12 @@ def list_groups(
     subject: Annotated[str | None, Parameter(help="Only the groups of this subject.")] = None,
     /,
     *,
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
     """List the groups of a subject, or of all."""
-    groups = with_client(server, lambda client: client.admin.groups(subject))
+    groups = with_client(server, lambda client: client.admin.groups(subject, partition=partition))
     if output == "json":
         print_json(groups)
     else:
@@ -37,9 +38,17 @@ def list_groups(
 
 
 @app.command
-def describe(subject: Subject, group: Group, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
-    """Describe a group and its consumers."""
-    found = with_client(server, lambda client: client.admin.group(subject, group))
+def describe(
+    subject: Subject,
+    group: Group,
+    /,
+    *,
+    partition: Partition = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Describe a group and its consumers; over several partitions, or in one of them."""
+    found = with_client(server, lambda client: client.admin.group(subject, group, partition=partition))
     if output == "json":
         print_json(found)
         return
@@ -78,11 +87,12 @@ def reset(
             help="earliest, latest, a sequence, -5m before now, or a time such as 2025-01-31T12:00.",
         ),
     ],
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
     """Move a group that has no live consumers."""
-    sequence = with_client(server, lambda client: client.admin.reset_group(subject, group, to))
+    sequence = with_client(server, lambda client: client.admin.reset_group(subject, group, to, partition=partition))
     if output == "json":
         print_json({"subject": subject, "group": group, "next": sequence})
     else:

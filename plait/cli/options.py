@@ -13,6 +13,9 @@ from plait.limits import GIB, KIB, MIB
 
 Server = Annotated[str, Parameter(env_var="PLAIT_SERVER", help="The node to talk to: plait://host:port.")]
 Output = Annotated[Literal["table", "json"], Parameter(name=("--output", "-o"), help="For people or for programs.")]
+Partition = Annotated[
+    str | None, Parameter(help="The partition that is meant, as name@group; where the subject has several.")
+]
 Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", show_default=False)]
 
 DEFAULT_SERVER = "plait://127.0.0.1:7450"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server, delay_of, time_of
+from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, delay_of, time_of
 from plait.cli.output import exactly, print_facts, print_json, print_table, printable, words_of_size
 from plait.errors import InvalidArgument, NotScheduled
 
@@ -37,15 +37,19 @@ def list_scheduled(
     start: Start = None,
     end: End = None,
     limit: Annotated[int, Parameter(help="At most so many.")] = 100,
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
     """List a subject's messages that wait for their time, the next one first."""
-    found = with_client(server, lambda client: client.admin.scheduled(subject, start=start, end=end, limit=limit))
+    found = with_client(
+        server,
+        lambda client: client.admin.scheduled(subject, partition=partition, start=start, end=end, limit=limit),
+    )
     if output == "json":
         print_json([_fields(message) for message in found])
         return
-    columns = ("number", "deliver at", "key", "size", "message id")
+    columns = ("number", "deliver at", "key", "size", "message id", "partition")
     rows = (
         (
             str(message.number),
@@ -53,6 +57,7 @@ def list_scheduled(
             "-" if message.key is None else printable(message.key),
             words_of_size(message.size),
             str(message.message_id),
+            str(message.partition),
         )
         for message in found
     )
@@ -86,13 +91,20 @@ def count(
 
 @app.command
 def cancel(
-    subject: Subject, number: Number, deliver_at: At, /, *, server: Server = DEFAULT_SERVER, output: Output = "table"
+    subject: Subject,
+    number: Number,
+    deliver_at: At,
+    /,
+    *,
+    partition: Partition = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
 ) -> None:
     """Call a message off: it is never delivered."""
     at = time_of(deliver_at)
 
     async def work(client: Client) -> None:
-        if not await client.admin.cancel_scheduled(subject, number, at):
+        if not await client.admin.cancel_scheduled(subject, number, at, partition=partition):
             raise NotScheduled(f"number {number} of {subject!r} is not scheduled for {exactly(at)} (any more)")
 
     with_client(server, work)
@@ -111,6 +123,7 @@ def move(
     *,
     delay: Annotated[str | None, Parameter(help="So long from now: 10s, 5m, level3.")] = None,
     to: Annotated[str | None, Parameter(help="At this time, such as 2025-01-31T12:00.")] = None,
+    partition: Partition = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
@@ -123,7 +136,7 @@ def move(
     at = time_of(deliver_at)
     now = -(-time.time_ns() // 1000)
     due = to_datetime(due_of(None if delay is None else delay_of(delay), None if to is None else time_of(to), now))
-    new = with_client(server, lambda client: client.admin.reschedule(subject, number, at, to=due))
+    new = with_client(server, lambda client: client.admin.reschedule(subject, number, at, to=due, partition=partition))
     if output == "json":
         print_json({"subject": subject, "number": new, "deliver_at": due})
     else:
@@ -133,6 +146,7 @@ def move(
 def _fields(message: ScheduledMessage) -> dict[str, Any]:
     return {
         "subject": message.subject,
+        "partition": str(message.partition),
         "number": message.number,
         "deliver_at": message.deliver_at,
         "message_id": str(message.message_id),

@@ -29,15 +29,16 @@ Name = Annotated[str, Parameter(help="The subject's name.")]
 
 @app.command(name="list")
 def list_subjects(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
-    """List all subjects."""
+    """List all subjects, a line for each partition."""
     subjects = with_client(server, lambda client: client.admin.subjects())
     if output == "json":
         print_json(subjects)
         return
-    columns = ("subject", "messages", "size", "first", "end", "groups", "kept for", "created")
+    columns = ("subject", "partition", "messages", "size", "first", "end", "groups", "kept for", "created")
     rows = (
         (
             s.subject,
+            s.partition,
             f"{s.count:,}",
             words_of_size(s.size),
             str(s.start),
@@ -48,17 +49,24 @@ def list_subjects(*, server: Server = DEFAULT_SERVER, output: Output = "table") 
         )
         for s in subjects
     )
-    print_table(columns, rows, right=columns[1:6])
+    print_table(columns, rows, right=columns[2:7])
 
 
 @app.command
 def describe(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
-    """Describe a subject and its groups."""
+    """Describe a subject, its partitions and its groups."""
     details = with_client(server, lambda client: client.admin.subject(subject))
     if output == "json":
         print_json(details)
         return
     _print_subject(details.subject)
+    if len(details.partitions) > 1:
+        columns = ("partition", "messages", "size", "first", "end", "groups")
+        rows = (
+            (p.partition, f"{p.count:,}", words_of_size(p.size), str(p.start), str(p.end), str(p.groups))
+            for p in details.partitions
+        )
+        print_table(columns, rows, right=columns[1:])
     if details.groups:
         from plait.cli.group import print_groups
 
@@ -106,13 +114,15 @@ def delete(subject: Name, /, *, yes: Yes = False, server: Server = DEFAULT_SERVE
 
 
 def _print_subject(subject: SubjectInfo) -> None:
+    several = "," in subject.partition
     print_facts(
         [
             ("subject", subject.subject),
-            ("partition", subject.partition),
+            ("partitions" if several else "partition", subject.partition),
             ("messages", f"{subject.count:,}"),
             ("size", words_of_size(subject.size)),
-            ("sequences", f"{subject.start} up to {subject.end}"),
+            # Each partition has sequences of its own.
+            *([] if several else [("sequences", f"{subject.start} up to {subject.end}")]),
             ("kept for", words_of_seconds(subject.retention_seconds)),
             ("kept at least", "-" if subject.retention_bytes is None else words_of_size(subject.retention_bytes)),
             ("groups", str(subject.groups)),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import msgspec
 
 from plait.client.arguments import Duration, Start, seconds_of, start_of
+from plait.client.calls import Partition
 from plait.client.dead import DeadAdmin
 from plait.client.schedule import ScheduleAdmin
+from plait.errors import InvalidArgument
 from plait.retry import Retry
 
 
 class SubjectInfo(msgspec.Struct, frozen=True):
-    """A subject. Times are microseconds since 1970, sizes bytes."""
+    """A subject, or one partition of it. Times are microseconds since 1970, sizes bytes."""
 
     subject: str
     partition: str
@@ -57,25 +60,37 @@ class GroupInfo(msgspec.Struct, frozen=True):
     dead: int = 0
 
 
+#: What is added up over the partitions of a subject: all its numbers. Who is online at several of them is so once.
+_GROUP_SUMS: Final = [f.name for f in msgspec.structs.fields(GroupInfo) if f.type is int and f.name != "online"]
+
+
 class SubjectDetails(msgspec.Struct, frozen=True):
-    """A subject with its groups."""
+    """A subject with its groups; with several partitions, what is said of it and of them is the sum over all."""
 
     subject: SubjectInfo
     groups: list[GroupInfo]
+    #: The same for each partition.
+    partitions: list[SubjectInfo] = []
 
 
 class Admin(DeadAdmin, ScheduleAdmin):
-    """What ``plait subject``, ``plait group``, ``plait dlq`` and ``plait schedule`` do, as methods."""
+    """What ``plait subject``, ``plait group``, ``plait dlq`` and ``plait schedule`` do, as methods.
+
+    Where a subject has several partitions, ``partition`` names the one that is meant: "name@group".
+    """
 
     async def subjects(self) -> list[SubjectInfo]:
-        """All subjects by name."""
-        result: list[SubjectInfo] = await self._run("subject.list", list[SubjectInfo])
-        return result
+        """All subjects by name, an entry for each partition."""
+        found = [info for each in await self._everywhere("subject.list", list[SubjectInfo]) for info in each]
+        return sorted(found, key=lambda info: (info.subject, info.partition))
 
     async def subject(self, subject: str) -> SubjectDetails:
-        """A subject and its groups."""
-        result: SubjectDetails = await self._run("subject.describe", SubjectDetails, subject=subject)
-        return result
+        """A subject, its partitions and its groups."""
+        answers = await self._each(await self._places(subject), "subject.describe", SubjectDetails)
+        details: list[SubjectDetails] = [answer for _, answer in answers]
+        groups = merged_groups([group for each in details for group in each.groups])
+        partitions = [each.subject for each in details]
+        return SubjectDetails(merged_subject(partitions, len(groups)), groups, partitions)
 
     async def create_subject(
         self, subject: str, *, retention: Duration | None = None, retention_bytes: int | None = None
@@ -95,23 +110,79 @@ class Admin(DeadAdmin, ScheduleAdmin):
         """Delete a subject with its messages and groups, for good."""
         await self._run("subject.delete", None, subject=subject)
 
-    async def groups(self, subject: str | None = None) -> list[GroupInfo]:
-        """The groups of a subject, or of all."""
-        result: list[GroupInfo] = await self._run("group.list", list[GroupInfo], subject=subject)
-        return result
+    async def groups(self, subject: str | None = None, *, partition: Partition | None = None) -> list[GroupInfo]:
+        """The groups of a subject, of one of its partitions, or of all subjects."""
+        if subject is None:
+            if partition is not None:
+                raise InvalidArgument(f"partition {str(partition)!r} is one of a subject; name the subject too")
+            found = [info for each in await self._everywhere("group.list", list[GroupInfo]) for info in each]
+        else:
+            answers = await self._each(await self._places(subject, partition), "group.list", list[GroupInfo])
+            found = [info for _, answer in answers for info in answer]
+        return merged_groups(found)
 
-    async def group(self, subject: str, group: str) -> GroupInfo:
-        """A group's progress."""
-        result: GroupInfo = await self._run("group.describe", GroupInfo, subject=subject, group=group)
-        return result
+    async def group(self, subject: str, group: str, *, partition: Partition | None = None) -> GroupInfo:
+        """A group's progress; with several partitions, the sum over them."""
+        places = await self._places(subject, partition)
+        [merged] = merged_groups([a for _, a in await self._each(places, "group.describe", GroupInfo, group=group)])
+        return merged
 
-    async def reset_group(self, subject: str, group: str, start: Start) -> int:
-        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
+    async def reset_group(self, subject: str, group: str, start: Start, *, partition: Partition | None = None) -> int:
+        """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from.
+
+        A sequence is one of a partition. Where several are moved, what it goes on from is the sum over them.
+        """
         position = start_of(start, self._now())
-        result: int = await self._run("group.reset", int, subject=subject, group=group, start=position)
-        return result
+        if not isinstance(position, str) and position[0] == "sequence":
+            places = [await self._place(subject, partition, "sequences")]
+        else:
+            places = await self._places(subject, partition)
+        answers = await self._each(places, "group.reset", int, group=group, start=position)
+        return sum(sequence for _, sequence in answers)
 
     async def server(self) -> dict[str, Any]:
         """Facts about the server."""
         result: dict[str, Any] = await self._run("server.describe", dict[str, Any])
         return result
+
+
+def merged_subject(partitions: list[SubjectInfo], groups: int) -> SubjectInfo:
+    """A subject from what its partitions say of it."""
+    if len(partitions) == 1:
+        return partitions[0]
+    return msgspec.structs.replace(
+        partitions[0],
+        partition=", ".join(each.partition for each in partitions),
+        groups=groups,
+        created=min(each.created for each in partitions),
+        **_sums(partitions, ("start", "end", "count", "size")),
+    )
+
+
+def merged_groups(found: list[GroupInfo]) -> list[GroupInfo]:
+    """One entry a group from what each partition says of it, by their names."""
+    together: dict[tuple[str, str], list[GroupInfo]] = {}
+    for info in found:
+        together.setdefault((info.subject, info.group), []).append(info)
+    return [_merged_group(together[key]) for key in sorted(together)]
+
+
+def _merged_group(parts: list[GroupInfo]) -> GroupInfo:
+    if len(parts) == 1:
+        return parts[0]
+    consumers: dict[str, ConsumerInfo] = {}
+    for consumer in (consumer for part in parts for consumer in part.consumers):
+        known = consumers.get(consumer.client, ConsumerInfo(consumer.client, False, 0))
+        consumers[consumer.client] = ConsumerInfo(
+            consumer.client, known.online or consumer.online, known.held + consumer.held
+        )
+    return msgspec.structs.replace(
+        parts[0],
+        consumers=list(consumers.values()),
+        online=sum(consumer.online for consumer in consumers.values()),
+        **_sums(parts, _GROUP_SUMS),
+    )
+
+
+def _sums(parts: Sequence[msgspec.Struct], fields: Iterable[str]) -> dict[str, int]:
+    return {field: sum(getattr(part, field) for part in parts) for field in fields}

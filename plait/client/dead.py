@@ -14,9 +14,9 @@ from typing import Any, Final, TypedDict, Unpack
 import msgspec
 
 from plait.client.arguments import is_number, limit_of, micros_of, sequences_of, shown, to_datetime
-from plait.client.calls import Calls
+from plait.client.calls import Calls, Partition, Place
 from plait.client.encoding import decode_headers, decode_tags
-from plait.client.types import HeaderValue, MessageId
+from plait.client.types import HeaderValue, MessageId, PartitionName
 from plait.errors import DeadLetterNotFound, InvalidArgument
 from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX
 from plait.reason import Reason, type_name
@@ -70,6 +70,8 @@ class DeadLetter(msgspec.Struct, frozen=True):
     last_time: datetime
     reason: Reason
     history: list[DeadHistory]
+    #: Where it is stored.
+    partition: PartitionName
 
 
 class DeadReason(msgspec.Struct, frozen=True):
@@ -185,18 +187,37 @@ class Selection(msgspec.Struct, frozen=True):
 
 
 class DeadAdmin(Calls):
-    """What ``plait dlq`` does, as methods."""
+    """What ``plait dlq`` does, as methods.
+
+    Sequences are those of a partition: where a subject has several, ``partition`` says which.
+    """
 
     async def dead_queues(self, subject: str | None = None) -> list[DeadQueue]:
         """The groups that have dead letters, of a subject or of all."""
-        found: list[DeadQueue] = await self._run("dlq.queues", list[DeadQueue], subject=subject)
-        return found
+        if subject is None:
+            answers = await self._everywhere("dlq.queues", list[DeadQueue])
+        else:
+            answers = [a for _, a in await self._each(await self._places(subject), "dlq.queues", list[DeadQueue])]
+        counts: dict[tuple[str, str], int] = {}
+        for queue in (queue for answer in answers for queue in answer):
+            counts[queue.subject, queue.group] = counts.get((queue.subject, queue.group), 0) + queue.count
+        return [DeadQueue(*key, counts[key]) for key in sorted(counts)]
+
+    async def _letter_places(self, subject: str, group: str, partition: Partition | None, by: Selection) -> list[Place]:
+        """The partitions whose letters are meant; those that the group never came to have none."""
+        if by.sequences is not None:
+            return [await self._place(subject, partition, "sequences")]
+        places = await self._places(subject, partition)
+        if len(places) == 1:
+            return places
+        return [place for place, _ in await self._each(places, "group.describe", msgspec.Raw, group=group)]
 
     async def dead_letters(
         self,
         subject: str,
         group: str,
         *,
+        partition: Partition | None = None,
         limit: int = 100,
         bodies: bool = False,
         **select: Unpack[Select],
@@ -206,48 +227,67 @@ class DeadAdmin(Calls):
         ``sequences``, ``type`` and ``handler`` of the reason and ``before``, a time, select among them.
         """
         limit = limit_of(limit)
+        selection = Selection.of(select)
+        places = await self._letter_places(subject, group, partition, selection)
+        if len(places) == 1:
+            return await self._letters_at(places[0], subject, group, limit, bodies, selection)
+        found = [
+            letter
+            for place in places
+            for letter in await self._letters_at(place, subject, group, limit, bodies, selection)
+        ]
+        found.sort(key=lambda letter: (letter.store_time, letter.partition, letter.sequence))
+        return found[:limit]
+
+    async def _letters_at(
+        self, place: Place, subject: str, group: str, limit: int, bodies: bool, selection: Selection
+    ) -> list[DeadLetter]:
         found: list[DeadLetter] = []
-        for part in Selection.of(select).parts():
+        for part in selection.parts():
             after: int | None = -1
             while after is not None and len(found) < limit:
                 page: _Letters = await self._run(
                     "dlq.list",
                     _Letters,
-                    subject=subject,
+                    at=place.node,
+                    subject=place.name.name,
                     group=group,
                     select=part,
                     after=after,
                     limit=min(limit - len(found), DEAD_LIST_MAX),
                     bodies=bodies,
                 )
-                found += [_letter(subject, group, letter) for letter in page.letters]
+                found += [_letter(subject, group, letter, place.name) for letter in page.letters]
                 after = page.next
         return found
 
-    async def dead_letter(self, subject: str, group: str, sequence: int) -> DeadLetter:
+    async def dead_letter(
+        self, subject: str, group: str, sequence: int, *, partition: Partition | None = None
+    ) -> DeadLetter:
         """One dead letter with its body; ``DeadLetterNotFound`` when there is none."""
-        found = await self.dead_letters(subject, group, limit=1, bodies=True, sequences=[sequence])
+        found = await self.dead_letters(subject, group, partition=partition, limit=1, bodies=True, sequences=[sequence])
         if not found:
             raise DeadLetterNotFound(f"message {sequence} of {subject!r} is no dead letter of group {group!r}")
         return found[0]
 
-    async def dead_reasons(self, subject: str, group: str) -> list[DeadReason]:
+    async def dead_reasons(self, subject: str, group: str, *, partition: Partition | None = None) -> list[DeadReason]:
         """Why a group's messages died: types of errors and handlers, the most frequent first."""
         merged: dict[tuple[str, str], _Reason] = {}
-        after: int | None = -1
-        while after is not None:
-            page: _Reasons = await self._run(
-                "dlq.reasons", _Reasons, subject=subject, group=group, after=after, limit=DEAD_PAGE_MAX
-            )
-            for part in page.reasons:
-                known = merged.setdefault((part.type, part.handler), part)
-                if known is not part:
-                    if part.last_time >= known.last_time:
-                        known.text = part.text
-                    known.count += part.count
-                    known.first_time = min(known.first_time, part.first_time)
-                    known.last_time = max(known.last_time, part.last_time)
-            after = page.next
+        for place in await self._letter_places(subject, group, partition, Selection()):
+            after: int | None = -1
+            while after is not None:
+                page: _Reasons = await self._run(
+                    "dlq.reasons",
+                    _Reasons,
+                    at=place.node,
+                    subject=place.name.name,
+                    group=group,
+                    after=after,
+                    limit=DEAD_PAGE_MAX,
+                )
+                for part in page.reasons:
+                    _add_reason(merged, part)
+                after = page.next
         ordered = sorted(merged.values(), key=lambda reason: (-reason.count, reason.type, reason.handler))
         return [
             DeadReason(r.type, r.handler, r.text, r.count, to_datetime(r.first_time), to_datetime(r.last_time))
@@ -259,6 +299,7 @@ class DeadAdmin(Calls):
         subject: str,
         group: str,
         *,
+        partition: Partition | None = None,
         rate: float | None = None,
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
@@ -269,33 +310,35 @@ class DeadAdmin(Calls):
         ``rate`` is so many a second at most; ``progress`` is called with the count so far; with ``dry_run`` they are
         only counted.
         """
-        return await self._work_off("dlq.resend", subject, group, Selection.of(select), rate, dry_run, progress)
+        selection = Selection.of(select)
+        rate = rate_of(rate)
+        pace = Pace(None if dry_run else rate, progress)
+        for place in await self._letter_places(subject, group, partition, selection):
+            await self._work_off("dlq.resend", place, group, selection, pace, dry_run)
+        return pace.count
 
     async def purge_dead(
         self,
         subject: str,
         group: str,
         *,
+        partition: Partition | None = None,
         rate: float | None = None,
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
         **select: Unpack[Select],
     ) -> int:
         """Give dead letters up for good; how many. The arguments are those of ``resend_dead``."""
-        return await self._work_off("dlq.purge", subject, group, Selection.of(select), rate, dry_run, progress)
+        selection = Selection.of(select)
+        rate = rate_of(rate)
+        pace = Pace(None if dry_run else rate, progress)
+        for place in await self._letter_places(subject, group, partition, selection):
+            await self._work_off("dlq.purge", place, group, selection, pace, dry_run)
+        return pace.count
 
     async def _work_off(
-        self,
-        operation: str,
-        subject: str,
-        group: str,
-        select: Selection,
-        rate: float | None,
-        dry_run: bool,
-        progress: Callable[[int], None] | None,
-    ) -> int:
-        rate = rate_of(rate)
-        pace = Pace(None if dry_run else rate)
+        self, operation: str, place: Place, group: str, select: Selection, pace: Pace, dry_run: bool
+    ) -> None:
         for part in select.parts():
             after: int | None = -1
             while after is not None:
@@ -303,7 +346,8 @@ class DeadAdmin(Calls):
                 page: _Done = await self._run(
                     operation,
                     _Done,
-                    subject=subject,
+                    at=place.node,
+                    subject=place.name.name,
                     group=group,
                     select=part,
                     after=after,
@@ -312,9 +356,16 @@ class DeadAdmin(Calls):
                 )
                 after = page.next
                 pace.did(page.count)
-                if progress is not None:
-                    progress(pace.count)
-        return pace.count
+
+
+def _add_reason(merged: dict[tuple[str, str], _Reason], part: _Reason) -> None:
+    known = merged.setdefault((part.type, part.handler), part)
+    if known is not part:
+        if part.last_time >= known.last_time:
+            known.text = part.text
+        known.count += part.count
+        known.first_time = min(known.first_time, part.first_time)
+        known.last_time = max(known.last_time, part.last_time)
 
 
 def rate_of(value: Any) -> float | None:
@@ -335,8 +386,9 @@ class Pace:
     whatever held it up, what was missed meanwhile is not made up for.
     """
 
-    def __init__(self, rate: float | None) -> None:
+    def __init__(self, rate: float | None, progress: Callable[[int], None] | None = None) -> None:
         self._rate = rate
+        self._progress = progress
         self._begun: float | None = None
         self.count = 0
 
@@ -356,9 +408,11 @@ class Pace:
     def did(self, count: int) -> None:
         """So many were done."""
         self.count += count
+        if self._progress is not None:
+            self._progress(self.count)
 
 
-def _letter(subject: str, group: str, letter: _Letter) -> DeadLetter:
+def _letter(subject: str, group: str, letter: _Letter, partition: PartitionName) -> DeadLetter:
     return DeadLetter(
         subject,
         group,
@@ -376,4 +430,5 @@ def _letter(subject: str, group: str, letter: _Letter) -> DeadLetter:
         to_datetime(letter.last_time),
         letter.reason,
         [DeadHistory(old.attempts, to_datetime(old.time), old.reason) for old in letter.history],
+        partition,
     )

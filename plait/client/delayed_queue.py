@@ -1,25 +1,22 @@
-"""A subject's delayed rows on their way to its schedule: frames of their own, with a time for each row."""
+"""Delayed rows on their way to the schedule of one partition: frames of their own, with a time for each row."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from plait.client.queue import SubjectQueue
+from plait.client.queue import PartitionQueue
 from plait.client.rows import OpenRows
-from plait.client.types import PartitionName, PendingBatch, Ticket
+from plait.client.types import PendingBatch, Ticket
 
 
-class DelayedQueue(SubjectQueue):
+class DelayedQueue(PartitionQueue):
     """See the module."""
 
     __slots__ = ()
 
     def _new_rows(self) -> OpenRows:
         return OpenRows([])
-
-    async def _find(self) -> tuple[int, PartitionName]:
-        return await self.producer.route(self.subject, delayed=True)
 
     def post_at(
         self,
@@ -30,7 +27,7 @@ class DelayedQueue(SubjectQueue):
         headers: Mapping[str, Any] | None,
     ) -> Ticket:
         """``post`` a row that is delivered at a time of its own."""
-        dues = self._due(due)
+        dues = self._due_times(due)
         try:
             return self.post(body, key, tags, headers)
         except BaseException:
@@ -46,14 +43,14 @@ class DelayedQueue(SubjectQueue):
         headers: Mapping[str, Any] | None,
     ) -> tuple[PendingBatch, int]:
         """``send`` a row that is delivered at a time of its own."""
-        dues = self._due(due)
+        dues = self._due_times(due)
         try:
             return self.send(body, key, tags, headers)
         except BaseException:
             dues.pop()
             raise
 
-    def _due(self, due: int) -> list[int]:
+    def _due_times(self, due: int) -> list[int]:
         """Noted before the row, which may complete its frame; taken back when the row is refused."""
         dues = self._rows.dues
         assert dues is not None

@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from plait.client.delay import Dues
 from plait.client.encoding import encode_body, encode_key
+from plait.client.fan import Fan
+from plait.client.outlet import Outlet, Pieces, split_batch
+from plait.client.regroup import Rows
 from plait.client.rows import hash_keys
 from plait.client.types import PendingBatch, Receipts, ScheduledBatch
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame.builder import build_frame
-from plait.limits import BODY_SIZE_MAX, ClientLimits
+from plait.frame.lp import Hashes
+from plait.limits import BODY_SIZE_MAX
 
 if TYPE_CHECKING:
     from plait.client.producer import Producer
 
 #: Rows looked at first, to learn how large they are.
 SAMPLE_COUNT = 256
+#: Frames' worth of rows that are taken together, where they are spread over partitions: all may go to the same one.
+SPREAD_MAX = 4
 
 
 async def send_many(
@@ -44,46 +50,32 @@ async def send_many(
     if keys is not None and len(keys) != total:
         raise InvalidArgument(f"{len(keys)} keys do not fit {total} bodies")
     dues = None if when is None else when(total)
-    queue = producer.queue(subject) if dues is None else producer.delayed_queue(subject)
+    outlet = producer.outlet(subject, delayed=dues is not None)
     limits = producer.limits
-    queue.seal()
+    outlet.seal()
     batches: list[PendingBatch] = []
     position = 0
-    step = _rows_for(limits, _column(bodies, 0, min(total, SAMPLE_COUNT))) if total else 0
+    step = _rows_for(outlet, _column(bodies, 0, min(total, SAMPLE_COUNT))) if total else 0
     while position < total:
         array = _column(bodies, position, min(position + step, total))
         count = len(array)
         size = _size(array)
-        if size > 2 * limits.many_frame_bytes and count > 1:
-            step = max(1, count // (1 + size // limits.many_frame_bytes))
+        if size > 2 * limits.many_frame_bytes * _lanes(outlet) and count > 1:
+            step = max(1, count // (1 + size // (limits.many_frame_bytes * _lanes(outlet))))
             continue
         _refuse_large(array, size)
         if producer.buffered >= limits.buffer_bytes:
             await producer.room()
-        if queue.full:
-            await queue.wait_for_room()
-        if producer.closed is not None:
-            raise producer.closed
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
+        hashes = None if texts is None else hash_keys(texts, count)
+        pieces = await _room(producer, outlet, hashes)
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
         batch = PendingBatch() if due is None else ScheduledBatch(due)
-        parts = build_frame(
-            array,
-            producer=producer.id,
-            first=producer.take(count),
-            previous=queue.last,
-            send_time=producer.now(),
-            deliver_at=due,
-            keys=None if texts is None else pa.array(texts, pa.string()),
-            key_hashes=None if texts is None else hash_keys(texts, count),
-            compression=producer.compression,
-        )
-        batch.producer, batch.first, batch.count = parts.producer, parts.first, count
+        columns = Columns(array, None if texts is None else pa.array(texts, pa.string()), hashes, due)
         batches.append(batch)
-        producer.buffered += parts.size
-        queue.push(parts, batch, parts.size)
+        _push(producer, pieces, columns, batch)
         position += count
-        step = _rows_for(limits, array)
+        step = _rows_for(outlet, array)
         # The socket is served between frames.
         await asyncio.sleep(0)
     for batch in batches:
@@ -95,9 +87,70 @@ async def send_many(
     return Receipts(batches)
 
 
-def _rows_for(limits: ClientLimits, sample: pa.Array) -> int:
-    """Rows like these that make a frame."""
-    return max(1, min(limits.many_frame_count, len(sample) * limits.many_frame_bytes // max(_size(sample), 1)))
+class Columns(NamedTuple):
+    """Rows on their way into frames."""
+
+    bodies: pa.Array
+    keys: pa.Array | None
+    hashes: Hashes | None
+    dues: Dues | None
+
+    def take(self, rows: Rows) -> Columns:
+        """Some of them."""
+        index = pa.array(rows)
+        return Columns(
+            self.bodies.take(index),
+            None if self.keys is None else self.keys.take(index),
+            None if self.hashes is None else self.hashes[rows],
+            self.dues if self.dues is None or isinstance(self.dues, int) else self.dues[rows],
+        )
+
+
+async def _room(producer: Producer, outlet: Outlet, hashes: Hashes | None) -> Pieces:
+    """Where rows with these hashes go, once there is room in all of those queues."""
+    while True:
+        if producer.closed is not None:
+            raise producer.closed
+        pieces = outlet.spread(hashes)
+        full = next((queue for queue, _ in pieces if queue.full), None)
+        if full is None:
+            return pieces
+        await full.wait_for_room()
+
+
+def _push(producer: Producer, pieces: Pieces, columns: Columns, batch: PendingBatch) -> None:
+    """A frame for each piece."""
+    batch.count = len(columns.bodies)
+    batches = [batch] if len(pieces) == 1 else split_batch(batch, [rows for _, rows in pieces])
+    for (queue, rows), part in zip(pieces, batches, strict=True):
+        bodies, keys, hashes, dues = columns if rows is None else columns.take(rows)
+        count = len(bodies)
+        parts = build_frame(
+            bodies,
+            producer=producer.id,
+            first=producer.take(count),
+            previous=queue.last,
+            send_time=producer.now(),
+            deliver_at=dues,
+            keys=keys,
+            key_hashes=hashes,
+            compression=producer.compression,
+        )
+        part.producer, part.first, part.count = parts.producer, parts.first, count
+        producer.buffered += parts.size
+        queue.push(parts, part, parts.size)
+
+
+def _lanes(outlet: Outlet) -> int:
+    """Frames that rows are spread over, about; more than a few do not make one step larger."""
+    return min(len(outlet.entry.queues), SPREAD_MAX) if isinstance(outlet.entry, Fan) else 1
+
+
+def _rows_for(outlet: Outlet, sample: pa.Array) -> int:
+    """Rows like these that make a frame, or one for each of the partitions."""
+    limits, lanes = outlet.producer.limits, _lanes(outlet)
+    count = len(sample) * limits.many_frame_bytes // max(_size(sample), 1)
+    return max(1, min(limits.many_frame_count, count) * lanes)
 
 
 def _column(bodies: Sequence[Any] | pa.Array, start: int, stop: int) -> pa.Array:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
+from plait import chance
 from plait.errors import Closed, PlaitError, ProtocolError, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
@@ -22,7 +22,7 @@ class Node:
     def __init__(self, addresses: list[str], client: str, limits: ClientLimits) -> None:
         for address in addresses:
             parse_address(address)
-        self._addresses = addresses
+        self._addresses = list(addresses)
         self._client = client
         self._limits = limits
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -39,12 +39,21 @@ class Node:
         self.on_lost: list[Callable[[], None]] = []
         #: When the server was last heard from (loop time).
         self.heard = 0.0
+        #: Since when there is no link (loop time); of no meaning while there is one.
+        self.down_since = 0.0
+        #: The broker group that the last link led to.
+        self.group = ""
 
     @property
     def link(self) -> Link | None:
         """The link if it is up."""
         link = self._link
         return link if link is not None and not link.closed else None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it may be."""
+        return self._addresses
 
     @property
     def alone(self) -> bool:
@@ -54,6 +63,7 @@ class Node:
     def start(self) -> None:
         """Begin to connect."""
         self._loop = asyncio.get_running_loop()
+        self.down_since = self._loop.time()
         self._task = self._loop.create_task(self._run(self._loop), name="plait-connect")
 
     async def open(self) -> None:
@@ -65,6 +75,10 @@ class Node:
         """The next link is made to one of these."""
         if addresses:
             self._addresses = list(addresses)
+
+    def learn(self, addresses: list[str]) -> None:
+        """These are as good as those that are known."""
+        self._addresses += [address for address in addresses if address not in self._addresses]
 
     async def ready(self, seconds: float | None = None) -> Link:
         """A link that is up, waiting for it at most ``seconds`` (None: for ever)."""
@@ -140,7 +154,7 @@ class Node:
                     continue
             # A server that takes connections and drops them at once is as bad as one that takes none.
             if turn % len(self._addresses) == 0:
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause * chance.uniform(0.5, 1.0))
                 pause = min(pause * 2, longest)
 
     async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
@@ -155,6 +169,7 @@ class Node:
         self._link = link
         self.last_error = None
         self.heard = loop.time()
+        self.group = link.welcome.group if link.welcome is not None else ""
         for new_link in list(self.on_link):
             new_link(link)
         up, self._up = self._up, None
@@ -165,6 +180,7 @@ class Node:
             await lost
         if self._heartbeat is not None:
             self._heartbeat.cancel()
+        self.down_since = loop.time()
         for call in list(self.on_lost):
             call()
 

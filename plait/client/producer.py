@@ -1,33 +1,35 @@
 """Sending: rows into frames, frames to the broker, and every frame's fate back to who asked.
 
-Sequences count over all subjects of one producer id; each subject has a queue that sends its frames in order and
-names each one's predecessor, so that a resend after a lost connection stores nothing twice (R7).
+Sequences count over all subjects of one producer id; each partition of a subject has a queue that sends its frames in
+order and names each one's predecessor, so that a resend after a lost connection stores nothing twice (R7).
 """
 
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from plait import names
+from plait import chance, names
 from plait.client.delayed_queue import DelayedQueue
-from plait.client.queue import SubjectQueue
-from plait.client.types import PartitionName
+from plait.client.fan import DelayedFan
+from plait.client.health import Health
+from plait.client.outlet import Entry, Outlet
+from plait.client.router import Router, SubjectRoute
 from plait.errors import BufferFull, Closed, PlaitError, Timeout
 from plait.limits import ClientLimits
-from plait.wire import messages as m
 from plait.wire.dial import Link
 
 if TYPE_CHECKING:
+    from plait.client.lane import Lane
     from plait.client.node import Node
+    from plait.client.queue import PartitionQueue
 
 
 def new_producer_id() -> int:
     """A number nobody else has: 63 random bits, never 0."""
-    return secrets.randbits(63) | 1
+    return chance.bits(63) | 1
 
 
 class Producer:
@@ -35,13 +37,13 @@ class Producer:
 
     def __init__(
         self,
-        node: Node,
+        router: Router,
         limits: ClientLimits,
         clock_now: Callable[[], int],
         clock_next: Callable[[], int],
         compression: str | None,
     ) -> None:
-        self.node = node
+        self.router = router
         self.limits = limits
         self.buffer_bytes = limits.buffer_bytes
         self.now = clock_now
@@ -56,34 +58,45 @@ class Producer:
         #: Bytes of rows that are buffered or under way.
         self.buffered = 0
         self.closed: PlaitError | None = None
-        self.queues: dict[str, SubjectQueue] = {}
-        #: Those of delayed rows.
-        self.delayed: dict[str, DelayedQueue] = {}
+        #: What a subject's rows are given to at present: its one queue, or who chooses among several...
+        self.queues: dict[str, Entry] = {}
+        #: ...and its delayed rows.
+        self.delayed: dict[str, DelayedQueue | DelayedFan] = {}
+        #: By subject, and whether it is for delayed rows.
+        self._outlets: dict[tuple[str, bool], Outlet] = {}
+        #: Which broker groups answer well.
+        self.health = Health()
+        self._lanes: dict[Node, list[Lane]] = {}
         self._room: deque[asyncio.Future[None]] = deque()
-        self._urgent: list[SubjectQueue] = []
-        node.on_link.append(self._new_link)
+        self._urgent: list[PartitionQueue] = []
+        router.on_route.append(self._new_route)
 
     def open(self) -> None:
         self.loop = asyncio.get_running_loop()
 
-    def queue(self, subject: str) -> SubjectQueue:
-        """The queue of a subject."""
-        queue = self.queues.get(subject)
-        if queue is None:
+    def outlet(self, subject: str, *, delayed: bool = False) -> Outlet:
+        """A subject's way out."""
+        outlet = self._outlets.get((subject, delayed))
+        if outlet is None:
             names.check("subject", subject)
-            queue = self.queues[subject] = SubjectQueue(self, subject)
-        return queue
+            outlet = self._outlets[subject, delayed] = Outlet(self, subject, delayed=delayed)
+        return outlet
 
-    def delayed_queue(self, subject: str) -> DelayedQueue:
-        """The queue of a subject's delayed rows."""
-        queue = self.delayed.get(subject)
-        if queue is None:
-            names.check("subject", subject)
-            queue = self.delayed[subject] = DelayedQueue(self, subject)
-        return queue
+    def queue(self, subject: str) -> Entry:
+        """What a subject's rows are given to."""
+        return self.queues.get(subject) or self.outlet(subject).entry
 
-    def _all(self) -> list[SubjectQueue]:
-        return [*self.queues.values(), *self.delayed.values()]
+    def delayed_queue(self, subject: str) -> DelayedQueue | DelayedFan:
+        """What a subject's delayed rows are given to."""
+        if subject not in self.delayed:
+            self.outlet(subject, delayed=True)
+        return self.delayed[subject]
+
+    def _new_route(self, route: SubjectRoute) -> None:
+        for delayed in (False, True):
+            outlet = self._outlets.get((route.subject, delayed))
+            if outlet is not None:
+                outlet.begin(route)
 
     def take(self, count: int) -> int:
         """The next ``count`` producer sequences; the first of them."""
@@ -100,12 +113,13 @@ class Producer:
         """Another producer id: the broker does not know this one any more (R9)."""
         self.id = new_producer_id()
         self.next = 1
-        for queue in self._all():
-            queue.last = 0
+        for lanes in self._lanes.values():
+            for lane in lanes:
+                lane.last = 0
 
     # --- the turn -------------------------------------------------------------------------------
 
-    def soon(self, queue: SubjectQueue) -> None:
+    def soon(self, queue: PartitionQueue) -> None:
         """Send the queue's open rows at the end of this loop turn."""
         if not self._urgent:
             self.loop.call_soon(self._end_turn)
@@ -161,20 +175,28 @@ class Producer:
 
     # --- connection -----------------------------------------------------------------------------
 
-    def _new_link(self, link: Link) -> None:
-        for queue in self._all():
-            queue.new_link(link)
+    def attach(self, lane: Lane, node: Node) -> None:
+        """The lane's frames go over this node's links."""
+        lanes = self._lanes.get(node)
+        if lanes is None:
+            lanes = self._lanes[node] = []
+            node.on_link.append(lambda link: self._new_link(node, link))
+            node.on_lost.append(lambda: self._link_lost(node))
+        lanes.append(lane)
 
-    async def route(self, subject: str, *, delayed: bool = False) -> tuple[int, PartitionName]:
-        """Where the subject's rows go."""
-        routed: m.Routed = await self.node.request(m.Route(subject, delayed))
-        link = self.node.link
-        group = link.welcome.group if link and link.welcome else ""
-        return routed.partition, PartitionName(routed.name, group)
+    def _new_link(self, node: Node, link: Link) -> None:
+        self.health.news()
+        for lane in list(self._lanes[node]):
+            lane.new_link(link)
+
+    def _link_lost(self, node: Node) -> None:
+        self.health.news()
+        for lane in list(self._lanes[node]):
+            lane.link_lost()
 
     async def flush(self) -> None:
         """Until the fate of everything posted so far is known; raises the first error since the last flush."""
-        errors = [await queue.flush() for queue in self._all()]
+        errors = [await outlet.flush() for outlet in list(self._outlets.values())]
         for error in errors:
             if error is not None:
                 raise error
@@ -185,19 +207,19 @@ class Producer:
         try:
             async with asyncio.timeout(self.limits.send_seconds):
                 await self.flush()
+        except PlaitError as failure:
+            error = failure
         except TimeoutError:
             error = Timeout(
                 f"{self.buffered} bytes of messages had no answer within {self.limits.send_seconds:g} s; "
                 "they may or may not be stored"
             )
-        except PlaitError as failure:
-            error = failure
         self.abandon(Closed("the client is closed"))
         return error
 
     def abandon(self, error: PlaitError) -> None:
         """Settle everything that is open with an error."""
         self.closed = error
-        for queue in self._all():
-            queue.abandon(error)
+        for outlet in self._outlets.values():
+            outlet.abandon(error)
         self._wake_waiting()

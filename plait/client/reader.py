@@ -1,44 +1,80 @@
-"""Reading without a group: tail or browse a subject. Nothing is acked and nothing is remembered."""
+"""Reading without a group: tail or browse a subject. Nothing is acked and nothing is remembered.
+
+The rows of each partition come in its order; those of several partitions as they arrive.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
 from plait.client.arguments import Duration, seconds_of
-from plait.client.delivered import Delivered
-from plait.client.node import Node
+from plait.client.cursor import Cursor
+from plait.client.router import Router, SubjectRoute
 from plait.client.types import Message, PartitionName
 from plait.errors import Closed, InvalidArgument, Timeout, Unavailable
-from plait.frame.view import frames_in
 from plait.limits import ClientLimits
-from plait.wire import messages as m
+
+log = logging.getLogger("plait.client")
 
 #: Messages that iteration asks for at a time.
 ITERATION_COUNT = 1_000
 
 
+def _look_at(task: asyncio.Task[list[Message]]) -> None:
+    """Whether anybody still waits or not, its error is looked at."""
+    if not task.cancelled():
+        task.exception()
+
+
 class Reader:
     """A position in a subject that moves as it reads; a restart of the server is invisible to it."""
 
-    def __init__(self, node: Node, limits: ClientLimits, subject: str, start: Any) -> None:
-        self._node = node
+    def __init__(self, router: Router, limits: ClientLimits, subject: str, start: Any) -> None:
+        self._router = router
         self._limits = limits
         self.subject = subject
-        #: Where the next read starts: as given until the first answer, then a sequence.
-        self.position: Any = start
+        self._start = start
+        self._route: SubjectRoute | None = None
+        self._cursors: dict[PartitionName, Cursor] = {}
         self._opened = False
         self._closed = False
         self._rest: deque[Message] = deque()
 
+    @property
+    def position(self) -> Any:
+        """Where the next read starts; with several partitions, where it starts in each by the partition's name."""
+        if not self._cursors:
+            return self._start
+        if len(self._cursors) == 1:
+            return next(iter(self._cursors.values())).position
+        return {str(name): cursor.position for name, cursor in self._cursors.items()}
+
     async def __aenter__(self) -> Self:
+        route = await self._router.refresh(self.subject)
+        if len(route.partitions) > 1 and not isinstance(self._start, str) and self._start[0] == "sequence":
+            raise InvalidArgument(
+                f"{self.subject!r} has {len(route.partitions)} partitions, each with sequences of its own: start at "
+                "'earliest', 'latest' or a time"
+            )
+        self._follow(route, self._start)
         # Fixes "latest" and times now, not at the first read.
-        answer, _ = await self._read(0, 0.0)
-        self.position = ["sequence", answer.next]
+        await asyncio.gather(*(cursor.fix() for cursor in self._cursors.values()))
         self._opened = True
         return self
+
+    def _follow(self, route: SubjectRoute, start: Any) -> None:
+        """Read what the route leads to; partitions that are new begin at ``start``."""
+        self._route = route
+        for name in self._cursors.keys() - set(route.partitions):
+            self._give_up(self._cursors.pop(name))
+        for name in route.partitions:
+            if name not in self._cursors:
+                node = self._router.node(route, name.group)
+                self._cursors[name] = Cursor(node, self._limits, self.subject, name, start)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -48,6 +84,14 @@ class Reader:
     async def close(self) -> None:
         """Read no more."""
         self._closed = True
+        for cursor in self._cursors.values():
+            self._give_up(cursor)
+
+    @staticmethod
+    def _give_up(cursor: Cursor) -> None:
+        reading, cursor.reading = cursor.reading, None
+        if reading is not None:
+            reading.cancel()
 
     async def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
         """Up to ``count`` messages, or ``pull_bytes`` of them: what is there, or the first within ``wait`` seconds."""
@@ -64,41 +108,61 @@ class Reader:
         while not self._rest:
             self._check_open()
             remaining = max(deadline - loop.time(), 0.0)
-            self._rest.extend(await self._more(count, min(remaining, self._limits.pull_wait_seconds)))
+            wait = min(remaining, self._limits.pull_wait_seconds)
+            route = self._router.known(self.subject)
+            if route is not None and route is not self._route:
+                self._follow(route, "earliest")
+            first = next(iter(self._cursors.values()))
+            if len(self._cursors) == 1 and first.reading is None:
+                self._rest.extend(await first.read(count, wait))
+            else:
+                await self._fill_from_all(count, wait)
             if remaining <= 0:
                 break
 
+    async def _fill_from_all(self, count: int, wait: float) -> None:
+        """Read from all partitions at once, until one of them has something."""
+        if wait <= 0:
+            # What is there now; who waits already would only say what comes.
+            answers = await asyncio.gather(
+                *(cursor.read(count, 0.0) for cursor in self._cursors.values()), return_exceptions=True
+            )
+            for answer in answers:
+                if isinstance(answer, Unavailable | Timeout):
+                    log.info("a partition of %s cannot be read: %s", self.subject, answer)
+                elif isinstance(answer, BaseException):
+                    raise answer
+                else:
+                    self._rest.extend(answer)
+            self._collect()
+            return
+        for cursor in self._cursors.values():
+            if cursor.reading is None:
+                cursor.reading = asyncio.create_task(cursor.read(count, wait), name=f"plait-read-{self.subject}")
+                cursor.reading.add_done_callback(_look_at)
+        reads = [cursor.reading for cursor in self._cursors.values() if cursor.reading is not None]
+        await asyncio.wait(reads, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
+        self._collect()
+
+    def _collect(self) -> None:
+        """What was read while nobody waited for it, too."""
+        for cursor in self._cursors.values():
+            reading = cursor.reading
+            if reading is not None and reading.done():
+                cursor.reading = None
+                try:
+                    self._rest.extend(reading.result())
+                except (Unavailable, Timeout) as error:
+                    # The others go on.
+                    log.info("partition %s cannot be read: %s", cursor.name, error)
+
     def _check_open(self) -> None:
-        if self._node.closed is not None:
-            raise self._node.closed
+        if self._router.meta.closed is not None:
+            raise self._router.meta.closed
         if self._closed:
             raise Closed("the reader is closed")
         if not self._opened:
             raise Closed("the reader is not open; use 'async with client.reader(...)'")
-
-    async def _more(self, count: int, wait: float) -> list[Message]:
-        answer, payload = await self._read(count, wait)
-        group = self._node.link.welcome.group if self._node.link and self._node.link.welcome else ""
-        name = PartitionName(answer.name, group)
-        messages: list[Message] = []
-        for frame in frames_in(payload):
-            frame.verify()
-            delivered = Delivered(frame, self.subject, name, None, [(frame.base, frame.end, 1)])
-            messages += delivered.messages(0, frame.count)
-        self.position = ["sequence", answer.next]
-        return messages
-
-    async def _read(self, count: int, wait: float) -> tuple[m.ReadReply, memoryview]:
-        while True:
-            link = await self._node.ready(self._limits.send_seconds)
-            request = m.Read(self.subject, self.position, count, self._limits.pull_bytes, wait)
-            try:
-                async with asyncio.timeout(wait + self._limits.request_seconds):
-                    return await link.request_payload(request)
-            except Unavailable:
-                continue
-            except TimeoutError:
-                raise Timeout(f"no answer to a read of {self.subject!r}") from None
 
     def __aiter__(self) -> Self:
         return self

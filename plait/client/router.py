@@ -1,23 +1,31 @@
 """Where a subject's messages are: its partitions, and the nodes that have them.
 
 Routes come from a meta server and are kept until somebody finds that they lead nowhere (``refresh``), or until the next
-look at them. The node of a broker group is dialled when it is first needed. A server that is both is one node.
+look at them, every ``route_seconds``. The node of a broker group is dialled when it is first needed. A server that is
+meta server and broker at once is one node.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from plait.client.node import Node
 from plait.client.types import PartitionName
-from plait.errors import PlaitError
+from plait.errors import InvalidArgument, PlaitError, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.wire import messages as m
+
+log = logging.getLogger("plait.client")
+
+#: Time between the looks at two routes, at least.
+ROUTE_GAP_SECONDS: Final = 0.01
 
 
 class Span(NamedTuple):
@@ -62,9 +70,13 @@ class Router:
         self._client = client
         self._limits = limits
         self._routes: dict[str, SubjectRoute] = {}
-        self._asking: dict[str, asyncio.Task[SubjectRoute]] = {}
+        self._asking: dict[tuple[str, bool], asyncio.Task[SubjectRoute]] = {}
+        self._looking: asyncio.Task[None] | None = None
+        #: Looks at broker groups that are away.
+        self._watched: dict[str, asyncio.TimerHandle] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._nodes: dict[str, Node] = {}
-        #: Called with every route that is newer than what was known.
+        #: Called with every route that is newer than what was known, or has news of the brokers.
         self.on_route: list[Callable[[SubjectRoute], None]] = []
 
     def known(self, subject: str) -> SubjectRoute | None:
@@ -77,46 +89,131 @@ class Router:
 
     async def refresh(self, subject: str, *, create: bool = True) -> SubjectRoute:
         """Ask for the subject's route, whatever is known; several who ask at a time share the answer."""
-        asking = self._asking.get(subject)
+        asking = self._asking.get((subject, create))
         if asking is None:
             asking = asyncio.get_running_loop().create_task(self._ask(subject, create))
-            self._asking[subject] = asking
-            asking.add_done_callback(lambda _: self._asking.pop(subject, None))
+            self._asking[subject, create] = asking
+            asking.add_done_callback(lambda task: self._asked(subject, create, task))
         return await asyncio.shield(asking)
 
-    async def _ask(self, subject: str, create: bool) -> SubjectRoute:
+    def _asked(self, subject: str, create: bool, task: asyncio.Task[SubjectRoute]) -> None:
+        self._asking.pop((subject, create), None)
+        if not task.cancelled():
+            # Whether anybody still waits or not, the error is looked at.
+            task.exception()
+
+    async def find(self, subject: str, create: bool) -> m.RouteFound:
+        """Ask a meta server."""
         found: m.RouteFound = await self.meta.request(m.FindRoute(subject, create))
+        return found
+
+    async def _ask(self, subject: str, create: bool) -> SubjectRoute:
+        found = await self.find(subject, create)
+        self.learn(found.metas)
         known = self._routes.get(subject)
         if known is not None and known.version > found.version:
             # A meta server that lags behind the one asked before.
             return known
         route = SubjectRoute(found)
         self._routes[subject] = route
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look_again(), name="plait-routes")
         for group, node in self._nodes.items():
             if group in route.brokers and node is not self.meta:
                 node.move(route.brokers[group][0])
-        if known is None or known.version < route.version:
+        if known is None or known.version < route.version or known.brokers != route.brokers:
             for call in list(self.on_route):
                 call(route)
         return route
 
+    def learn(self, metas: list[str]) -> None:
+        """These are all meta servers. A link that leads to one server for all purposes stays with it."""
+        if len(metas) > 1 and self.meta not in self._nodes.values():
+            self.meta.learn(metas)
+
+    async def _look_again(self) -> None:
+        """Now and then look at all routes, whether they are still the same."""
+        while self._routes:
+            subjects = list(self._routes)
+            for subject in subjects:
+                # One after another: a client of very many subjects takes longer, and leaves the meta server alone.
+                await asyncio.sleep(max(self._limits.route_seconds / len(subjects), ROUTE_GAP_SECONDS))
+                await self._look_at(subject)
+
+    async def _look_at(self, subject: str) -> None:
+        try:
+            await self.refresh(subject, create=False)
+        except SubjectNotFound:
+            # Who still uses it makes it anew.
+            self._routes.pop(subject, None)
+        except PlaitError as error:
+            log.info("the route of %s cannot be looked at: %s", subject, error)
+
     def node(self, route: SubjectRoute, group: str) -> Node:
         """The node of a broker group that the route leads to; connecting, or connected."""
+        return self._node(group, route.brokers[group][0])
+
+    def _node(self, group: str, addresses: list[str]) -> Node:
         node = self._nodes.get(group)
         if node is None:
-            link = self.meta.link
-            if self.meta.alone and link is not None and link.welcome is not None and link.welcome.group == group:
+            if self.meta.alone and self.meta.group == group:
                 node = self.meta
             else:
-                node = Node(route.brokers[group][0], self._client, self._limits)
+                node = Node(addresses, self._client, self._limits)
+                node.on_lost.append(lambda: self._watch(group))
                 node.start()
+                self._watch(group)
             self._nodes[group] = node
         return node
 
+    def _watch(self, group: str) -> None:
+        """A broker that stays away may be found at another address: the meta server is asked until it is back."""
+        if group not in self._watched:
+            loop = asyncio.get_running_loop()
+            self._watched[group] = loop.call_later(self._limits.unreached_seconds, self._still_away, group)
+
+    def _still_away(self, group: str) -> None:
+        del self._watched[group]
+        if self._nodes[group].link is not None:
+            return
+        subject = next((s for s, route in self._routes.items() if group in route.brokers), None)
+        if subject is not None:
+            task = asyncio.get_running_loop().create_task(self._look_at(subject), name="plait-routes")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        self._watch(group)
+
+    async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
+        """Ask a meta server for all broker groups: their addresses and their states."""
+        reply: m.AdminReply = await self.meta.request(m.Admin("broker.list"))
+        return msgspec.msgpack.decode(reply.result, type=dict[str, tuple[list[str], str]])
+
+    async def all_nodes(self) -> list[Node]:
+        """A node for every broker group that there is, by its name."""
+        found = await self.find_brokers()
+        return [self._node(group, addresses) for group, (addresses, _) in sorted(found.items())]
+
+    async def group_node(self, group: str) -> Node:
+        """The node of a broker group, whether a route led there before or not."""
+        if group not in self._nodes:
+            found = await self.find_brokers()
+            if group not in found:
+                raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(found))}")
+            self._node(group, found[group][0])
+        return self._nodes[group]
+
+    def nodes(self) -> list[Node]:
+        """All that were needed so far, the meta server's among them."""
+        return list(dict.fromkeys([self.meta, *self._nodes.values()]))
+
     async def close(self) -> None:
         """Hang up on everybody but the meta server."""
-        for asking in list(self._asking.values()):
-            asking.cancel()
+        for timer in self._watched.values():
+            timer.cancel()
+        tasks = [*self._asking.values(), *self._tasks, *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for node in self._nodes.values():
             if node is not self.meta:
                 await node.close()

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import msgspec
 
 from plait.client.arguments import Duration, limit_of, micros_of, moment_of, sequence_of, to_datetime
-from plait.client.calls import Calls
-from plait.client.types import MessageId, Receipt
+from plait.client.calls import Calls, Partition, Place
+from plait.client.types import MessageId, PartitionName, Receipt
 from plait.errors import InvalidArgument, NotScheduled
 from plait.limits import SCHEDULE_PAGE_MAX
 
@@ -23,6 +23,8 @@ class ScheduledMessage(msgspec.Struct, frozen=True):
     message_id: MessageId
     key: str | None
     size: int
+    #: Whose schedule it is in.
+    partition: PartitionName
 
 
 class ScheduleCount(msgspec.Struct, frozen=True):
@@ -58,10 +60,10 @@ class _Count(msgspec.Struct):
     count: int
 
 
-def place_of(scheduled: Any) -> tuple[str, int, datetime]:
-    """(subject, number, time) by which the broker finds a delayed message."""
+def place_of(scheduled: Any) -> tuple[PartitionName, int, int]:
+    """(partition, number, time in microseconds) by which its broker finds a delayed message."""
     if isinstance(scheduled, ScheduledMessage):
-        return scheduled.subject, scheduled.number, scheduled.deliver_at
+        return scheduled.partition, scheduled.number, micros_of(scheduled.deliver_at, "deliver_at")
     if not isinstance(scheduled, Receipt):
         raise InvalidArgument(f"{scheduled!r} is no receipt; use what send(..., delay=...) returned")
     if scheduled.schedule is None or scheduled.deliver_at is None:
@@ -69,16 +71,20 @@ def place_of(scheduled: Any) -> tuple[str, int, datetime]:
             f"message {scheduled.message_id} has no number in a schedule: it was not delayed, "
             "or it was sent again so late that the broker has forgotten the number"
         )
-    return scheduled.partition.name, scheduled.schedule, scheduled.deliver_at
+    return scheduled.partition, scheduled.schedule, micros_of(scheduled.deliver_at, "deliver_at")
 
 
 class ScheduleAdmin(Calls):
-    """What ``plait schedule`` does, as methods."""
+    """What ``plait schedule`` does, as methods.
+
+    Numbers are those of a partition's schedule: where a subject has several partitions, ``partition`` says which.
+    """
 
     async def scheduled(
         self,
         subject: str,
         *,
+        partition: Partition | None = None,
         start: datetime | Duration | None = None,
         end: datetime | Duration | None = None,
         limit: int = 100,
@@ -86,12 +92,23 @@ class ScheduleAdmin(Calls):
         """Messages of a subject that are to be delivered from ``start`` up to ``end`` (times, or "5m" from now)."""
         limit = limit_of(limit)
         span = self._span(start, end)
+        places = await self._places(subject, partition)
+        if len(places) > 1:
+            # One that is not made yet has no schedule.
+            places = [place for place, _ in await self._each(places, "subject.describe", msgspec.Raw)]
+        found = [message for place in places for message in await self._scheduled_at(place, span, limit)]
+        found.sort(key=lambda message: (message.deliver_at, message.partition, message.number))
+        return found[:limit]
+
+    async def _scheduled_at(self, place: Place, span: dict[str, int | None], limit: int) -> list[ScheduledMessage]:
         found: list[ScheduledMessage] = []
         after: tuple[int, int] | None = None
         while len(found) < limit:
             wanted = min(limit - len(found), SCHEDULE_PAGE_MAX)
-            page: _Rows = await self._run("schedule.list", _Rows, subject=subject, after=after, limit=wanted, **span)
-            found += [_message(row) for row in page.rows]
+            page: _Rows = await self._run(
+                "schedule.list", _Rows, at=place.node, subject=place.name.name, after=after, limit=wanted, **span
+            )
+            found += [_message(row, place.name) for row in page.rows]
             after = page.next
             if after is None:
                 break
@@ -112,40 +129,77 @@ class ScheduleAdmin(Calls):
         """How many messages wait for their time, by subject or by when they are due."""
         if by not in ("subject", "time"):
             raise InvalidArgument(f"by {by!r} is not known; use 'subject' or 'time'")
-        counts: list[_Count] = await self._run(
-            "schedule.count", list[_Count], subject=subject, by=by, **self._span(start, end)
-        )
-        return [ScheduleCount(c.subject, None if c.bucket is None else to_datetime(c.bucket), c.count) for c in counts]
+        span = self._span(start, end)
+        if subject is None:
+            answers = await self._everywhere("schedule.count", list[_Count], by=by, **span)
+        else:
+            places = await self._places(subject)
+            answers = [a for _, a in await self._each(places, "schedule.count", list[_Count], by=by, **span)]
+        counts: dict[tuple[str | None, int | None], int] = {}
+        for each in (each for answer in answers for each in answer):
+            # Of one subject by time, the broker says what it was asked for: the partition.
+            key = (each.subject if by == "subject" else subject, each.bucket)
+            counts[key] = counts.get(key, 0) + each.count
+        order = sorted(counts, key=lambda key: (key[0] or "", key[1] or 0))
+        return [
+            ScheduleCount(name, None if bucket is None else to_datetime(bucket), counts[name, bucket])
+            for name, bucket in order
+        ]
 
-    async def cancel_scheduled(self, subject: str, number: int, deliver_at: datetime) -> bool:
+    async def cancel_scheduled(
+        self, subject: str, number: int, deliver_at: datetime, *, partition: Partition | None = None
+    ) -> bool:
         """Call a message off. True: it is never delivered; False: it was delivered or cancelled before.
 
         That is ``client.cancel`` for who has kept the number and the time of a receipt, and not the receipt.
         """
         due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
-        cancelled: bool = await self._run("schedule.cancel", bool, subject=subject, number=number, deliver_at=due)
+        return await self._cancel(await self._place(subject, partition, "numbers"), number, due)
+
+    async def _cancel(self, place: Place, number: int, due: int) -> bool:
+        cancelled: bool = await self._run(
+            "schedule.cancel", bool, at=place.node, subject=place.name.name, number=number, deliver_at=due
+        )
         return cancelled
 
-    async def reschedule(self, subject: str, number: int, deliver_at: datetime, *, to: datetime) -> int:
+    async def reschedule(
+        self, subject: str, number: int, deliver_at: datetime, *, to: datetime, partition: Partition | None = None
+    ) -> int:
         """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that.
 
         That is ``client.reschedule`` for who has kept the number and the time of a receipt, and not the receipt.
         """
         due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
+        new_due = micros_of(to, "to")
+        return await self._reschedule(await self._place(subject, partition, "numbers"), number, due, new_due)
+
+    async def _reschedule(self, place: Place, number: int, due: int, new_due: int) -> int:
         new: int | None = await self._run(
             "schedule.reschedule",
             int | None,
-            subject=subject,
+            at=place.node,
+            subject=place.name.name,
             number=number,
             deliver_at=due,
-            to=max(micros_of(to, "to"), 0),
+            to=max(new_due, 0),
         )
         if new is None:
-            raise NotScheduled(f"number {number} of {subject!r} is not scheduled for {deliver_at} (any more)")
+            at = to_datetime(due)
+            raise NotScheduled(f"number {number} of {place.name.name!r} is not scheduled for {at} (any more)")
         return new
 
+    async def _of(self, name: PartitionName) -> Place:
+        """The partition that a receipt names."""
+        return Place(name, await self._router.group_node(name.group))
 
-def _message(row: _Row) -> ScheduledMessage:
+
+def _message(row: _Row, partition: PartitionName) -> ScheduledMessage:
     return ScheduledMessage(
-        row.subject, row.number, to_datetime(row.deliver_at), MessageId(row.producer, row.sequence), row.key, row.size
+        row.subject,
+        row.number,
+        to_datetime(row.deliver_at),
+        MessageId(row.producer, row.sequence),
+        row.key,
+        row.size,
+        partition,
     )

@@ -9,6 +9,7 @@ from typing import Any, Literal, Unpack
 from plait.client.admin import Admin as LoopAdmin
 from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
 from plait.client.arguments import Duration, Start
+from plait.client.calls import Partition
 from plait.client.dead import DeadLetter, DeadQueue, DeadReason, Select
 from plait.client.loops import Run
 from plait.client.schedule import ScheduleCount, ScheduledMessage
@@ -22,11 +23,11 @@ class Admin:
         self._run = run
 
     def subjects(self) -> list[SubjectInfo]:
-        """All subjects by name."""
+        """All subjects by name, an entry for each partition."""
         return self._run(self._admin.subjects())
 
     def subject(self, subject: str) -> SubjectDetails:
-        """A subject and its groups."""
+        """A subject, its partitions and its groups."""
         return self._run(self._admin.subject(subject))
 
     def create_subject(
@@ -39,17 +40,17 @@ class Admin:
         """Delete a subject with its messages and groups, for good."""
         self._run(self._admin.delete_subject(subject))
 
-    def groups(self, subject: str | None = None) -> list[GroupInfo]:
-        """The groups of a subject, or of all."""
-        return self._run(self._admin.groups(subject))
+    def groups(self, subject: str | None = None, *, partition: Partition | None = None) -> list[GroupInfo]:
+        """The groups of a subject, of one of its partitions, or of all subjects."""
+        return self._run(self._admin.groups(subject, partition=partition))
 
-    def group(self, subject: str, group: str) -> GroupInfo:
-        """A group's progress."""
-        return self._run(self._admin.group(subject, group))
+    def group(self, subject: str, group: str, *, partition: Partition | None = None) -> GroupInfo:
+        """A group's progress; with several partitions, the sum over them."""
+        return self._run(self._admin.group(subject, group, partition=partition))
 
-    def reset_group(self, subject: str, group: str, start: Start) -> int:
+    def reset_group(self, subject: str, group: str, start: Start, *, partition: Partition | None = None) -> int:
         """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
-        return self._run(self._admin.reset_group(subject, group, start))
+        return self._run(self._admin.reset_group(subject, group, start, partition=partition))
 
     def server(self) -> dict[str, Any]:
         """Facts about the server."""
@@ -66,26 +67,30 @@ class Admin:
         subject: str,
         group: str,
         *,
+        partition: Partition | None = None,
         limit: int = 100,
         bodies: bool = False,
         **select: Unpack[Select],
     ) -> list[DeadLetter]:
         """A group's dead letters, oldest first; with their bodies where asked for."""
-        return self._run(self._admin.dead_letters(subject, group, limit=limit, bodies=bodies, **select))
+        return self._run(
+            self._admin.dead_letters(subject, group, partition=partition, limit=limit, bodies=bodies, **select)
+        )
 
-    def dead_letter(self, subject: str, group: str, sequence: int) -> DeadLetter:
+    def dead_letter(self, subject: str, group: str, sequence: int, *, partition: Partition | None = None) -> DeadLetter:
         """One dead letter with its body; ``DeadLetterNotFound`` when there is none."""
-        return self._run(self._admin.dead_letter(subject, group, sequence))
+        return self._run(self._admin.dead_letter(subject, group, sequence, partition=partition))
 
-    def dead_reasons(self, subject: str, group: str) -> list[DeadReason]:
+    def dead_reasons(self, subject: str, group: str, *, partition: Partition | None = None) -> list[DeadReason]:
         """Why a group's messages died: types of errors and handlers, the most frequent first."""
-        return self._run(self._admin.dead_reasons(subject, group))
+        return self._run(self._admin.dead_reasons(subject, group, partition=partition))
 
     def resend_dead(
         self,
         subject: str,
         group: str,
         *,
+        partition: Partition | None = None,
         rate: float | None = None,
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
@@ -93,7 +98,9 @@ class Admin:
     ) -> int:
         """Deliver dead letters to their group again; how many. ``progress`` is called on the client's own thread."""
         return self._run(
-            self._admin.resend_dead(subject, group, rate=rate, dry_run=dry_run, progress=progress, **select)
+            self._admin.resend_dead(
+                subject, group, partition=partition, rate=rate, dry_run=dry_run, progress=progress, **select
+            )
         )
 
     def purge_dead(
@@ -101,6 +108,7 @@ class Admin:
         subject: str,
         group: str,
         *,
+        partition: Partition | None = None,
         rate: float | None = None,
         dry_run: bool = False,
         progress: Callable[[int], None] | None = None,
@@ -108,7 +116,9 @@ class Admin:
     ) -> int:
         """Give dead letters up for good; how many. The arguments are those of ``resend_dead``."""
         return self._run(
-            self._admin.purge_dead(subject, group, rate=rate, dry_run=dry_run, progress=progress, **select)
+            self._admin.purge_dead(
+                subject, group, partition=partition, rate=rate, dry_run=dry_run, progress=progress, **select
+            )
         )
 
     # --- the schedule ---------------------------------------------------------------------------
@@ -117,12 +127,13 @@ class Admin:
         self,
         subject: str,
         *,
+        partition: Partition | None = None,
         start: datetime | Duration | None = None,
         end: datetime | Duration | None = None,
         limit: int = 100,
     ) -> list[ScheduledMessage]:
         """Messages of a subject that are to be delivered from ``start`` up to ``end`` (times, or "5m" from now)."""
-        return self._run(self._admin.scheduled(subject, start=start, end=end, limit=limit))
+        return self._run(self._admin.scheduled(subject, partition=partition, start=start, end=end, limit=limit))
 
     def schedule_counts(
         self,
@@ -135,10 +146,14 @@ class Admin:
         """How many messages wait for their time, by subject or by when they are due."""
         return self._run(self._admin.schedule_counts(subject, start=start, end=end, by=by))
 
-    def cancel_scheduled(self, subject: str, number: int, deliver_at: datetime) -> bool:
+    def cancel_scheduled(
+        self, subject: str, number: int, deliver_at: datetime, *, partition: Partition | None = None
+    ) -> bool:
         """Call a message off by what its receipt says. True: it is never delivered; False: it was, or was cancelled."""
-        return self._run(self._admin.cancel_scheduled(subject, number, deliver_at))
+        return self._run(self._admin.cancel_scheduled(subject, number, deliver_at, partition=partition))
 
-    def reschedule(self, subject: str, number: int, deliver_at: datetime, *, to: datetime) -> int:
+    def reschedule(
+        self, subject: str, number: int, deliver_at: datetime, *, to: datetime, partition: Partition | None = None
+    ) -> int:
         """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that."""
-        return self._run(self._admin.reschedule(subject, number, deliver_at, to=to))
+        return self._run(self._admin.reschedule(subject, number, deliver_at, to=to, partition=partition))

@@ -43,6 +43,8 @@ class Reader:
     def close(self) -> None:
         """Read no more."""
         self._inner._closed = True
+        if self._inner._router.meta.closed is None:
+            self._run(self._inner.close())
 
     def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
         """Up to ``count`` messages: what is there, or the first that come within ``wait`` seconds."""

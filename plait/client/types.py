@@ -63,7 +63,20 @@ class Receipt(msgspec.Struct, frozen=True, gc=False):
 class PendingBatch:
     """The rows of one frame on their way, and who waits for them. One shared result, a future only when awaited."""
 
-    __slots__ = ("count", "error", "first", "partition", "posted", "producer", "sequence", "settled", "waiters")
+    __slots__ = (
+        "count",
+        "error",
+        "first",
+        "open",
+        "parent",
+        "partition",
+        "pieces",
+        "posted",
+        "producer",
+        "sequence",
+        "settled",
+        "waiters",
+    )
 
     def __init__(self) -> None:
         self.producer = 0
@@ -76,9 +89,25 @@ class PendingBatch:
         self.posted = False
         self.error: PlaitError | None = None
         self.waiters: list[asyncio.Future[None]] = []
+        #: Its rows went separate ways: the batches, and which of them and which row of it each row became.
+        self.pieces: tuple[list[PendingBatch], npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        #: How many of those batches are not settled.
+        self.open = 0
+        #: The batch that this one is a piece of.
+        self.parent: PendingBatch | None = None
+
+    def split(self, batches: list[PendingBatch], which: npt.NDArray[np.int64], rows: npt.NDArray[np.int64]) -> None:
+        """The rows have gone separate ways: it is settled when all of these are."""
+        self.pieces = (batches, which, rows)
+        self.open = len(batches)
+        for batch in batches:
+            batch.parent, batch.posted = self, self.posted
 
     def receipt(self, row: int) -> Receipt:
         """The receipt of a row; raises what went wrong instead."""
+        if self.pieces is not None:
+            batches, which, rows = self.pieces
+            return batches[int(which[row])].receipt(int(rows[row]))
         if self.error is not None:
             raise self.error
         assert self.partition is not None
@@ -97,6 +126,14 @@ class PendingBatch:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+        if self.parent is not None:
+            self.parent._piece_settled()
+
+    def _piece_settled(self) -> None:
+        self.open -= 1
+        if not self.open:
+            assert self.pieces is not None
+            self.settle(None, next((batch.error for batch in self.pieces[0] if batch.error is not None), None))
 
     async def wait(self) -> None:
         """Until the fate of the rows is known; cancelling one waiter leaves the others."""
@@ -119,6 +156,8 @@ class ScheduledBatch(PendingBatch):
     def receipt(self, row: int) -> Receipt:
         """The receipt of a row; raises what went wrong instead."""
         stored = super().receipt(row)
+        if self.pieces is not None:
+            return stored
         due = self.dues if isinstance(self.dues, int) else int(self.dues[row])
         return Receipt(stored.message_id, stored.partition, None, to_datetime(due), stored.sequence)
 
@@ -224,8 +263,11 @@ class Message(msgspec.Struct, gc=False):
 
     @property
     def epoch(self) -> int:
-        """The broker's epoch that stored it."""
-        return self._delivered.epoch
+        """Of an ordered consumer: the epoch of the lock that it is handled under, which only grows for its key.
+
+        Otherwise the broker's epoch that stored it.
+        """
+        return self._delivered.epoch_of(self._row)
 
     def ack(self) -> Acknowledgement:
         """It is done. Sent with the acks of the same moment; ``await consumer.flush()`` waits for the broker."""

@@ -10,7 +10,7 @@ import msgspec
 from plait import names
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
-from plait.server import admin_dead, admin_partition, admin_schedule
+from plait.server import admin_dead, admin_schedule
 from plait.storage.catalog import SubjectSettings
 
 if TYPE_CHECKING:
@@ -102,6 +102,11 @@ def _describe_server(server: Server, _: Nothing) -> dict[str, Any]:
     return server.describe()
 
 
+def _list_brokers(server: Server, _: Nothing) -> dict[str, tuple[list[str], str]]:
+    """This one: addresses and state by the name of its group."""
+    return {server.broker.config.group: ([server.address], "R" if server.broker.read_only else "RW")}
+
+
 class Operation(NamedTuple):
     """What a request has to hold, what is done, and whether that changes anything."""
 
@@ -124,7 +129,7 @@ _OPERATIONS: dict[str, Operation] = {
     "dlq.resend": Operation(admin_dead.ChangeLetters, admin_dead.resend, changes=True),
     "dlq.purge": Operation(admin_dead.ChangeLetters, admin_dead.purge, changes=True),
     "server.describe": Operation(Nothing, _describe_server),
-    "partition.open": Operation(admin_partition.OpenPartition, admin_partition.open_partition, changes=True),
+    "broker.list": Operation(Nothing, _list_brokers),
     "schedule.cancel": Operation(admin_schedule.Cancel, admin_schedule.cancel, changes=True),
     "schedule.reschedule": Operation(admin_schedule.Reschedule, admin_schedule.reschedule, changes=True),
     "schedule.list": Operation(admin_schedule.ListScheduled, admin_schedule.list_),

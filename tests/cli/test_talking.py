@@ -102,7 +102,7 @@ def test_the_life_of_a_subject(here: Here, subject: str):
     )
     assert subject in [info["subject"] for info in json_of(run("list", "-o", "json"))]
     table = run("list").stdout.decode()
-    assert next(line.split() for line in table.splitlines() if subject in line)[1:3] == ["0", "0"]
+    assert next(line.split() for line in table.splitlines() if subject in line)[1:4] == [f"{subject}@g1", "0", "0"]
     details = json_of(run("describe", subject, "-o", "json"))
     assert (details["subject"], details["groups"]) == (created, [])
     assert "kept for" in run("describe", subject).stdout.decode()

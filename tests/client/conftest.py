@@ -9,6 +9,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker, ManualClock
+from tests.client.support import PlayedMeta, config_of
 
 
 @pytest.fixture
@@ -28,3 +29,22 @@ async def timed_broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
 async def client(broker: EmbeddedBroker) -> AsyncIterator[plait.Client]:
     async with broker.connect() as connected:
         yield connected
+
+
+@pytest.fixture
+async def brokers(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
+    """Two broker groups."""
+    async with (
+        EmbeddedBroker(tmp_path / "1", config=config_of("g1"), metas=()) as first,
+        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=()) as second,
+    ):
+        yield [first, second]
+
+
+@pytest.fixture
+async def meta(brokers: list[EmbeddedBroker], request: pytest.FixtureRequest) -> AsyncIterator[PlayedMeta]:
+    """Leads subject "s" to a partition on each of them; its order strategy is the parameter."""
+    played = PlayedMeta(brokers, order=getattr(request, "param", "best_tried"))
+    await played.open(2)
+    yield played
+    await played.close()

@@ -7,11 +7,31 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
+import numpy as np
 
 import plait
+from plait.broker import BrokerConfig
+from plait.client.node import Node
+from plait.frame.columns import Column
+from plait.frame.lp import lp_of_key, runs_with
+from plait.frame.view import FrameView, frames_in
+from plait.limits import LOGICAL_PARTITIONS
+from plait.testing import EmbeddedBroker
+from plait.testing.embedded import TEST_CONFIG
+from plait.wire import messages as m
 
 #: Longer than anything here takes; only a failing test waits for it.
 PATIENCE_SECONDS = 20.0
+#: Nothing waits long.
+EAGER = plait.ClientLimits(
+    reconnect_first_seconds=0.001,
+    reconnect_max_seconds=0.01,
+    send_retry_first_seconds=0.001,
+    send_retry_max_seconds=0.01,
+    frame_count=20,
+    linger_seconds=0.0,
+    in_flight_frames=4,
+)
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -26,11 +46,12 @@ def impatient(client: plait.Client) -> Iterator[None]:
     """Sends of this block wait for 50 ms only; those around it as long as the machine takes."""
     producer = client._producer
     patient, producer.limits = producer.limits, msgspec.structs.replace(producer.limits, send_seconds=0.05)
-    for queue in producer.queues.values():
-        # Armed for the patience of an earlier send.
-        if queue._timer is not None:
-            queue._timer.cancel()
-            queue._timer = None
+    for outlet in producer._outlets.values():
+        for queue in outlet.queues():
+            # Armed for the patience of an earlier send.
+            if queue._timer is not None:
+                queue._timer.cancel()
+                queue._timer = None
     try:
         yield
     finally:
@@ -66,3 +87,156 @@ async def send(client: plait.Client, count: int, subject: str = "s", first: int 
 def numbers(messages: Iterable[plait.Message]) -> list[int]:
     """The numbers in the bodies of what ``send`` sent."""
     return [int(message.body) for message in messages]
+
+
+def config_of(group: str, **settings: object) -> BrokerConfig:
+    """A test broker's, for one of several broker groups."""
+    return msgspec.structs.replace(TEST_CONFIG, group=group, **settings)
+
+
+class PlayedMeta:
+    """Plays a meta server's part for one subject: makes and seals its partitions, and tells clients the routes.
+
+    Partition number n is on broker n, counted round. Routes change by ``change``; who asks gets the newest.
+    """
+
+    def __init__(self, brokers: list[EmbeddedBroker], subject: str = "s", order: str = "best_tried") -> None:
+        self.brokers = brokers
+        self.subject = subject
+        self.order = order
+        self.version = 0
+        #: Broker groups that are not said to be "RW".
+        self.states: dict[str, str] = {}
+        #: Of each logical partition: (partition, where its rows begin there, where they end).
+        self.spans: list[list[tuple[int, int, int | None]]] = [[] for _ in range(LOGICAL_PARTITIONS)]
+        self.asked = 0
+        #: Answered as long as it stands, instead of the newest.
+        self.frozen: m.RouteFound | None = None
+        self._nodes: list[Node] = []
+
+    def name(self, partition: int) -> str:
+        return self.subject if partition == 0 else f"{self.subject}#{partition}"
+
+    def group(self, partition: int) -> str:
+        return self.broker(partition).config.group
+
+    def broker(self, partition: int) -> EmbeddedBroker:
+        return self.brokers[partition % len(self.brokers)]
+
+    async def open(self, partitions: int) -> None:
+        """Begin with so many."""
+        for broker in self.brokers:
+            node = Node([broker.address], "meta", plait.ClientLimits())
+            await node.open()
+            self._nodes.append(node)
+        await self.change(partitions)
+
+    async def close(self) -> None:
+        for node in self._nodes:
+            await node.close()
+
+    async def _tell(self, partition: int, operation: str, **arguments: object) -> object:
+        node = self._nodes[partition % len(self.brokers)]
+        reply = await node.request(m.Admin(operation, {"name": self.name(partition), **arguments}))
+        return msgspec.msgpack.decode(reply.result)
+
+    async def change(self, partitions: int) -> None:
+        """Lead the subject's rows to so many partitions, of equal shares."""
+        wished = np.arange(LOGICAL_PARTITIONS) * partitions // LOGICAL_PARTITIONS
+        current = np.array([spans[-1][0] if spans else -1 for spans in self.spans])
+        moving = wished != current
+        version = self.version + 1
+        for partition in sorted(set(current[moving].tolist()) - {-1}):
+            runs = [run[:2] for run in runs_with(current, moving & (current == partition))]
+            fences = await self._tell(partition, "partition.seal", lps=runs, version=version)
+            for first, end, fence in fences:  # type: ignore[attr-defined]
+                for lp in range(first, end):
+                    self.spans[lp][-1] = (*self.spans[lp][-1][:2], fence)
+        for partition in sorted(set(wished[moving].tolist())):
+            chosen = moving & (wished == partition)
+            runs = [run[:2] for run in runs_with(wished, chosen)]
+            settings = {"order": self.order}
+            await self._tell(
+                partition,
+                "partition.open",
+                subject=self.subject,
+                lps=runs,
+                version=version,
+                settings=settings,
+            )
+            for lp in np.flatnonzero(chosen).tolist():
+                before = [end for where, _, end in self.spans[lp] if where == partition]
+                self.spans[lp].append((partition, before[-1] or 0 if before else 0, None))
+        self.version = version
+
+    def route(self) -> m.RouteFound:
+        """The newest."""
+        current = np.array([spans[-1][0] for spans in self.spans])
+        used = range(max(max(span[0] for span in spans) for spans in self.spans) + 1)
+        everything = np.ones(LOGICAL_PARTITIONS, bool)
+        return m.RouteFound(
+            self.subject,
+            self.version,
+            self.order,
+            [(self.name(n), self.group(n)) for n in used],
+            [(first, end, [(where, None)]) for first, end, where in runs_with(current, everything)],
+            self._brokers(),
+        )
+
+    def _brokers(self) -> dict[str, tuple[list[str], str]]:
+        return {b.config.group: ([b.address], self.states.get(b.config.group, "RW")) for b in self.brokers}
+
+    async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
+        return self._brokers()
+
+    async def find(self, subject: str, create: bool) -> m.RouteFound:
+        assert subject == self.subject
+        self.asked += 1
+        return self.frozen or self.route()
+
+    def client(self, **arguments: object) -> plait.Client:
+        """A client that asks here."""
+        client = plait.connect(self.brokers[0].address, **arguments)  # type: ignore[arg-type]
+        client._router.find = self.find  # type: ignore[method-assign]
+        client._router.find_brokers = self.find_brokers  # type: ignore[method-assign]
+        return client
+
+    async def frames(self, partition: int) -> list[FrameView]:
+        """What a partition has stored."""
+        link = await self._nodes[partition % len(self.brokers)].ready()
+        found: list[FrameView] = []
+        position = 0
+        while True:
+            request = m.Read(self.name(partition), ("sequence", position), 100_000, 16 << 20, 0.0)
+            answer, payload = await link.request_payload(request)
+            found += frames_in(bytes(payload))
+            if answer.next == position:
+                return found
+            position = answer.next
+
+    async def rows(self, partition: int) -> list[tuple[int, str, int, bytes]]:
+        """(sequence, key, logical partition as stamped, body) of what a partition has stored."""
+        rows: list[tuple[int, str, int, bytes]] = []
+        for frame in await self.frames(partition):
+            texts = frame.binary(Column.KEY).to_pylist() if frame.has(Column.KEY) else [b""] * frame.count
+            hashes = frame.fixed(Column.KEY_HASH).tolist() if frame.has(Column.KEY_HASH) else [0] * frame.count
+            bodies = frame.binary(Column.BODY).to_pylist()
+            rows += [
+                (frame.base + n, texts[n].decode(), hashes[n] % LOGICAL_PARTITIONS, bodies[n])
+                for n in range(frame.count)
+            ]
+        return rows
+
+    async def by_key(self) -> dict[str, list[bytes]]:
+        """What is stored of each key, along the places where its rows were one after another."""
+        used = max(max(span[0] for span in spans) for spans in self.spans) + 1
+        stored = [await self.rows(n) for n in range(used)]
+        found: dict[str, list[bytes]] = {}
+        for key in {row[1] for rows in stored for row in rows}:
+            found[key] = [
+                body
+                for where, start, end in self.spans[lp_of_key(key)]
+                for sequence, text, _, body in stored[where]
+                if text == key and start <= sequence and (end is None or sequence < end)
+            ]
+        return found

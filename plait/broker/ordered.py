@@ -1,0 +1,471 @@
+"""An ordered consumer group: each row goes to the owner of its logical partition, each key in order.
+
+``Locks`` says who owns what, ``Strand`` how far the group has come with it. An owner is handed the rows of its strands;
+those that stand at the same place are read together. When logical partitions change hands they are split off as strands
+of their own, which join their new owner's once they have come equally far.
+
+A failed message of a strict subject gets its key a strand of its own, which waits alone; out of attempts it is *parked*
+until somebody resumes it or skips the message. Otherwise what failed waits by itself and the key goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
+
+import numpy as np
+
+from plait.broker.group import FAILURE, LOST_ATTEMPTS_MIN, Consumer, Delivery, Failure, Group, Journal
+from plait.broker.locks import Locks, Standing, Want, epochs_of
+from plait.broker.partition import Partition
+from plait.broker.strand_failures import StrandFailures
+from plait.broker.strand_rows import LOOK_MAX, Taking
+from plait.broker.waiting import Waiter
+from plait.frame.lp import LpSet, lp_set, runs_of
+from plait.limits import LOGICAL_PARTITIONS, ServerLimits
+from plait.reason import Reason
+from plait.storage.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.log import Log
+from plait.storage.ranges import Range, Ranges, joined
+from plait.storage.strand import Strand
+
+#: Rows of a key that failed before that are handed out at a time.
+KEY_ROWS_MAX = 100
+
+
+class OrderedGroup(StrandFailures):
+    """See the module."""
+
+    __slots__ = ("_turn", "frozen_until", "locks")
+
+    def __init__(
+        self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
+    ) -> None:
+        super().__init__(definition, partition, limits, journal)
+        self.locks = Locks()
+        #: On the monotonic clock: until then nobody gets a lock that it did not have before a restart (R15).
+        self.frozen_until = 0.0
+        #: Which of an owner's strands is served first.
+        self._turn = 0
+
+    @property
+    def has_more(self) -> bool:
+        visible = self.partition.visible
+        return any(strand.next < visible or strand.returned for strand in self.strands)
+
+    # --- locks ----------------------------------------------------------------------------------
+
+    def lease(self, consumer: Consumer, wants: list[Want], journal: Journal, now: float) -> None:
+        """All that a consumer wants from now on, and what it has for another lease."""
+        self.locks.unheard.discard(consumer.id)
+        if self.locks.wants(consumer.id, epochs_of((first, end, epoch) for first, end, epoch, _ in wants)):
+            self._leave(journal)
+        self.pass_on(journal, now)
+        self._limit(consumer, wants)
+
+    def _limit(self, consumer: Consumer, wants: list[Want]) -> None:
+        """What a consumer owns is handed out as far as it is wanted."""
+        limits = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first, end, _, until in wants:
+            limits[first:end] = until
+        mine = self.locks.owner == consumer.id
+        present = np.array([strand.limit for strand in self.strands.by_lp])
+        changed = mine & (present != limits)
+        for limit in np.unique(limits[changed]).tolist():
+            for strand in self.strands.take_out(changed & (limits == limit)):
+                strand.limit = limit
+
+    def standing(self, consumer: Consumer) -> Standing:
+        """What it has of that."""
+        return self.locks.standing(consumer.id)
+
+    def drained(self, wants: list[Want]) -> LpSet:
+        """Those that are wanted up to a place and are done up to there, but for parked keys."""
+        done = np.zeros(LOGICAL_PARTITIONS, bool)
+        until = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first, end, _, limit in wants:
+            if limit:
+                until[first:end] = limit
+                for lp in range(first, end):
+                    done[lp] = self.strands.by_lp[lp].floor >= limit
+        for strand in self.strands.by_key.values():
+            lp = int(np.flatnonzero(strand.lps)[0])
+            done[lp] &= strand.parked or strand.floor >= until[lp]
+        return done
+
+    def _leave(self, journal: Journal) -> None:
+        """Split off what is to change hands, as far as its owner has begun with it: each can then go by itself."""
+        leaving = self.locks.leaving
+        for strand in list(self.strands):
+            lps = strand.lps & leaving
+            if strand.key is not None or strand.leaving or not lps.any():
+                continue
+            whole = self.strands.take_out(lps)
+            busy = self._in_hands(journal, [each for each in whole if each.key is None and each.held])
+            for lp, rows in busy.items():
+                alone = self.strands.take_out(_one(lp))[0]
+                alone.held = rows
+            for each in self.strands.take_out(lps & ~_set_of(busy)) if len(busy) < int(lps.sum()) else ():
+                if each.key is None:
+                    each.held = {}
+        for strand in self.strands:
+            strand.leaving = bool((strand.lps & leaving).any())
+
+    def pass_on(self, journal: Journal, now: float) -> None:
+        """Give up what is leaving and in nobody's hands; grant what is free to who wants it."""
+        leaving = self.locks.leaving
+        if leaving.any():
+            busy = np.zeros(LOGICAL_PARTITIONS, bool)
+            for strand in self.strands:
+                if strand.held:
+                    busy |= strand.lps
+            self._set_locks(runs_of(leaving & ~busy), journal)
+        grant = self.locks.to_grant
+        floor = journal.leases.floor(self)
+        if floor is None or now < self.frozen_until:
+            return
+        grant &= self.locks.wanted >= floor
+        if grant.any():
+            self._granted(self.locks.granted(grant), journal)
+
+    def _set_locks(self, runs: list[tuple[int, int]], journal: Journal) -> None:
+        """These are nobody's any more."""
+        for first, end in runs:
+            owners = np.unique(self.locks.owner[first:end]).tolist()
+            journal.event(Action.LOCK, self, 0, first, end, 0)
+            self.locks.set(first, end, 0, 0)
+            for strand in self.strands.take_out(lp_set([(first, end)])):
+                strand.owner, strand.leaving, strand.held, strand.limit = 0, False, {}, 0
+            for owner in owners:
+                journal.leases.news(self, owner)
+
+    def _granted(self, runs: list[tuple[int, int, int, int]], journal: Journal) -> None:
+        owners = set()
+        for first, end, owner, epoch in runs:
+            journal.event(Action.LOCK, self, owner, first, end, 0, epoch)
+            for strand in self.strands.take_out(lp_set([(first, end)])):
+                strand.owner, strand.leaving = owner, False
+            owners.add(owner)
+        for owner in owners:
+            self.strands.join_alike(self.strands.of(owner))
+            journal.leases.news(self, owner)
+
+    # --- handing out ----------------------------------------------------------------------------
+
+    def take(self, log: Log, consumer: Consumer, count: int, size: int, journal: Journal) -> Delivery | None:
+        """Rows for a consumer from what it owns; None when there are none. An empty delivery: ask again."""
+        taking = Taking(count, size)
+        lps = [each for each in self.strands.of(consumer.id) if not each.leaving]
+        keys = [each for each in self.strands.keys_of(consumer.id) if not (each.leaving or each.parked)]
+        if len(lps) + len(keys) > 1:
+            self.strands.join_alike([*lps, *keys])
+            lps = [each for each in lps if self.strands.get(each.id) is each]
+            keys = [each for each in keys if self.strands.get(each.id) is each]
+        abreast: list[Strand] = []
+        for strand in keys:
+            if self._troubled(strand):
+                # One after another: nothing of the key goes out before what went out last is done.
+                if not strand.held and not strand.waiting:
+                    self._take_key(strand, taking, journal)
+            else:
+                abreast.append(strand)
+        for strand in lps:
+            while strand.returned and taking.more and not self._at_limit_of(strand):
+                start, end, attempt = strand.returned.head()
+                if start >= strand.until(end):
+                    break
+                self._serve([strand], start, strand.until(end), attempt, taking, journal)
+        self._turn += 1
+        by_next: dict[tuple[int, int], list[Strand]] = {}
+        for strand in [*lps, *abreast]:
+            if not self._at_limit_of(strand):
+                by_next.setdefault((strand.next, strand.limit), []).append(strand)
+        places = sorted(by_next)
+        turn = self._turn % len(places) if places else 0
+        for place in [*places[turn:], *places[:turn]]:
+            start = place[0]
+            above = min((each for each, _ in places if each > start), default=self.partition.visible)
+            end = by_next[place][0].until(min(above, self.partition.visible))
+            if start < end and taking.more:
+                self._serve(by_next[place], start, end, 0, taking, journal)
+        delivery = taking.delivery
+        return delivery if delivery.count or taking.looked >= LOOK_MAX else None
+
+    def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
+        """Give rows to waiting pulls: each gets its own, so that there are none for one says nothing of the others."""
+        for waiter in list(self.waiters):
+            delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)
+            if delivery is not None and waiter.leave():
+                send(waiter, delivery)
+
+    def _troubled(self, strand: Strand) -> bool:
+        """A key that has not caught up with its logical partition."""
+        return bool(strand.returned or strand.waiting) or strand.next < self._parent(strand).next
+
+    def _take_key(self, strand: Strand, taking: Taking, journal: Journal) -> None:
+        rows = taking.rows
+        taking.limit(KEY_ROWS_MAX)
+        while taking.more:
+            if strand.returned:
+                start, end, attempt = strand.returned.head()
+            else:
+                start, end, attempt = strand.next, self._parent(strand).next, 0
+            end = strand.until(end)
+            if attempt:
+                # What failed goes alone.
+                taking.limit(0 if strand.held else 1)
+            if start >= end or not taking.more:
+                break
+            looked = taking.looked
+            self._serve([strand], start, end, attempt, taking, journal)
+            if taking.looked == looked and strand.returned and strand.returned.head().start == start:
+                break
+        taking.rows = rows
+
+    def _at_limit_of(self, strand: Strand) -> bool:
+        limits = self.limits
+        return (
+            sum(map(len, strand.held.values())) >= limits.consumer_ranges
+            or len(strand.waiting) >= limits.retry_ranges
+            or len(self.kept) >= limits.kept_messages
+            or len(self.strands.by_key) >= limits.held_keys
+        )
+
+    def _serve(
+        self, strands: list[Strand], start: int, end: int, attempt: int, taking: Taking, journal: Journal
+    ) -> None:
+        """Hand out the rows of these strands in [start, end), which all of them stand at or got back."""
+        tag = strands[0].id
+        delivery = taking.delivery
+        for first, last, frame in self._walk(journal, start, end, again=attempt > 0):
+            if frame is None:
+                for strand in strands:
+                    journal.event(Action.SKIP, self, strand.id, first, last, 0)
+                    self.lost_count += strand.skipped(first, last)
+                continue
+            piece = self._cut(frame, strands, first, last, taking)
+            if piece is None:
+                return
+            # What none of them has rows in is behind them, and in nobody's hands.
+            for strand in strands:
+                strand.settled(start, piece.end)
+            start = piece.end
+            if piece.parts:
+                for strand in strands:
+                    strand.pulled(piece.first, piece.last, attempt + 1, tag)
+                delivery.parts.extend(piece.parts)
+                delivery.ranges.append((piece.first, piece.last, attempt + 1))
+                delivery.tags.append(tag)
+                delivery.count += piece.rows
+                delivery.size += piece.size
+                if attempt:
+                    self.redelivered_count += piece.rows
+            if piece.end < last or not taking.more:
+                return
+        for strand in strands:
+            strand.settled(start, end)
+
+    # --- events from consumers ------------------------------------------------------------------
+
+    def ack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal, tag: int = 0) -> int:
+        """Those rows that were handed out under ``tag`` and lie in [start, end) are done; how many sequences."""
+        start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
+        count = 0
+        for strand in self._holding(consumer.id):
+            for piece in strand.in_hands(tag, start, end):
+                journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
+                strand.let_go(tag, piece.start, piece.end)
+                count += piece.end - piece.start
+        if self.kept:
+            self.kept.settled()
+        self._after_hands(journal)
+        return count
+
+    def _after_hands(self, journal: Journal) -> None:
+        """Some rows are not in somebody's hands any more: what is leaving may go."""
+        if any(strand.leaving for strand in self.strands):
+            self.pass_on(journal, journal.leases.now())
+
+    def _holding(self, owner: int) -> list[Strand]:
+        return [each for each in self.strands if each.owner == owner and each.held]
+
+    def nack(
+        self,
+        consumer: Consumer,
+        ranges: list[tuple[int, int, int]],
+        journal: Journal,
+        now: int,
+        failure: Failure = FAILURE,
+        tags: Sequence[int] = (),
+    ) -> int:
+        """(start, end, epoch) ranges failed: they wait, hold their keys, or are dead letters; how many sequences."""
+        count = 0
+        for (first, last, epoch), tag in zip(ranges, tags or repeat(0), strict=False):
+            start, end = self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch)
+            for strand in self._holding(consumer.id):
+                for piece in strand.in_hands(tag, start, end):
+                    rows = list(self._rows(journal, strand, piece.start, piece.end))
+                    strand.let_go(tag, piece.start, piece.end)
+                    count += piece.end - piece.start
+                    for sequences, keys in rows:
+                        self._failed(strand, sequences, keys, piece.attempt, journal, now, failure)
+        self._after_hands(journal)
+        return count
+
+    def lost(self, consumer: Consumer, journal: Journal, now: int) -> int:
+        """Its lease is over: what it held was an attempt, for some the last; how many sequences."""
+        reason = Reason("ConsumerLost", f"consumer {consumer.client} was lost while it held the message")
+        for strand in self._holding(consumer.id):
+            for tag, held in list(strand.held.items()):
+                for piece in list(held):
+                    if piece.attempt >= LOST_ATTEMPTS_MIN:
+                        rows = list(self._rows(journal, strand, piece.start, piece.end))
+                        strand.let_go(tag, piece.start, piece.end)
+                        for sequences, keys in rows:
+                            self._failed(strand, sequences, keys, piece.attempt, journal, now, Failure(0.0, reason))
+        return self.offline(consumer, journal, now)
+
+    def offline(self, consumer: Consumer, journal: Journal, now: int) -> int:
+        """The consumer is gone: what it held and owned is for the others; how many sequences."""
+        consumer.online = False
+        count = 0
+        for strand in self._holding(consumer.id):
+            for piece in strand.all_held():
+                count += piece.end - piece.start
+                self._give_back(strand, piece, 0, journal)
+            strand.held = {}
+        self.locks.unheard.discard(consumer.id)
+        self.locks.forget(consumer.id)
+        self._set_locks(runs_of(self.locks.owner == consumer.id), journal)
+        self.pass_on(journal, journal.leases.now())
+        return count
+
+    def reclaim(self, consumer: Consumer, holds: list[tuple[int, int, int]], journal: Journal, now: int) -> None:
+        """An attaching consumer names what is in its hands (R13), row by row: that stays, all else comes back."""
+        self.locks.unheard.discard(consumer.id)
+        claimed = Ranges()
+        for first, last, epoch in holds:
+            claimed.add(*self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch), 0)
+        for strand in [each for each in self.strands if each.owner == consumer.id]:
+            held, strand.held = strand.all_held(), {}
+            for piece in held:
+                self._give_back(strand, piece, 0, journal, counted=False)
+            for start, end, _ in claimed:
+                for sequences, _ in self._rows(journal, strand, start, end):
+                    for first, last in joined(sequences):
+                        known = [*strand.returned.overlap(first, last), *strand.waiting.overlap(first, last)]
+                        fresh = [Range(max(first, strand.next), last, 0)] if last > strand.next else []
+                        for piece in [*known, *fresh]:
+                            strand.pulled(piece.start, piece.end, piece.attempt + 1, 0)
+
+    def reset(self, sequence: int, journal: Journal) -> None:
+        """The group goes on from ``sequence``."""
+        self._set_locks(runs_of(self.locks.owner > 0), journal)
+        number = self.strands.begin(sequence)
+        journal.event(Action.RESET, self, number, sequence, sequence, 0)
+        self.pull_log.reset(sequence)
+        self.kept.settled()
+
+    # --- dead letters, retention ----------------------------------------------------------------
+
+    @property
+    def floor(self) -> int:
+        return min(strand.floor for strand in self.strands)
+
+    def begun(self, start: int, end: int, journal: Journal) -> list[Range]:
+        pieces = []
+        for strand in self.strands:
+            for first, last, attempt in strand.begun(start, end):
+                for sequences, _ in self._rows(journal, strand, first, last):
+                    pieces += [Range(low, high, attempt) for low, high in joined(sequences)]
+        return pieces
+
+    def begin_with(self, end: int) -> None:
+        """What a key that waits has not come to yet is to outlive retention, as if it had."""
+        for strand in self.strands.by_key.values():
+            if strand.next < end:
+                strand.returned.add(strand.next, end, 0)
+                strand.next = end
+
+    def expire(self, lost: list[Range], start: int, journal: Journal) -> None:
+        for strand in self.strands:
+            for first, last in [*((piece.start, piece.end) for piece in lost), (strand.next, start)]:
+                if first < last:
+                    journal.event(Action.SKIP, self, strand.id, first, last, 0)
+                    self.lost_count += strand.skipped(first, last)
+
+    # --- retries --------------------------------------------------------------------------------
+
+    # --- parked keys ----------------------------------------------------------------------------
+
+    # --- replay ---------------------------------------------------------------------------------
+
+    def begin(self, sequence: int) -> None:
+        self.strands.begin(sequence, 1)
+
+    def forget(self, consumer: int, time: int) -> None:
+        """A consumer is gone for good; what it had was told."""
+
+    def forget_strangers(self, now: int) -> None:
+        """Locks of consumers that nobody knows any more are free; each strand is its owner's."""
+        known = [consumer.id for consumer in self.consumers.values()]
+        self.locks.owner[~np.isin(self.locks.owner, known)] = 0
+        self.locks.unheard = set(np.unique(self.locks.owner).tolist()) - {0}
+        for owner in np.unique(self.locks.owner).tolist():
+            for strand in self.strands.take_out(self.locks.owner == owner):
+                strand.owner = owner
+
+    def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:
+        """Apply an event of the action log; most are of the strand with the number ``consumer``."""
+        start, end, attempt = piece
+        if action == Action.LOCK:
+            self.locks.set(start, end, consumer, due)
+            return
+        if action in (Action.MOVE, Action.HOLD, Action.JOIN):
+            self.strands.replay(action, consumer, start, end, due)
+            return
+        if action == Action.RESET:
+            self.strands.begin(start, consumer)
+            self.pull_log.reset(start)
+            return
+        strand = self.strands.get(consumer)
+        if action == Action.PURGE:
+            self.pull_log.purged(start, end)
+        elif strand is None:
+            return
+        elif action in (Action.PARK, Action.RESUME):
+            strand.parked = action == Action.PARK
+        elif start >= end:
+            return
+        elif action == Action.ACK:
+            strand.settled(start, end)
+        elif action == Action.RETURN:
+            strand.given_back(start, end, attempt)
+        elif action == Action.NACK:
+            uncounted = bool(flags & FLAG_UNCOUNTED)
+            strand.given_back(start, end, attempt - uncounted, due)
+            if not uncounted:
+                self.pull_log.note_failure(start, end, time)
+        elif action == Action.SKIP:
+            self.lost_count += strand.skipped(start, end)
+        elif action == Action.BURY:
+            self.buried(consumer, start, end, attempt, time)
+        elif action == Action.REVIVE:
+            self._revive(strand, start, end)
+
+
+def _one(lp: int) -> LpSet:
+    return lp_set([(lp, lp + 1)])
+
+
+def _set_of(lps: Iterable[int]) -> LpSet:
+    chosen = np.zeros(LOGICAL_PARTITIONS, bool)
+    chosen[list(lps)] = True
+    return chosen
+
+
+def new_group(definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal) -> Group:
+    """A group as its definition says."""
+    if definition.ordered:
+        return OrderedGroup(definition, partition, limits, journal)
+    return Group(definition, partition, limits)

@@ -1,0 +1,59 @@
+"""A place in one partition that moves as it is read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from plait.client.delivered import Delivered
+from plait.client.node import Node
+from plait.client.types import Message, PartitionName
+from plait.errors import Timeout, Unavailable
+from plait.frame.view import frames_in
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+
+
+class Cursor:
+    """See the module; a restart of the broker is invisible to it."""
+
+    def __init__(self, node: Node, limits: ClientLimits, subject: str, name: PartitionName, start: Any) -> None:
+        self._node = node
+        self._limits = limits
+        self._subject = subject
+        self.name = name
+        #: Where the next read starts: as given until the first answer, then a sequence.
+        self.position: Any = start
+        #: A read that nobody waits for at present.
+        self.reading: asyncio.Task[list[Message]] | None = None
+
+    async def fix(self) -> None:
+        """ "latest" and times mean what they mean now, not at the first read."""
+        answer, _ = await self._ask(0, 0.0)
+        self.position = ["sequence", answer.next]
+
+    async def read(self, count: int, wait: float) -> list[Message]:
+        """Up to ``count`` messages, waiting that long for the first; none where another read was faster."""
+        begun = self.position
+        answer, payload = await self._ask(count, wait)
+        messages: list[Message] = []
+        if self.position is not begun:
+            return messages
+        for frame in frames_in(payload):
+            frame.verify()
+            delivered = Delivered(frame, self._subject, self.name, None, [(frame.base, frame.end, 1)])
+            messages += delivered.messages(0, frame.count)
+        self.position = ["sequence", answer.next]
+        return messages
+
+    async def _ask(self, count: int, wait: float) -> tuple[m.ReadReply, memoryview]:
+        while True:
+            link = await self._node.ready(self._limits.send_seconds)
+            request = m.Read(self.name.name, self.position, count, self._limits.pull_bytes, wait)
+            try:
+                async with asyncio.timeout(wait + self._limits.request_seconds):
+                    return await link.request_payload(request)
+            except Unavailable:
+                continue
+            except TimeoutError:
+                raise Timeout(f"no answer to a read of {self._subject!r}") from None

@@ -1,0 +1,121 @@
+"""Where clients find routes and brokers, and how they notice that either has changed."""
+
+from __future__ import annotations
+
+import msgspec
+
+import plait
+from plait.client.node import Node
+from plait.client.router import Router, SubjectRoute
+from plait.testing import EmbeddedBroker
+from plait.wire import messages as m
+from tests.client.support import EAGER, PlayedMeta, until
+
+LIMITS = msgspec.structs.replace(EAGER, unreached_seconds=0.01)
+#: A key of the partition on the second broker.
+RIGHT = "k1"
+
+
+async def test_a_server_that_is_all_there_is_has_one_connection(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await client.send("s", b"x")
+    async with client.reader("s", start="earliest") as reader:
+        assert len(await reader.fetch(1)) == 1
+    await client.admin.subjects()
+    assert len(broker.server.connections) == 1
+    assert client._router.nodes() == [client._node]
+
+
+async def test_a_broker_that_comes_back_at_another_address_is_found(
+    brokers: list[EmbeddedBroker], meta: PlayedMeta
+) -> None:
+    async with meta.client(limits=LIMITS) as client:
+        assert (await client.send("s", b"0", key=RIGHT)).partition.group == "g2"
+        before = brokers[1].address
+        await brokers[1].stop()
+        brokers[1]._port = 0
+        await brokers[1].start()
+        assert brokers[1].address != before
+        meta.order = "strict"
+        node = client._router._nodes["g2"]
+        await until(lambda: node.link is not None)
+        assert str((await client.send("s", b"1", key=RIGHT)).partition) == "s#1@g2"
+
+
+async def test_an_older_route_of_a_meta_server_that_lags_behind_is_not_believed(meta: PlayedMeta) -> None:
+    async with meta.client() as client:
+        old = meta.route()
+        await meta.change(3)
+        route = await client._router.refresh("s")
+        meta.frozen = old
+        assert await client._router.refresh("s") is route
+
+
+async def test_several_who_ask_at_a_time_share_the_answer(meta: PlayedMeta) -> None:
+    async with meta.client() as client:
+        for n in range(20):
+            client.post("s", b"x", key=f"k{n}")
+            client.post("s", b"x", key=f"k{n}", delay=3600)
+        await client.flush()
+        assert meta.asked == 1
+
+
+async def test_meta_servers_are_learned_unless_the_connection_is_a_brokers_too(meta: PlayedMeta) -> None:
+    node = Node(["plait://127.0.0.1:1"], "c", plait.ClientLimits())
+    router = Router(node, "c", plait.ClientLimits())
+    metas = ["plait://127.0.0.1:1", "plait://127.0.0.1:2"]
+    router.learn(metas[:1])
+    assert node.alone
+    router._nodes["g1"] = node
+    router.learn(metas)
+    assert node.alone
+    del router._nodes["g1"]
+    router.learn(metas)
+    router.learn(metas)
+    assert node._addresses == metas
+
+
+async def test_the_addresses_of_meta_servers_come_with_a_route(meta: PlayedMeta) -> None:
+    meta.frozen = msgspec.structs.replace(meta.route(), metas=["plait://a:1", "plait://b:2"])
+    async with meta.client() as client:
+        client._node.learn(["plait://127.0.0.1:2"])
+        await client.send("s", b"x")
+        assert {"plait://a:1", "plait://b:2"} <= set(client._node._addresses)
+
+
+async def test_a_subject_that_is_gone_is_not_looked_at_for_ever(broker: EmbeddedBroker) -> None:
+    limits = plait.ClientLimits(route_seconds=0.001)
+    async with broker.connect(limits=limits) as client:
+        await client.send("s", b"x")
+        await client.admin.delete_subject("s")
+        await until(lambda: client._router.known("s") is None)
+        assert (await client.send("s", b"y")).sequence == 0
+        assert client._router.known("s") is not None
+
+
+async def test_rows_without_keys_do_not_wait_for_a_broker_that_is_not_connected(
+    brokers: list[EmbeddedBroker], meta: PlayedMeta
+) -> None:
+    meta.order = "strict"
+    async with meta.client(limits=LIMITS) as client:
+        await client.send_many("s", [b"x"] * 2, keys=["k0", RIGHT])
+        await brokers[1].stop()
+        await until(lambda: client._router._nodes["g2"].link is None)
+        receipts = [await client.send("s", b"%d" % n) for n in range(20)]
+        assert {str(r.partition) for r in receipts} == {"s@g1"}
+        await brokers[1].start()
+
+
+def test_a_route_says_what_it_leads_to() -> None:
+    found = m.RouteFound(
+        "s",
+        3,
+        "strict",
+        [("s", "g1"), ("s#1", "g2"), ("old", "g1")],
+        [(0, 100, [(2, 7), (0, None)]), (100, 1024, [(1, None)])],
+        {"g1": (["plait://a:1"], "R"), "g2": (["plait://b:1"], "RW")},
+    )
+    route = SubjectRoute(found)
+    assert route.open() == [0, 1]
+    assert route.table[:100].tolist() == [0] * 100
+    assert set(route.table[100:].tolist()) == {1}
+    assert route.histories[0][2][0].fence == 7
