@@ -7,7 +7,7 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --disable-pip-version-check --constraint constraints.txt
 STAMP  := $(VENV)/.plait-setup
-EXTRAS := spark,dev
+EXTRAS := spark,postgres,dev
 SUITE  ?= all
 ARGS   ?=
 
@@ -37,9 +37,12 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m mypy --strict plait
 
-# A server that the benchmarks' smoke run compares with; where it cannot be installed its tests are skipped.
+# A server that the benchmarks' smoke run compares with, and the meta server's database; where they cannot be installed
+# their tests are skipped.
 servers:
 	@command -v redis-server >/dev/null 2>&1 || tools/debian-install redis-server >/dev/null || true
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null 2>&1 \
+		|| tools/debian-install postgresql >/dev/null || true
 
 test: lint servers
 	$(PY) -m pytest -m "not deep and not bench" $(ARGS)

@@ -157,6 +157,22 @@ class DiskFull(PlaitError):
     exit_code = 7
 
 
+class NoBroker(PlaitError):
+    """No broker group is available for a new subject or partition."""
+
+    code = "no_broker"
+    retryable = True
+    exit_code = 7
+
+
+class MetaBusy(PlaitError):
+    """Others changed the same thing again and again; nothing was changed."""
+
+    code = "meta_busy"
+    retryable = True
+    exit_code = 7
+
+
 class StaleRoute(PlaitError):
     """The partition is not served here (any more); refresh the route and go on."""
 
@@ -196,6 +212,14 @@ class Unavailable(PlaitError):
     """No server could be reached in time."""
 
     code = "unavailable"
+    retryable = True
+    exit_code = 3
+
+
+class MetaUnavailable(PlaitError):
+    """The meta server's database cannot be used at present; what was asked for may be asked for again."""
+
+    code = "meta_unavailable"
     retryable = True
     exit_code = 3
 

@@ -103,6 +103,12 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: Messages of one group that are dead letters, or retries that outlived their subject's retention (about 200 bytes
     #: each); it gets nothing new above it.
     kept_messages: int = 500_000
+    #: Keys of one ordered group that failed and hold their place, or are parked; it gets nothing new above it.
+    held_keys: int = 10_000
+    #: An ordered consumer has its locks for this long after it asked for them last...
+    lease_seconds: float = 10.0
+    #: ...and the broker counts a little longer, so that no clock that goes a little faster is a danger.
+    lease_margin_seconds: float = 0.5
     #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
     schedule_settled: int = 1_000_000
     #: Producers remembered for idempotence; the longest silent goes first.
@@ -127,6 +133,35 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     log_busy_seconds: float = 1.0
     #: Open consume-log maps kept; the least recently read is closed.
     open_maps: int = 1_000
+
+
+class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a meta server keeps, and how long it waits before it takes somebody for lost."""
+
+    #: Subjects and groups in all: a meta server has all of them in memory (about 1 KiB each).
+    subjects: int = 100_000
+    groups: int = 300_000
+    #: Members of one group, and groups that one client is a member of: an allocation and a heartbeat name them all.
+    members_per_group: int = 10_000
+    groups_per_client: int = 10_000
+    #: A broker that was silent for so long is lost: subjects that are made meanwhile go to others.
+    broker_lost_seconds: float = 5.0
+    #: A client that was silent for so long is lost: its logical partitions go to others. As long as a consumer's lease:
+    #: sooner would be of no use, as its locks last that long.
+    member_lost_seconds: float = 10.0
+    #: How often the heartbeats of clients are noted for other meta servers.
+    beat_flush_seconds: float = 2.0
+    #: A pause of the meta server itself, or of its database, counts as so much silence of the others.
+    gap_seconds: float = 2.0
+    #: A change that others forestalled is tried again so often.
+    attempts: int = 8
+    #: Allocations are made in slices of about this length and of so many groups at most, so that heartbeats pass.
+    slice_seconds: float = 0.002
+    slice_groups: int = 32
+    #: Clients that are looked at, noted or given up in one go.
+    page: int = 500
+    #: What was deleted is removed from the database after at least so long.
+    clean_seconds: float = 600.0
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -173,5 +208,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     pull_bytes: int = 1 * MIB
     #: How long one long poll waits at the server before it is asked again.
     pull_wait_seconds: float = 20.0
+    #: Opening a consumer waits so long for the rest of its partitions once it has one of them; they follow later.
+    attach_seconds: float = 1.0
+    #: An ordered consumer whose user has had a message for this long gives its locks up.
+    handling_seconds: float = 900.0
     #: ``App``: how long handlers may go on after SIGTERM before they are cancelled and their messages given back.
     drain_seconds: float = 30.0

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "plait"
 
 #: The top of the package, ``plait/__init__.py``: what users import.
 FACADE = "plait"
-BASE = {"errors", "limits", "clock", "names", "reason", "retry", "version"}
+BASE = {"errors", "limits", "clock", "chance", "names", "reason", "retry", "version"}
 SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
 
 #: Part → the parts of ours it may import.
@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "limits": {"errors"},
     "clock": set(),
+    "chance": set(),
     "version": set(),
     "names": {"errors", "limits"},
     "reason": {"errors"},
@@ -47,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 
 LOOP_AND_SOCKETS = {"asyncio", "uvloop", "socket", "socketserver", "selectors", "select", "ssl"}
-TIME_AND_CHANCE = {"time", "datetime", "random", "secrets", "threading", "concurrent", "multiprocessing"}
+CHANCE = {"random", "secrets", "uuid"}
+TIME_AND_CHANCE = {"time", "datetime", "threading", "concurrent", "multiprocessing"} | CHANCE
 DISK = {"os", "mmap", "fcntl", "shutil", "tempfile", "io", "pathlib", "glob"}
 
 #: Part or module → outside modules it must do without. A decision that needs one of these gets its result as
@@ -57,6 +59,10 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
     "storage": LOOP_AND_SOCKETS | TIME_AND_CHANCE | DISK,
     "broker": LOOP_AND_SOCKETS | TIME_AND_CHANCE | DISK,
     "meta": LOOP_AND_SOCKETS | TIME_AND_CHANCE | DISK,
+    # These live in real time and on real sockets, but what they leave to chance is drawn in plait/chance.py.
+    "wire": CHANCE,
+    "client": CHANCE,
+    "server": CHANCE,
 }
 
 #: Modules that are the small door to the outside, and what passes through it.
@@ -179,6 +185,8 @@ FORBIDDEN = [
     ("client/producer.py", "from plait.storage import log"),
     ("client/producer.py", "from plait.testing import broker"),
     ("wire/server.py", "from plait.broker import dispatch"),
+    ("client/producer.py", "import random"),
+    ("wire/server.py", "from secrets import token_hex"),
     ("novelty.py", "import json"),
 ]
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import repeat
 
 from plait.broker import subjects
 from plait.broker.commit import Commit, SyncWork
@@ -24,6 +25,7 @@ from plait.broker.dead_letters import DeadLetters
 from plait.broker.flow import low_space, refuse_when_busy
 from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
 from plait.broker.heads import Heads
+from plait.broker.leases import Leases
 from plait.broker.partition import Partition
 from plait.broker.recover import Recovery, RecoveryReport
 from plait.broker.retries import Retries
@@ -123,6 +125,7 @@ class Broker:
         self.schedules = Schedules(self)
         self.heads = Heads(self)
         self.dead_letters = DeadLetters(self)
+        self.leases = Leases(self)
 
     # --- start and stop -------------------------------------------------------------------------
 
@@ -498,11 +501,17 @@ class Broker:
 
     # --- acks -----------------------------------------------------------------------------------
 
-    def ack(self, consumer: Consumer, ranges: list[tuple[int, int, int]], reply: Callable[[], None] | None) -> None:
+    def ack(
+        self,
+        consumer: Consumer,
+        ranges: list[tuple[int, int, int]],
+        reply: Callable[[], None] | None,
+        tags: Sequence[int] = (),
+    ) -> None:
         """(start, end, epoch) ranges are done."""
         self.refuse_when_stalled()
-        for start, end, epoch in ranges:
-            consumer.group.ack(consumer, start, end, epoch, self)
+        for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False):
+            consumer.group.ack(consumer, start, end, epoch, self, tag)
         self.answer_after_commit(reply)
         # A consumer with too many separate ranges in its hands may go on now.
         self.wake_group(consumer.group)
@@ -513,12 +522,13 @@ class Broker:
         ranges: list[tuple[int, int, int]],
         reply: Callable[[], None] | None,
         failure: Failure = FAILURE,
+        tags: Sequence[int] = (),
     ) -> None:
         """(start, end, epoch) ranges failed; the group gets them again, or they are dead letters."""
         self.refuse_when_stalled()
         group = consumer.group
         now = self.clock.now()
-        group.nack(consumer, ranges, self, now, failure)
+        group.nack(consumer, ranges, self, now, failure, tags)
         self.answer_after_commit(reply)
         self.retries.expect(group)
         self.wake_group(group)

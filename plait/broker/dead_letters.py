@@ -20,7 +20,7 @@ from plait.frame.view import FrameView
 from plait.reason import Reason
 from plait.storage.action_log import Action
 from plait.storage.kept import HISTORY_MAX, Death, Note, frame_at, kept_frames, note_of, rows_of
-from plait.storage.ranges import Range
+from plait.storage.ranges import Range, joined
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -88,12 +88,12 @@ class DeadLetters:
                 death = Death(attempt, first * 1_000_000, now, reason, self._history(before))
                 sequences = frame.sequences()[mask]
                 stored = self._keep(group, frame, mask, Note(group.id, death), again=before >= 0)
-                for start, end in _joined(sequences):
+                for start, end in joined(sequences):
                     if stored is not Copied.YES:
                         rest.append(Range(start, end, attempt))
                         continue
                     self._broker.event(Action.BURY, group, consumer, start, end, attempt)
-                    group.pull_log.buried(consumer, start, end, attempt, now)
+                    group.buried(consumer, start, end, attempt, now)
         return rest
 
     def keep(self, group: Group, pieces: list[Range]) -> list[Range] | None:
@@ -105,7 +105,7 @@ class DeadLetters:
                 if copied is Copied.DISK_FULL:
                     return None
                 if copied is Copied.NO:
-                    rest += [Range(start, end, attempt) for start, end in _joined(frame.sequences()[mask])]
+                    rest += [Range(start, end, attempt) for start, end in joined(frame.sequences()[mask])]
         return rest
 
     def _by_frame(
@@ -222,9 +222,8 @@ class DeadLetters:
         """Hand them out again, to their own group; how many."""
         count = 0
         for found in letters:
-            for start, end in _joined(found.sequences):
-                self._broker.event(Action.REVIVE, group, 0, start, end, 0)
-                count += group.pull_log.revived(start, end)
+            for start, end in joined(found.sequences):
+                count += group.revived(start, end, self._broker)
         self._broker.wake_group(group)
         return count
 
@@ -232,7 +231,7 @@ class DeadLetters:
         """Forget them; how many."""
         count = 0
         for found in letters:
-            for start, end in _joined(found.sequences):
+            for start, end in joined(found.sequences):
                 self._broker.event(Action.PURGE, group, 0, start, end, 0)
                 count += group.pull_log.purged(start, end)
         group.kept.settled()
@@ -256,8 +255,8 @@ class DeadLetters:
 
     def tidy(self, group: Group) -> None:
         """Forget where those are kept that nobody needs any more; there may be room for new messages then."""
-        log = group.pull_log
-        group.kept.tidy(_pairs([*log.begun(0, log.next), *log.dead]))
+        begun = group.begun(0, group.partition.visible, self._broker)
+        group.kept.tidy(_pairs([*begun, *group.pull_log.dead]))
         self._broker.wake_group(group)
 
 
@@ -279,14 +278,6 @@ def _death(frame: FrameView | None) -> Death | None:
 
 def _numbers(piece: Range, limit: int) -> Sequences:
     return np.arange(piece.start, min(piece.end, piece.start + limit))
-
-
-def _joined(sequences: Sequences) -> list[tuple[int, int]]:
-    """[start, end) pairs of ascending sequences."""
-    if not len(sequences):
-        return []
-    edges = [0, *(np.flatnonzero(np.diff(sequences) != 1) + 1).tolist(), len(sequences)]
-    return [(int(sequences[a]), int(sequences[b - 1]) + 1) for a, b in pairwise(edges)]
 
 
 def _filled(pieces: list[Range], start: int, end: int, usual: int) -> Iterator[tuple[int, int, int]]:

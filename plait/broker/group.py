@@ -7,9 +7,9 @@ the action log and a change of the group's ``PullLog``, in that order, so that r
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 from xxhash import xxh3_64_intdigest
@@ -29,6 +29,9 @@ from plait.storage.kept import Kept, rows_of
 from plait.storage.log import Log
 from plait.storage.pull_log import PullLog
 from plait.storage.ranges import Range
+
+if TYPE_CHECKING:
+    from plait.broker.leases import Leases
 
 #: Pieces of returned ranges that one pull gathers: bounds the work of a pull on a scattered group.
 PIECES_MAX = 64
@@ -50,12 +53,14 @@ _PULL, _ACK = Action.PULL, Action.ACK
 class Delivery:
     """What one pull hands out."""
 
-    __slots__ = ("count", "parts", "ranges", "size")
+    __slots__ = ("count", "parts", "ranges", "size", "tags")
 
     def __init__(self) -> None:
         self.parts: list[Buffer] = []
         #: (start, end, attempt) in the order of the parts.
         self.ranges: list[tuple[int, int, int]] = []
+        #: For ordered consumers: of each range.
+        self.tags: list[int] = []
         self.count = 0
         self.size = 0
 
@@ -63,7 +68,7 @@ class Delivery:
 class Consumer:
     """One member of a group. ``session`` changes with every attach; requests of an older one are refused."""
 
-    __slots__ = ("client", "connected", "group", "heard", "id", "online", "session")
+    __slots__ = ("client", "connected", "group", "heard", "id", "leased_until", "news", "online", "session", "token")
 
     def __init__(self, consumer_id: int, group: Group, client: str, heard: float) -> None:
         self.id = consumer_id
@@ -75,6 +80,12 @@ class Consumer:
         #: Its connection is open.
         self.connected = False
         self.heard = heard
+        #: Of an ordered group: on the monotonic clock, until when its locks are certain.
+        self.leased_until = 0.0
+        #: Goes up whenever there is something new about its locks.
+        self.news = 0
+        #: What proves that a renewal is its own.
+        self.token = 0
 
 
 class Failure(NamedTuple):
@@ -96,6 +107,9 @@ class Journal(Protocol):
     """Where events go before they count, and messages that are to outlive the log."""
 
     @property
+    def message_log(self) -> Log: ...
+
+    @property
     def kept_log(self) -> Log: ...
 
     def event(
@@ -111,6 +125,9 @@ class Journal(Protocol):
     ) -> None: ...
 
     def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]: ...
+
+    @property
+    def leases(self) -> Leases: ...
 
 
 class Group:
@@ -324,7 +341,7 @@ class Group:
 
     # --- events from consumers ------------------------------------------------------------------
 
-    def ack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal) -> int:
+    def ack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal, tag: int = 0) -> int:
         """[start, end) of ``epoch`` is done; how many sequences that settled."""
         # An ack may be all that is left of a pull that a power loss took. But many that lie apart, of rows that
         # nobody was handed, would take memory without end.
@@ -346,6 +363,7 @@ class Group:
         journal: Journal,
         now: int,
         failure: Failure = FAILURE,
+        tags: Sequence[int] = (),
     ) -> int:
         """(start, end, epoch) ranges failed: they wait, or are dead letters; how many sequences it held."""
         held = self.pull_log.held.get(consumer.id)
@@ -458,7 +476,53 @@ class Group:
         self.pull_log.reset(sequence)
         self.kept.settled()
 
+    # --- dead letters, retention, retries -------------------------------------------------------
+
+    def buried(self, consumer: int, start: int, end: int, attempt: int, now: int) -> None:
+        """[start, end), which a consumer held, is out of attempts."""
+        self.pull_log.buried(consumer, start, end, attempt, now)
+
+    def revived(self, start: int, end: int, journal: Journal) -> int:
+        """What is dead in [start, end) is handed out again; how many sequences."""
+        journal.event(Action.REVIVE, self, 0, start, end, 0)
+        return self.pull_log.revived(start, end)
+
+    @property
+    def floor(self) -> int:
+        """Everything below is done, or dead."""
+        return self.pull_log.floor
+
+    def begun(self, start: int, end: int, journal: Journal) -> list[Range]:
+        """What was handed out and is neither done nor dead in [start, end); in no order."""
+        return self.pull_log.begun(start, end)
+
+    def begin_with(self, end: int) -> None:
+        """Below ``end`` retention is about to take what is not begun with."""
+
+    def expire(self, lost: list[Range], start: int, journal: Journal) -> None:
+        """Retention took ``lost``, and all below ``start`` that was not begun with."""
+        for first, last in [*((piece.start, piece.end) for piece in lost), (self.pull_log.next, start)]:
+            if first < last:
+                self._skip(first, last, journal)
+
+    @property
+    def next_due(self) -> int | None:
+        """When the next of what waits is due."""
+        return self.pull_log.waiting.next_due
+
+    def return_due(self, now: int) -> bool:
+        """What has waited long enough may be handed out; whether there is anything."""
+        return self.pull_log.return_due(now)
+
     # --- replay ---------------------------------------------------------------------------------
+
+    def begin(self, sequence: int) -> None:
+        """A group that was just defined goes on from ``sequence``."""
+        self.pull_log.reset(sequence)
+
+    def forget(self, consumer: int, time: int) -> None:
+        """A consumer is gone for good."""
+        self.pull_log.offline(consumer, time)
 
     def forget_strangers(self, now: int) -> None:
         """What is in the hands of consumers that nobody knows any more goes back to the group."""

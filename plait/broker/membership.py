@@ -12,6 +12,7 @@ import msgspec
 
 from plait.broker.broker import Broker
 from plait.broker.group import Consumer, Group
+from plait.broker.ordered import OrderedGroup, new_group
 from plait.broker.partition import Partition
 from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
 from plait.retry import Retry
@@ -49,7 +50,12 @@ class Membership:
             for group in partition.groups.values():
                 for consumer in group.consumers.values():
                     consumer.heard = now
-                    if consumer.id in group.pull_log.held:
+                    consumer.leased_until = now + broker.leases.longest
+                    if isinstance(group, OrderedGroup):
+                        holds = consumer.id in group.locks.unheard
+                    else:
+                        holds = consumer.id in group.pull_log.held
+                    if holds:
                         consumer.online = True
                         self._online.add(consumer)
 
@@ -64,6 +70,8 @@ class Membership:
         holds: list[tuple[int, int, int]] | None = None,
         holds_of: int = 0,
         retry: Retry | None = None,
+        ordered: bool = False,
+        token: int = 0,
     ) -> Consumer:
         """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session.
 
@@ -78,11 +86,18 @@ class Membership:
         name = BROADCAST_PREFIX + client if group_name is None else group_name
         group = partition.groups.get(name)
         if group is None:
-            group = self._create(partition, name, start, delivery, retry, broadcast=broadcast)
+            if ordered and (broadcast or delivery != "at_least_once"):
+                raise InvalidArgument("an ordered group is neither broadcast nor delivered at most once")
+            group = self._create(partition, name, start, delivery, retry, broadcast=broadcast, ordered=ordered)
         elif group.definition.delivery != delivery:
             raise GroupMismatch(
                 f"group {name!r} of {subject!r} has delivery={group.definition.delivery!r}, "
                 f"this member asks for {delivery!r}; use the same for all members"
+            )
+        elif group.definition.ordered != ordered:
+            raise GroupMismatch(
+                f"group {name!r} of {subject!r} has ordered={group.definition.ordered}, "
+                f"this member asks for {ordered}; use the same for all members"
             )
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
@@ -102,6 +117,8 @@ class Membership:
         self._drop_waiters(group, consumer)
         group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker, broker.clock.now())
         consumer.online = consumer.connected = True
+        consumer.token = token
+        consumer.leased_until = max(consumer.leased_until, now + broker.leases.longest)
         self._online.add(consumer)
         consumer.heard = now
         group.used = broker.clock.now()
@@ -110,7 +127,15 @@ class Membership:
         return consumer
 
     def _create(
-        self, partition: Partition, name: str, start: Any, delivery: Delivery, retry: Retry | None, *, broadcast: bool
+        self,
+        partition: Partition,
+        name: str,
+        start: Any,
+        delivery: Delivery,
+        retry: Retry | None,
+        *,
+        broadcast: bool,
+        ordered: bool,
     ) -> Group:
         broker = self._broker
         if broker.group_count >= broker.limits.groups:
@@ -126,9 +151,10 @@ class Membership:
             delivery,
             broker.clock.now(),
             retry,
+            ordered,
         )
         broker.next_group += 1
-        group = Group(definition, partition, broker.limits)
+        group = new_group(definition, partition, broker.limits, broker)
         partition.groups[name] = group
         broker.add_group(group)
         broker.define(definition)
@@ -185,9 +211,22 @@ class Membership:
     def lose_silent(self) -> list[tuple[Consumer, int]]:
         """Give up who was not heard from; (consumer, messages returned) of each. Call it every second."""
         broker = self._broker
-        deadline = broker.clock.monotonic() - broker.limits.consumer_lost_seconds
-        silent = sorted((c for c in self._online if c.heard < deadline), key=lambda consumer: consumer.id)
+        now = broker.clock.monotonic()
+        deadline = now - broker.limits.consumer_lost_seconds
+        # Who has locks may count on them until its lease is over, whether it is heard from or not.
+        silent = [
+            consumer
+            for consumer in self._online
+            if (consumer.leased_until <= now if consumer.group.definition.ordered else consumer.heard < deadline)
+        ]
+        silent.sort(key=lambda consumer: consumer.id)
         return [(consumer, self._lose(consumer.group, consumer)) for consumer in silent]
+
+    @property
+    def next_lease_end(self) -> float | None:
+        """When the first lease is over, on the monotonic clock."""
+        ends = [consumer.leased_until for consumer in self._online if consumer.group.definition.ordered]
+        return min(ends, default=None)
 
     def _lose(self, group: Group, consumer: Consumer) -> int:
         self._drop_waiters(group, consumer)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from plait.broker.keys import KeyCache
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.lp import LpSet, keyed_lps, lp_set
@@ -52,6 +54,7 @@ class Partition:
         "epochs",
         "fences",
         "groups",
+        "keys",
         "next",
         "readers",
         "size",
@@ -78,6 +81,7 @@ class Partition:
         #: (first sequence, epoch) of each epoch that stored rows here, ascending.
         self.epochs: list[tuple[int, int]] = []
         self.groups: dict[str, Group] = {}
+        self.keys = KeyCache()
         #: Groups with suspended pulls, in the order they began to wait.
         self.waiting: dict[Group, None] = {}
         #: Suspended reads that belong to no group.
@@ -194,6 +198,44 @@ class Partition:
             batch.count += last - first
             batch.end = expected = last
         return batch
+
+    def walk(
+        self, log: Log, start: int, end: int, *, again: bool = True
+    ) -> Iterator[tuple[int, int, FrameView | None]]:
+        """(first, last, frame) of the visible rows in [start, end), in order; no frame: they do not read back."""
+        end = min(end, self.visible)
+        expected = max(start, self.start)
+        trusted = log.end if again else log.resumed_at
+        index = self.consume_log.find(expected)
+        while expected < end:
+            if index >= len(self.consume_log):
+                yield expected, end, None
+                return
+            record = self.consume_log.record(index)
+            offset = record.offset
+            if offset < log.start and (kept := self._expire_before(log.start)) > index:
+                # Retention took the segment, and a crash the memory of it.
+                index = kept
+                if self.start > expected:
+                    yield expected, min(self.start, end), None
+                    expected = self.start
+                continue
+            frame = self._frame(log, record, offset >= trusted) if record.base <= expected else None
+            if frame is None:
+                found = self._search(log, expected, index)
+                if found is None:
+                    yield expected, end, None
+                    return
+                offset, frame = found
+            if frame.base > expected:
+                yield expected, min(frame.base, end), None
+                expected = frame.base
+                if expected >= end:
+                    return
+            last = min(frame.end, end)
+            yield expected, last, frame
+            expected = last
+            index = index + 1 if offset == record.offset else self.consume_log.find(expected)
 
     def whole_frame(self, log: Log, sequence: int) -> FrameView | None:
         """The frame of a sequence, not verified, if it is kept and all of it visible; None otherwise."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from plait.broker import state
 from plait.broker.group import Consumer, Group
+from plait.broker.ordered import OrderedGroup, new_group
 from plait.broker.partition import Partition
 from plait.broker.sends import replay_frame
 from plait.errors import FrameError
@@ -18,6 +19,7 @@ from plait.storage.action_log import (
     DEFINITIONS,
     EVENTS,
     FLAG_DUE,
+    NOT_OF_ROWS,
     Action,
     ConsumerDefinition,
     GroupDefinition,
@@ -111,6 +113,9 @@ class Recovery:
             self._kept(offset, frame)
         for group in self._groups.values():
             group.forget_strangers(broker.clock.now())
+            if isinstance(group, OrderedGroup):
+                # Whoever got a lock in moments that were lost counts on it for a lease (R15).
+                group.frozen_until = broker.clock.monotonic() + broker.leases.longest
         broker.schedules.filed.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
         damages = [*messages.damages, *kept.damages, *actions.damages]
@@ -144,7 +149,7 @@ class Recovery:
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
             partition.epochs = entry.epochs
             broker.add_partition(partition)
-            for group in state.load_groups(entry, partition, broker.limits, broker.clock.monotonic()):
+            for group in state.load_groups(entry, partition, broker, broker.clock.monotonic()):
                 self._groups[group.id] = group
                 broker.add_group(group)
             if not partition.consume_log.load(entry.generation, entry.flushed, entry.next):
@@ -249,8 +254,8 @@ class Recovery:
                     known.definition = definition
                     broker.touch(partition)
                 return
-            group = Group(definition, partition, broker.limits)
-            group.pull_log.reset(min(definition.start, partition.stored_until(epoch)))
+            group = new_group(definition, partition, broker.limits, broker)
+            group.begin(min(definition.start, partition.stored_until(epoch)))
             partition.groups[group.name] = group
             self._groups[group.id] = group
             broker.add_group(group)
@@ -274,11 +279,13 @@ class Recovery:
         if group is None:
             return
         self._broker.touch(group.partition)
-        if action == Action.FORGET_GROUP:
+        if action in NOT_OF_ROWS:
+            group.replay(action, flags, consumer, Range(start, end, attempt), due, written)
+        elif action == Action.FORGET_GROUP:
             self._groups.pop(group_id)
             self._broker.remove_group(group)
         elif action == Action.FORGET_CONSUMER:
-            group.pull_log.offline(consumer, written)
+            group.forget(consumer, written)
             for client, member in list(group.consumers.items()):
                 if member.id == consumer:
                     del group.consumers[client]

@@ -12,9 +12,9 @@ import numpy as np
 from plait.broker.broker import Broker
 from plait.broker.group import Group
 from plait.broker.partition import Partition
-from plait.storage.action_log import Action
 from plait.storage.catalog import SCHEDULE
 from plait.storage.consume_log import Record
+from plait.storage.ranges import Range
 
 #: A consume log is rewritten when more than this many of its records, and more than half, are expired.
 COMPACT_FROM = 4096
@@ -96,22 +96,20 @@ class Retention:
         start = min(start, partition.visible)
         if start <= partition.start:
             return
-        behind = [group for group in partition.groups.values() if group.pull_log.floor < start]
-        lost: list[tuple[Group, int, int]] = []
+        behind = [group for group in partition.groups.values() if group.floor < start]
+        lost: list[tuple[Group, list[Range]]] = []
         for group in behind:
             # What was begun with before that is kept already.
-            rest = self._broker.dead_letters.keep(group, group.pull_log.begun(partition.start, start))
+            group.begin_with(start)
+            rest = self._broker.dead_letters.keep(group, group.begun(partition.start, start, self._broker))
             if rest is None:
                 # There is no room to keep them: nothing goes until there is.
                 return
-            lost += [(group, piece.start, piece.end) for piece in rest]
-            lost.append((group, group.pull_log.next, start))
+            lost.append((group, rest))
         partition.start = start
         self._broker.touch(partition)
-        for group, first, last in lost:
-            if first < last:
-                self._broker.event(Action.SKIP, group, 0, first, last, 0)
-                group.lost_count += group.pull_log.skipped(first, last)
+        for group, pieces in lost:
+            group.expire(pieces, start, self._broker)
 
     def _by_time(self, partition: Partition) -> int:
         seconds = partition.row.settings.retention_seconds

@@ -29,7 +29,7 @@ class Retries:
 
     def expect(self, group: Group) -> None:
         """The group has rows that wait, or has other ones than before."""
-        due = group.pull_log.waiting.next_due
+        due = group.next_due
         if due is not None and (group.expected == 0 or due < group.expected):
             group.expected = due
             self._number += 1
@@ -52,6 +52,6 @@ class Retries:
                 # An earlier moment was put in since, and has been seen to.
                 continue
             group.expected = 0
-            if group.pull_log.return_due(now):
+            if group.return_due(now):
                 yield group
             self.expect(group)

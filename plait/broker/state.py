@@ -7,19 +7,24 @@ shards in which something changed are encoded again (R1).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from plait.broker.group import Consumer, Group
+from plait.broker.ordered import OrderedGroup, new_group
 from plait.broker.partition import Partition
-from plait.limits import ServerLimits
 from plait.storage.action_log import GroupDefinition
 from plait.storage.catalog import PartitionRow
 from plait.storage.kept import Kept
 from plait.storage.producers import ProducerTable
 from plait.storage.pull_log import PullLog, PullLogState
 from plait.storage.ranges import Range
+from plait.storage.strand import StrandState
 from plait.storage.waiting import Due
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
 
 SHARDS = 64
 
@@ -29,6 +34,14 @@ class ConsumerState(msgspec.Struct, array_like=True):
 
     id: int
     client: str
+
+
+class OrderedState(msgspec.Struct, array_like=True):
+    """How far an ordered group has come, and who has its locks."""
+
+    strands: list[StrandState]
+    #: Logical partitions [first, end), their owner and the highest epoch.
+    locks: list[tuple[int, int, int, int]]
 
 
 class GroupState(msgspec.Struct, array_like=True):
@@ -48,6 +61,8 @@ class GroupState(msgspec.Struct, array_like=True):
     failing: bytes = b""
     resent: bytes = b""
     kept: bytes = b""
+    #: Of ordered groups.
+    ordered: OrderedState | None = None
 
 
 class PartitionState(msgspec.Struct, array_like=True):
@@ -110,13 +125,14 @@ def _dump_group(group: Group) -> GroupState:
         log.failing,
         log.resent,
         group.kept.dump(),
+        OrderedState(group.strands.dump(), group.locks.dump()) if isinstance(group, OrderedGroup) else None,
     )
 
 
-def load_groups(state: PartitionState, partition: Partition, limits: ServerLimits, heard: float) -> Iterable[Group]:
+def load_groups(state: PartitionState, partition: Partition, broker: Broker, heard: float) -> Iterable[Group]:
     """The groups of a partition as a checkpoint has them; their consumers have yet to come back."""
     for entry in state.groups:
-        group = Group(entry.definition, partition, limits)
+        group = new_group(entry.definition, partition, broker.limits, broker)
         group.pull_log = PullLog.load(
             PullLogState(entry.next, entry.returned, entry.held, entry.waiting, entry.dead, entry.failing, entry.resent)
         )
@@ -126,6 +142,10 @@ def load_groups(state: PartitionState, partition: Partition, limits: ServerLimit
         group.used = entry.used
         for consumer in entry.consumers:
             group.consumers[consumer.client] = Consumer(consumer.id, group, consumer.client, heard)
+        if isinstance(group, OrderedGroup) and entry.ordered is not None:
+            group.strands.load(entry.ordered.strands)
+            for first, end, owner, epoch in entry.ordered.locks:
+                group.locks.set(first, end, owner, epoch)
         partition.groups[group.name] = group
         yield group
 

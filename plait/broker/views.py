@@ -6,7 +6,9 @@ import msgspec
 
 from plait.broker.broker import Broker
 from plait.broker.group import Group
+from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
+from plait.limits import LOGICAL_PARTITIONS
 from plait.retry import Retry
 
 
@@ -52,6 +54,10 @@ class GroupView(msgspec.Struct, frozen=True):
     online: int
     consumers: list[ConsumerView]
     dead: int = 0
+    ordered: bool = False
+    #: Keys that failed and hold their place, and those of them that wait for somebody's decision.
+    holding: int = 0
+    parked: int = 0
 
 
 def subject_view(broker: Broker, partition: Partition) -> SubjectView:
@@ -72,6 +78,8 @@ def subject_view(broker: Broker, partition: Partition) -> SubjectView:
 
 
 def group_view(group: Group) -> GroupView:
+    if isinstance(group, OrderedGroup):
+        return _ordered_view(group)
     log, partition = group.pull_log, group.partition
     held, returned, waiting = log.held_count, log.returned.count, log.waiting.count
     consumers = [
@@ -95,4 +103,40 @@ def group_view(group: Group) -> GroupView:
         sum(consumer.online for consumer in consumers),
         consumers,
         log.dead.count,
+    )
+
+
+def _ordered_view(group: OrderedGroup) -> GroupView:
+    """Its strands' ranges are of their rows only, so what they add up to is an estimate by their shares."""
+    partition, strands = group.partition, list(group.strands)
+    held, returned, waiting, lag = 0.0, 0.0, 0.0, 0.0
+    hands: dict[int, float] = {}
+    for strand in strands:
+        share = 0.0 if strand.key is not None else int(strand.lps.sum()) / LOGICAL_PARTITIONS
+        mine = share * sum(piece.end - piece.start for piece in strand.all_held())
+        hands[strand.owner] = hands.get(strand.owner, 0.0) + mine
+        held += mine
+        returned += share * strand.returned.count
+        waiting += strand.waiting.count
+        lag += share * max(partition.visible - strand.next, 0)
+    return GroupView(
+        partition.row.subject,
+        group.name,
+        group.definition.broadcast,
+        group.definition.delivery,
+        group.retry,
+        max(strand.next for strand in strands),
+        group.floor,
+        round(lag + held + returned + waiting),
+        round(held),
+        round(returned),
+        round(waiting),
+        group.redelivered_count,
+        group.lost_count,
+        sum(consumer.connected for consumer in group.consumers.values()),
+        [ConsumerView(c.client, c.connected, round(hands.get(c.id, 0.0))) for c in group.consumers.values()],
+        group.pull_log.dead.count,
+        True,
+        len(group.strands.by_key),
+        len(group.parked()),
     )

@@ -28,6 +28,7 @@ from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consumer import Consumer
 from plait.client.delay import Delay
 from plait.client.loops import new_event_loop
+from plait.client.ordered_consumer import check_ordered
 from plait.client.outgoing import Outgoing, SendHook
 from plait.client.signature import Handler
 from plait.client.subscription import HandleHook, Settings, Subscription
@@ -103,6 +104,8 @@ class App:
         retry: Retry | None = None,
         timeout: Duration | None = None,
         suspend: Duration | None = None,
+        ordered: bool = False,
+        handling: Duration | None = None,
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
 
@@ -110,7 +113,8 @@ class App:
         its annotation (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` it gets
         lists of up to n. ``concurrency`` is how many calls run at a time. A call that takes longer than ``timeout`` has
         failed; an ``async def`` is cancelled then. With ``suspend`` any failure keeps the handler from messages for
-        that long, as ``plait.Suspend`` does. The other arguments are those of ``client.consumer``.
+        that long, as ``plait.Suspend`` does. With ``ordered`` messages of one key are handled one after another,
+        however many calls run. The other arguments are those of ``client.consumer``.
         """
         names.check("subject", subject)
         group = None if broadcast else group or self.group
@@ -125,6 +129,7 @@ class App:
         _check_count("prefetch", prefetch)
         if delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
+        check_ordered(ordered, group, delivery, handling)
         start_of(start, 0)
         if retry is not None and not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
@@ -147,6 +152,8 @@ class App:
             retry=retry,
             timeout=None if timeout is None else _positive("timeout", timeout),
             suspend=None if suspend is None else wait_of(suspend),
+            ordered=ordered,
+            handling=None if handling is None else seconds_of(handling),
         )
         # Types that a function defined for its own handlers are found too.
         local_names = dict(sys._getframe(1).f_locals)

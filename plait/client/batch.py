@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from plait.client.arguments import Duration, shown
-from plait.client.settling import Piece, Settling
+from plait.client.settling import Piece, ack_pieces, flush_pieces, nack_pieces
 from plait.client.types import Message, Why
 from plait.client.words import FAILED, Failed, failed_of, rejected_of
 from plait.errors import InvalidArgument
@@ -26,8 +26,7 @@ TABLE_SCHEMA = SCHEMA.append(pa.field("attempt", pa.int32(), nullable=False))
 class Batch(Sequence[Message]):
     """Messages in a consumer's hands, list-like. An empty batch means that nothing came in time."""
 
-    def __init__(self, settling: Settling, pieces: list[Piece]) -> None:
-        self._settling = settling
+    def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = pieces
 
     @cached_property
@@ -53,23 +52,23 @@ class Batch(Sequence[Message]):
     async def ack(self) -> None:
         """All that were not nacked are done; returns when the broker has it."""
         self._ack_soon()
-        await self._settling.flush()
+        await flush_pieces(self._pieces)
 
     async def nack(self, delay: Duration | None = None, reason: Why | None = None) -> None:
         """All that were not acked failed: the group gets them again after ``delay``, or as it retries."""
         self._nack_soon(failed_of(delay, reason))
-        await self._settling.flush()
+        await flush_pieces(self._pieces)
 
     async def reject(self, reason: Why | None = None) -> None:
         """All that were not acked or nacked go to the group's dead letters at once."""
         self._nack_soon(rejected_of(reason))
-        await self._settling.flush()
+        await flush_pieces(self._pieces)
 
     def _ack_soon(self) -> None:
-        self._settling.ack_pieces(self._pieces)
+        ack_pieces(self._pieces)
 
     def _nack_soon(self, failed: Failed = FAILED) -> None:
-        self._settling.nack_pieces(self._pieces, failed)
+        nack_pieces(self._pieces, failed)
 
     def __repr__(self) -> str:
         return f"<Batch of {len(self)} messages>"
@@ -78,8 +77,7 @@ class Batch(Sequence[Message]):
 class ArrowBatch:
     """Messages as an Arrow table over the memory they were received in."""
 
-    def __init__(self, settling: Settling, pieces: list[Piece]) -> None:
-        self._settling = settling
+    def __init__(self, pieces: list[Piece]) -> None:
         self._pieces = pieces
 
     def __len__(self) -> int:
@@ -97,8 +95,8 @@ class ArrowBatch:
 
     async def ack(self) -> None:
         """All rows that were not nacked are done; returns when the broker has it."""
-        self._settling.ack_pieces(self._pieces)
-        await self._settling.flush()
+        ack_pieces(self._pieces)
+        await flush_pieces(self._pieces)
 
     async def nack(self, rows: Rows | None = None, delay: Duration | None = None, reason: Why | None = None) -> None:
         """These rows (all: None) failed: the group gets them again after ``delay``, or as it retries.
@@ -114,8 +112,8 @@ class ArrowBatch:
     async def _fail(self, rows: Rows | None, failed: Failed) -> None:
         # All rows are looked at before anything is said of any.
         pieces = self._pieces if rows is None else self._pieces_of(row_mask(rows, len(self)))
-        self._settling.nack_pieces(pieces, failed)
-        await self._settling.flush()
+        nack_pieces(pieces, failed)
+        await flush_pieces(self._pieces)
 
     def _pieces_of(self, mask: npt.NDArray[np.bool_]) -> list[Piece]:
         """Where the marked rows are, neighbours together."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,19 +15,24 @@ from typing import Any, Literal, Self
 import msgspec
 import pyarrow as pa
 
-from plait import names
+from plait import chance, names
 from plait.client.admin import Admin
-from plait.client.arguments import Start, start_of, to_datetime
+from plait.client.arguments import Duration, Start, seconds_of, start_of, to_datetime
 from plait.client.consumer import Consumer
 from plait.client.delay import Delay, Delays, DeliverAts, due_of, dues_of
+from plait.client.keeper import Background, BackgroundThread, Keeper
 from plait.client.many import send_many
+from plait.client.membership import Membership
 from plait.client.node import Node
+from plait.client.ordered_consumer import OrderedConsumer, check_ordered
 from plait.client.producer import Producer
+from plait.client.pull_client import Terms
 from plait.client.reader import Reader
 from plait.client.router import Router
 from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
-from plait.client.types import Receipt, Receipts, Ticket
+from plait.client.types import PartitionName, Receipt, Receipts, Ticket
+from plait.clock import Clock, SystemClock
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.retry import Retry
@@ -60,7 +64,7 @@ def _next_now() -> int:
 
 def new_client_id() -> str:
     """Unique for this process and this client, never the same for two on one host."""
-    return f"client-{os.getpid()}-{secrets.token_hex(6)}"
+    return f"client-{chance.process_number()}-{chance.token(6)}"
 
 
 def connect(
@@ -103,7 +107,14 @@ class Client:
         self._node = Node(addresses, self.client_id, self.limits)
         self._router = Router(self._node, self.client_id, self.limits)
         self._producer = Producer(self._router, self.limits, _now, _next_now, compression)
-        self._consumers: weakref.WeakSet[Consumer] = weakref.WeakSet()
+        #: In the order they were made, which is that of their closing.
+        self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
+        #: What leases are measured with.
+        self._clock: Clock = SystemClock()
+        self._membership = Membership(self._router, self.limits)
+        #: Where leases are renewed, beside the user's loop.
+        self._background: Callable[[], Background] = BackgroundThread
+        self._keeper: Keeper | None = None
         self._opened = False
         #: What "-5m" is counted from, in microseconds.
         self._now = _now
@@ -135,6 +146,8 @@ class Client:
         for consumer in list(self._consumers):
             await consumer.close()
         self._consumers.clear()
+        if self._keeper is not None:
+            await self._keeper.close()
         error = await self._producer.close()
         await self._router.close()
         await self._node.close()
@@ -157,6 +170,8 @@ class Client:
         error = ForkedClient("this client was opened before a fork; connect again in the child")
         self._node.closed = self._producer.closed = error
         self._router.abandon(error)
+        if self._keeper is not None:
+            self._keeper.abandon()
 
     def _go_by(self, now: Callable[[], int]) -> None:
         """Take the time from another clock than the machine's, for all that is sent and asked for."""
@@ -308,14 +323,19 @@ class Client:
         start: Start | None = None,
         prefetch: int | None = None,
         retry: Retry | None = None,
+        ordered: bool = False,
+        handling: Duration | None = None,
     ) -> Consumer:
         """A member of a group, for ``async with``; no group, or ``broadcast``: every message of the subject.
 
         A new group starts at the earliest message, a broadcast at the latest, unless ``start`` says otherwise:
         "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` says how long failed messages wait;
         it is the group's, and a member that names none takes it as it is.
+
+        ``ordered``: messages with the same key come one after another, to one member at a time. Who has a message for
+        longer than ``handling`` loses what it has to others.
         """
-        return self._consumer(subject, group, broadcast, delivery, start, prefetch, retry)
+        return self._consumer(subject, group, broadcast, delivery, start, prefetch, retry, ordered, handling)
 
     def _consumer(
         self,
@@ -326,6 +346,8 @@ class Client:
         start: Start | None,
         prefetch: int | None,
         retry: Retry | None,
+        ordered: bool = False,
+        handling: Duration | None = None,
         *,
         any_thread: bool = False,
     ) -> Consumer:
@@ -340,6 +362,7 @@ class Client:
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         if retry is not None and not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
+        check_ordered(ordered, group, delivery, handling)
         limits = self.limits
         if prefetch is not None:
             if prefetch < 1:
@@ -347,21 +370,35 @@ class Client:
             span = max(2 * prefetch, 2)
             limits = msgspec.structs.replace(limits, prefetch_count=prefetch, prefetch_span=span)
         member = self._member_id(subject, group)
-        spool = None if self._spool is None else Spool(self._spool, subject, group or "", member)
-        consumer = Consumer(
-            self._node,
-            limits,
-            subject,
-            group,
-            member,
-            start_of(start, self._now()),
-            delivery,
-            retry,
-            any_thread=any_thread,
-            spool=spool,
-        )
-        self._consumers.add(consumer)
+        terms = Terms(subject, group, member, start_of(start, self._now()), delivery, retry, ordered)
+        spools = functools.partial(self._spool_of, terms)
+        consumer: Consumer
+        if ordered:
+            consumer = OrderedConsumer(
+                self._router,
+                limits,
+                terms,
+                membership=self._membership,
+                keeper=self._own_keeper(),
+                clock=self._clock,
+                handling=limits.handling_seconds if handling is None else seconds_of(handling),
+                any_thread=any_thread,
+                spools=spools,
+            )
+        else:
+            consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools)
+        self._consumers[consumer] = None
         return consumer
+
+    def _own_keeper(self) -> Keeper:
+        if self._keeper is None:
+            self._keeper = Keeper(self.client_id, self.limits, self._clock, self._background)
+        return self._keeper
+
+    def _spool_of(self, terms: Terms, partition: PartitionName) -> Spool | None:
+        if self._spool is None:
+            return None
+        return Spool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
 
     def _member_id(self, subject: str, group: str | None) -> str:
         """The client id; a second consumer of the same group in one client is a member of its own."""

@@ -36,6 +36,15 @@ class Owner(Protocol):
     def from_thread(self, delivered: Delivered, row: int, failed: Failed | None) -> None:
         """A word from another thread: how the row failed; None: it is done."""
 
+    def absorb(self) -> None:
+        """Take what other threads have said so far."""
+
+    def gather(self) -> None:
+        """Collect what was said so far of all frames."""
+
+    async def flush(self) -> None:
+        """Until the broker has every ack and nack so far."""
+
     #: From this attempt on reasons are wanted.
     reasons_from: int
 
@@ -165,6 +174,10 @@ class Delivered:
         at = bisect_right(attempts, sequence, key=itemgetter(0)) - 1
         return attempts[at][2] if at >= 0 and sequence < attempts[at][1] else 1
 
+    def epoch_of(self, row: int) -> int:
+        """The epoch that a row's handling stands under."""
+        return self.epoch
+
     # --- settling -------------------------------------------------------------------------------
 
     def ack_row(self, row: int) -> Acknowledgement:
@@ -184,6 +197,13 @@ class Delivered:
             owner.settle_soon(self)
             self.nack_rows(row, failed)
         return ACKNOWLEDGED
+
+    def note(self, row: int, failed: Failed | None) -> None:
+        """What another thread said: how the row failed; None: it is done."""
+        if failed is None:
+            self.acking.append(row)
+        else:
+            self.nack_rows(row, failed)
 
     def nack_rows(self, rows: int | slice, failed: Failed = FAILED) -> None:
         """Note a failure; ``collect`` tells of it. Reasons that nobody wants are left out, so that few words do."""

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
+from plait.client.delivered import Delivered
 from plait.client.settling import Piece
-from plait.client.types import Message
+from plait.client.types import Message, PartitionName
 
 
 class HandedOver:
     """Safe to use from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, may_go: Callable[[Delivered], bool] | None = None) -> None:
+        #: Says whether rows of a frame may be taken now.
+        self._may_go = may_go
         self._pieces: deque[Piece] = deque()
         #: Messages of the first piece that were made already, the next one last.
         self._ready: list[Message] = []
@@ -34,7 +37,7 @@ class HandedOver:
         taken: list[Piece] = []
         with self._lock:
             self._ready = []
-            while count > 0 and self._pieces and not self._stopped:
+            while count > 0 and self._takeable():
                 delivered, start, stop = self._pieces.popleft()
                 middle = min(stop, start + count)
                 taken.append((delivered, start, middle))
@@ -46,7 +49,7 @@ class HandedOver:
     def next(self) -> Message | None:
         """One row as a message; None where there is none."""
         with self._lock:
-            if not self._pieces or self._stopped:
+            if not self._takeable():
                 return None
             delivered, start, stop = self._pieces.popleft()
             if not self._ready:
@@ -57,15 +60,21 @@ class HandedOver:
                 self._pieces.appendleft((delivered, start + 1, stop))
             return message
 
+    def _takeable(self) -> bool:
+        """The first rows may be taken."""
+        if not self._pieces or self._stopped:
+            return False
+        return self._may_go is None or self._may_go(self._pieces[0][0])
+
     def stop(self) -> None:
         """Nobody gets anything any more; what is here is given back."""
         with self._lock:
             self._stopped = True
 
-    def take_back(self) -> list[Piece]:
-        """What nobody has taken, which nobody can take any more."""
+    def take_back(self, partition: PartitionName | None = None) -> list[Piece]:
+        """What nobody has taken of a partition (None: of any), which nobody can take any more."""
         with self._lock:
-            pieces = list(self._pieces)
-            self._pieces.clear()
+            pieces = [piece for piece in self._pieces if partition is None or piece[0].partition == partition]
+            self._pieces = deque(p for p in self._pieces if partition is not None and p[0].partition != partition)
             self._ready = []
         return pieces

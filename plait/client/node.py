@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
+from plait import chance
 from plait.errors import Closed, PlaitError, ProtocolError, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
@@ -49,6 +49,11 @@ class Node:
         """The link if it is up."""
         link = self._link
         return link if link is not None and not link.closed else None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it may be."""
+        return self._addresses
 
     @property
     def alone(self) -> bool:
@@ -149,7 +154,7 @@ class Node:
                     continue
             # A server that takes connections and drops them at once is as bad as one that takes none.
             if turn % len(self._addresses) == 0:
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+                await asyncio.sleep(pause * chance.uniform(0.5, 1.0))
                 pause = min(pause * 2, longest)
 
     async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:

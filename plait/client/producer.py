@@ -7,12 +7,11 @@ order and names each one's predecessor, so that a resend after a lost connection
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from plait import names
+from plait import chance, names
 from plait.client.delayed_queue import DelayedQueue
 from plait.client.fan import DelayedFan
 from plait.client.health import Health
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 def new_producer_id() -> int:
     """A number nobody else has: 63 random bits, never 0."""
-    return secrets.randbits(63) | 1
+    return chance.bits(63) | 1
 
 
 class Producer:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
-from plait.client.delivered import Delivered
+from plait.client.delivered import Delivered, Owner
+from plait.client.pending import Pending, PlainPending
 from plait.client.spool import Spool
-from plait.client.words import FAILED, EpochRange, Failed, Nacks
+from plait.client.words import FAILED, EpochRange, Failed
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
 from plait.limits import ClientLimits
-from plait.wire import messages as m
 from plait.wire.dial import Link
 
 #: Rows [start, stop) of a delivered frame.
@@ -26,13 +27,16 @@ REQUESTS_MAX = 64
 
 
 class Listener(Protocol):
-    """Who is told what became of the rows: the consumer."""
+    """Who is told what became of the rows: the partition's pull client."""
 
     def settled(self, delivered: Delivered) -> None:
         """No row of the frame is open any more."""
 
     def progressed(self) -> None:
         """Rows were settled: there may be room for new ones."""
+
+    def told(self) -> None:
+        """The broker knows what was said."""
 
     def lost(self, *, stale: bool) -> None:
         """The link is gone, or the broker has given the session up (``stale``)."""
@@ -44,7 +48,9 @@ class Listener(Protocol):
 class Settling:
     """See the module. Everything but ``from_thread`` is for the loop's thread alone."""
 
-    def __init__(self, listener: Listener, limits: ClientLimits, spool: Spool | None = None) -> None:
+    def __init__(
+        self, listener: Listener, limits: ClientLimits, spool: Spool | None = None, pending: Pending | None = None
+    ) -> None:
         self._listener = listener
         self._limits = limits
         self._spool = spool
@@ -58,8 +64,7 @@ class Settling:
         self._attached: asyncio.Event | None = None
         #: Frames with rows that were acked or nacked and not collected.
         self._unsent: dict[Delivered, None] = {}
-        self._acks: list[EpochRange] = []
-        self._nacks: Nacks = {}
+        self._pending: Pending = PlainPending() if pending is None else pending
         self._task: asyncio.Task[None] | None = None
         self._scheduled = False
         #: Words of other threads: a row, and how it failed; None: it is done.
@@ -70,10 +75,8 @@ class Settling:
 
     def forget(self) -> None:
         """What was said is of no use any more: the messages are gone."""
-        for delivered in self._unsent:
-            delivered.collect()
-        self._unsent.clear()
-        self._acks, self._nacks = [], {}
+        self.gather()
+        self._pending.clear()
         self._keep()
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -82,14 +85,13 @@ class Settling:
         words = self._spool.load() if self._spool is not None else None
         if words is not None:
             self.partition = words.partition
-            self._acks += words.acks
-            self._add_nacks(words.failures())
+            self._pending.add(words.acks, words.failures())
 
     def _keep(self) -> None:
         """What cannot be said now is kept, where there is a place for it."""
         if self._spool is not None:
-            if self._acks or self._nacks:
-                self._spool.save(self.partition, self._acks, self._nacks)
+            if self._pending:
+                self._spool.save(self.partition, *self._pending.plain())
             else:
                 self._spool.clear()
 
@@ -97,10 +99,11 @@ class Settling:
         """The way to the broker is open, for the first time or again."""
         self._link = link
         self._session = session
+        self._pending.new_session()
         self.reasons_from = reasons_from
         assert self._attached is not None
         self._attached.set()
-        if self._acks or self._nacks or self._unsent:
+        if self._pending or self._unsent:
             self._schedule()
 
     def detached(self) -> None:
@@ -112,7 +115,8 @@ class Settling:
     @property
     def unsent(self) -> list[EpochRange]:
         """Rows that were spoken of, which the broker does not know: until then nobody else may get them."""
-        return [*self._acks, *(piece for ranges in self._nacks.values() for piece in ranges)]
+        acks, nacks = self._pending.plain()
+        return [*acks, *(piece for ranges in nacks.values() for piece in ranges)]
 
     # --- words on rows --------------------------------------------------------------------------
 
@@ -124,30 +128,16 @@ class Settling:
 
     def settle_now(self, delivered: Delivered) -> None:
         """Collect what was said so far before anything else is said of the frame."""
-        acks, nacks = delivered.collect()
-        self._acks += acks
-        self._add_nacks(nacks)
+        self._pending.collect([delivered])
 
-    def _add_nacks(self, nacks: Nacks) -> None:
-        for failed, ranges in nacks.items():
-            if ranges:
-                self._nacks.setdefault(failed, []).extend(ranges)
-
-    def ack_pieces(self, pieces: list[Piece]) -> None:
-        """All of their rows that are open are done."""
-        self._absorb()
-        for delivered, start, stop in pieces:
-            if delivered.owner is not None:
-                self.settle_soon(delivered)
-                delivered.acking.append(slice(start, stop))
-
-    def nack_pieces(self, pieces: list[Piece], failed: Failed = FAILED) -> None:
-        """All of their rows that are open failed."""
-        self._absorb()
-        for delivered, start, stop in pieces:
-            if delivered.owner is not None:
-                self.settle_soon(delivered)
-                delivered.nack_rows(slice(start, stop), failed)
+    def gather(self) -> None:
+        """Collect what was said so far of all frames."""
+        self.absorb()
+        unsent, self._unsent = self._unsent, {}
+        self._pending.collect(unsent)
+        for delivered in unsent:
+            if not delivered.open_count:
+                self._listener.settled(delivered)
 
     def from_thread(self, delivered: Delivered, row: int, failed: Failed | None) -> None:
         """The same from any thread: kept aside, and the loop is woken once for all that come before it looks."""
@@ -158,19 +148,17 @@ class Settling:
         if not self._inbox_scheduled:
             self._inbox_scheduled = True
             try:
-                loop.call_soon_threadsafe(self._absorb)
+                loop.call_soon_threadsafe(self.absorb)
             except RuntimeError:
                 raise _closed() from None
 
-    def _absorb(self) -> None:
+    def absorb(self) -> None:
+        """Take what other threads have said so far."""
         self._inbox_scheduled = False
         inbox = self._inbox
         while inbox:
             delivered, row, failed = inbox.popleft()
-            if failed is None:
-                delivered.acking.append(row)
-            else:
-                delivered.nack_rows(row, failed)
+            delivered.note(row, failed)
             if not self._closed:
                 self.settle_soon(delivered)
 
@@ -192,12 +180,8 @@ class Settling:
     async def _settle(self) -> None:
         """Send until there is nothing left; whatever is added meanwhile goes with the next request."""
         while True:
-            for delivered in self._unsent:
-                self.settle_now(delivered)
-                if not delivered.open_count:
-                    self._listener.settled(delivered)
-            self._unsent.clear()
-            if not self._acks and not self._nacks:
+            self.gather()
+            if not self._pending:
                 self._keep()
                 break
             self._listener.progressed()
@@ -206,17 +190,17 @@ class Settling:
                 # Sent after the next attach.
                 self._keep()
                 break
-            acks, nacks = _merge(self._acks), self._nacks
-            self._acks, self._nacks = [], {}
+            saying = self._pending.take()
             try:
                 # Failures first: a success must never be known before the failures that came with it.
-                await self._tell_failures(link, nacks)
-                if acks:
-                    await link.request(m.Ack(self._session, acks))
+                await self._tell_failures(link, saying)
+                acks = saying.ack(self._session)
+                if acks is not None:
+                    await link.request(acks)
+                self._listener.told()
             except BaseException as error:
                 # Also when close gives up on an answer: what the broker may not know is said again.
-                self._acks = acks + self._acks
-                self._add_nacks(nacks)
+                self._pending.give_back(saying)
                 self._keep()
                 if not isinstance(error, PlaitError):
                     raise
@@ -229,18 +213,17 @@ class Settling:
                     break
                 await asyncio.sleep(self._limits.reconnect_max_seconds)
 
-    async def _tell_failures(self, link: Link, nacks: Nacks) -> None:
+    async def _tell_failures(self, link: Link, saying: Pending) -> None:
         """Send them all; what the broker has is taken out. Raises the first error, once all answers are in."""
-        names = list(nacks)
-        for at in range(0, len(names), REQUESTS_MAX):
-            some = names[at : at + REQUESTS_MAX]
+        ways = saying.failures()
+        for at in range(0, len(ways), REQUESTS_MAX):
+            some = ways[at : at + REQUESTS_MAX]
             answers = await asyncio.gather(
-                *(link.request(m.Nack(self._session, _merge(nacks[failed]), *failed)) for failed in some),
-                return_exceptions=True,
+                *(link.request(saying.nack(self._session, failed)) for failed in some), return_exceptions=True
             )
             for failed, answer in zip(some, answers, strict=True):
                 if not isinstance(answer, BaseException):
-                    del nacks[failed]
+                    saying.told(failed)
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer
@@ -248,7 +231,7 @@ class Settling:
     async def flush(self) -> None:
         """Until the broker has every ack and nack so far."""
         while True:
-            self._absorb()
+            self.absorb()
             if self._error is not None:
                 raise self._error
             if self._unsent and not self._running:
@@ -257,7 +240,7 @@ class Settling:
                 assert self._task is not None
                 await asyncio.shield(self._task)
                 continue
-            if not self._acks and not self._nacks and not self._unsent:
+            if not self._pending and not self._unsent:
                 return
             if self._closed or self._attached is None:
                 raise _closed()
@@ -280,7 +263,7 @@ class Settling:
     @property
     def under_way(self) -> bool:
         """Something was said that the broker does not know yet."""
-        return bool(self._unsent or self._acks or self._nacks or self._inbox or self._running)
+        return bool(self._unsent or self._pending or self._inbox or self._running)
 
     @property
     def _running(self) -> bool:
@@ -301,20 +284,49 @@ class Settling:
             await asyncio.gather(self._task, return_exceptions=True)
 
 
+def ack_pieces(pieces: list[Piece]) -> None:
+    """All of their rows that are open are done."""
+    _absorb_all(pieces)
+    for delivered, start, stop in pieces:
+        if delivered.owner is not None:
+            delivered.owner.settle_soon(delivered)
+            delivered.acking.append(slice(start, stop))
+
+
+def nack_pieces(pieces: list[Piece], failed: Failed = FAILED) -> None:
+    """All of their rows that are open failed."""
+    _absorb_all(pieces)
+    for delivered, start, stop in pieces:
+        if delivered.owner is not None:
+            delivered.owner.settle_soon(delivered)
+            delivered.nack_rows(slice(start, stop), failed)
+
+
+async def flush_pieces(pieces: list[Piece]) -> None:
+    """Until their brokers have every ack and nack so far."""
+    await flush_all(_owners(pieces))
+
+
+async def flush_all(owners: Iterable[Owner]) -> None:
+    """Until the brokers have what was said to these; one that cannot be told does not keep the others waiting."""
+    several = list(owners)
+    if len(several) == 1:
+        await several[0].flush()
+    elif several:
+        for outcome in await asyncio.gather(*(owner.flush() for owner in several), return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+def _absorb_all(pieces: list[Piece]) -> None:
+    """What other threads said before counts before."""
+    for owner in _owners(pieces):
+        owner.absorb()
+
+
+def _owners(pieces: list[Piece]) -> list[Owner]:
+    return list(dict.fromkeys(delivered.owner for delivered, _, _ in pieces if delivered.owner is not None))
+
+
 def _closed() -> Closed:
     return Closed("the consumer is closed; what was not acked then was given back")
-
-
-def _merge(ranges: list[EpochRange]) -> list[EpochRange]:
-    """Neighbouring ranges of one epoch joined."""
-    if len(ranges) < 2:
-        return ranges
-    ranges.sort()
-    merged = [ranges[0]]
-    for start, end, epoch in ranges[1:]:
-        last_start, last_end, last_epoch = merged[-1]
-        if start <= last_end and epoch == last_epoch:
-            merged[-1] = (last_start, max(end, last_end), epoch)
-        else:
-            merged.append((start, end, epoch))
-    return merged

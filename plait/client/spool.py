@@ -1,8 +1,8 @@
 """Acks and nacks that could not be sent, on disk until the broker answers.
 
 Without it they are in memory: a process that ends while the broker is away takes them along, and what it had done is
-delivered again. Each consumer has a file of its own, named by subject, group and client id; so the id has to be one
-that the next process has, too.
+delivered again. Each consumer has a file of its own for each partition, named by subject, group, client id and
+partition; so the id has to be one that the next process has, too.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Words(msgspec.Struct, array_like=True):
     partition: int
     acks: list[EpochRange]
     nacks: list[Nack]
+    #: The partition's name.
+    place: str = ""
 
     def failures(self) -> Nacks:
         """What failed, by how."""
@@ -64,11 +66,12 @@ def spool_directory(path: str | os.PathLike[str], client_id: str | None) -> Path
 
 
 class Spool:
-    """The file of one consumer."""
+    """The file of one consumer for one partition."""
 
-    def __init__(self, directory: Path, subject: str, group: str, client: str) -> None:
+    def __init__(self, directory: Path, subject: str, group: str, client: str, place: str) -> None:
         self._names = (subject, group, client)
-        self._path = directory / f"{xxh3_64_hexdigest(' '.join(self._names).encode())}.words"
+        self._place = place
+        self._path = directory / f"{xxh3_64_hexdigest(' '.join((*self._names, place)).encode())}.words"
         #: What the file has; None: there is none.
         self._saved: bytes | None = None
 
@@ -82,7 +85,7 @@ class Spool:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             log.warning("%s cannot be read, what it says is delivered again: %s", self._path, error)
             return None
-        if (words.subject, words.group, words.client) != self._names:
+        if (words.subject, words.group, words.client, words.place) != (*self._names, self._place):
             return None
         self._saved = data
         return words
@@ -90,7 +93,7 @@ class Spool:
     def save(self, partition: int, acks: list[EpochRange], nacks: Nacks) -> None:
         """Keep this, and nothing of what was kept before."""
         kept = [Nack(how.delay, ranges, how.reason, how.reject, how.counted) for how, ranges in nacks.items()]
-        data = _encode(Words(*self._names, partition, acks, kept))
+        data = _encode(Words(*self._names, partition, acks, kept, self._place))
         if data == self._saved:
             return
         new = self._path.with_suffix(".new")

@@ -45,6 +45,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     start: Start | None
     prefetch: int | None
     retry: Retry | None
+    ordered: bool
+    #: Seconds after which an ordered consumer loses what it has; None: as the limits say.
+    handling: float | None
     #: Seconds after which a call has failed; None: it may take as long as it likes.
     timeout: float | None
     #: Seconds for which any failure suspends the handler; None: only ``Suspend`` does.
@@ -89,6 +92,8 @@ class Subscription:
             s.start,
             s.prefetch,
             s.retry,
+            s.ordered,
+            s.handling,
             any_thread=not self.handler.is_async,
         )
 

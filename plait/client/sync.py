@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeVar
 
 import pyarrow as pa
 
-from plait.client.arguments import Start
+from plait.client.arguments import Duration, Start
 from plait.client.client import DEFAULT_ADDRESS
 from plait.client.client import Client as LoopClient
 from plait.client.delay import Delay, Delays, DeliverAts, due_of
@@ -247,11 +247,15 @@ class Client:
         start: Start | None = None,
         prefetch: int | None = None,
         retry: Retry | None = None,
+        ordered: bool = False,
+        handling: Duration | None = None,
     ) -> Consumer:
         """A member of a group, for ``with``; the arguments are those of the asynchronous client."""
 
         async def make() -> Consumer:
-            inner = self._client._consumer(subject, group, broadcast, delivery, start, prefetch, retry, any_thread=True)
+            inner = self._client._consumer(
+                subject, group, broadcast, delivery, start, prefetch, retry, ordered, handling, any_thread=True
+            )
             return Consumer(inner, self._run)
 
         return self._run(make())

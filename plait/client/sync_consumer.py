@@ -13,7 +13,7 @@ from plait.client.arguments import Duration, seconds_of
 from plait.client.batch import ArrowBatch as LoopArrowBatch
 from plait.client.batch import Batch as LoopBatch
 from plait.client.batch import Rows
-from plait.client.consumer import ITERATION_COUNT
+from plait.client.buffer import ITERATION_COUNT
 from plait.client.consumer import Consumer as LoopConsumer
 from plait.client.loops import Run
 from plait.client.settling import Piece
@@ -120,7 +120,7 @@ class Consumer:
     def close(self) -> None:
         """Send the acks that are left, give back the rest, and leave the group."""
         # Closed with its client, or its parent's: there is nothing left to say.
-        if not self._inner._closed and self._inner._node.closed is None:
+        if not self._inner._closed and self._inner._router.meta.closed is None:
             self._run(self._inner.close())
 
     def flush(self) -> None:
@@ -129,11 +129,11 @@ class Consumer:
 
     def fetch(self, count: int = 500, wait: Duration = 1.0) -> Batch:
         """Up to ``count`` messages: all that are there, or the first that come within ``wait`` seconds."""
-        return Batch(LoopBatch(self._inner._settling, self._fetch(count, wait)), self._run)
+        return Batch(LoopBatch(self._fetch(count, wait)), self._run)
 
     def fetch_arrow(self, count: int = 50_000, wait: Duration = 1.0) -> ArrowBatch:
         """Like ``fetch``, as an Arrow table that is not copied."""
-        return ArrowBatch(LoopArrowBatch(self._inner._settling, self._fetch(count, wait)), self._run)
+        return ArrowBatch(LoopArrowBatch(self._fetch(count, wait)), self._run)
 
     def _fetch(self, count: int, wait: Duration) -> list[Piece]:
         deadline = time.monotonic() + seconds_of(wait)
@@ -146,9 +146,10 @@ class Consumer:
                 break
         return pieces
 
-    async def _hand_over(self, count: int, wait: float) -> None:
+    async def _hand_over(self, count: int, wait: float, *, apart: bool = False) -> None:
         """On the loop."""
-        self._handed_over.add(await self._inner._fetch(count, wait))
+        self._inner._unhand()
+        self._handed_over.add(await self._inner._fetch(count, wait, apart=apart))
 
     def __iter__(self) -> Self:
         return self
@@ -161,4 +162,4 @@ class Consumer:
                 return message
             if self._inner._stopping:
                 raise StopIteration
-            self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS))
+            self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS, apart=True))

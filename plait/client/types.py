@@ -263,8 +263,11 @@ class Message(msgspec.Struct, gc=False):
 
     @property
     def epoch(self) -> int:
-        """The broker's epoch that stored it."""
-        return self._delivered.epoch
+        """Of an ordered consumer: the epoch of the lock that it is handled under, which only grows for its key.
+
+        Otherwise the broker's epoch that stored it.
+        """
+        return self._delivered.epoch_of(self._row)
 
     def ack(self) -> Acknowledgement:
         """It is done. Sent with the acks of the same moment; ``await consumer.flush()`` waits for the broker."""

@@ -10,7 +10,7 @@ import msgspec
 from plait import names
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
-from plait.server import admin_dead, admin_partition, admin_schedule
+from plait.server import admin_dead, admin_schedule
 from plait.storage.catalog import SubjectSettings
 
 if TYPE_CHECKING:
@@ -130,7 +130,6 @@ _OPERATIONS: dict[str, Operation] = {
     "dlq.purge": Operation(admin_dead.ChangeLetters, admin_dead.purge, changes=True),
     "server.describe": Operation(Nothing, _describe_server),
     "broker.list": Operation(Nothing, _list_brokers),
-    "partition.open": Operation(admin_partition.OpenPartition, admin_partition.open_partition, changes=True),
     "schedule.cancel": Operation(admin_schedule.Cancel, admin_schedule.cancel, changes=True),
     "schedule.reschedule": Operation(admin_schedule.Reschedule, admin_schedule.reschedule, changes=True),
     "schedule.list": Operation(admin_schedule.ListScheduled, admin_schedule.list_),

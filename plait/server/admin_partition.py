@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from plait import names
 from plait.broker import sealing
 from plait.errors import InvalidArgument
-from plait.storage.catalog import Fence, Lps, SubjectSettings
+from plait.storage.catalog import Lps, SubjectSettings
 
 if TYPE_CHECKING:
     from plait.server.host import Server
 
+_T = TypeVar("_T")
+
+OPEN: Final = "partition.open"
 SEAL: Final = "partition.seal"
+DROP: Final = "partition.drop"
+#: Those that are answered when they are durable.
+ORDERS: Final = (OPEN, SEAL, DROP)
 
 
 class OpenPartition(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,18 +42,35 @@ class SealPartition(msgspec.Struct, forbid_unknown_fields=True):
     version: int
 
 
-def open_partition(server: Server, request: OpenPartition) -> None:
-    names.check("subject", request.subject)
-    names.check_partition(request.name)
-    sealing.open_lps(server.broker, request.subject, request.name, request.lps, request.version, request.settings)
+class DropPartition(msgspec.Struct, forbid_unknown_fields=True):
+    """A partition that nothing leads to any more."""
+
+    subject: str
+    name: str
 
 
-def seal_request(arguments: dict[str, Any]) -> SealPartition:
+def order(server: Server, operation: str, arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
+    """Carry out what a meta server asks for; ``reply`` gets the result once it is durable."""
+    broker = server.broker
+    if operation == SEAL:
+        sealed = _checked(operation, arguments, SealPartition)
+        sealing.seal(broker, sealed.name, sealed.lps, sealed.version, reply)
+        return
+    if operation == OPEN:
+        opened = _checked(operation, arguments, OpenPartition)
+        names.check("subject", opened.subject)
+        names.check_partition(opened.name)
+        sealing.open_lps(broker, opened.subject, opened.name, opened.lps, opened.version, opened.settings)
+    else:
+        dropped = _checked(operation, arguments, DropPartition)
+        partition = broker.subjects.get(dropped.name)
+        if partition is not None and partition.row.subject == dropped.subject:
+            broker.delete_subject(dropped.name)
+    broker.answer_when_durable(lambda: reply(None))
+
+
+def _checked(operation: str, arguments: dict[str, Any], kind: type[_T]) -> _T:
     try:
-        return msgspec.convert(arguments, SealPartition)
+        return msgspec.convert(arguments, kind)
     except msgspec.ValidationError as error:
-        raise InvalidArgument(f"{SEAL}: {error}") from None
-
-
-def seal(server: Server, request: SealPartition, reply: Callable[[list[Fence]], None]) -> None:
-    sealing.seal(server.broker, request.name, request.lps, request.version, reply)
+        raise InvalidArgument(f"{operation}: {error}") from None

@@ -19,7 +19,7 @@ from plait.wire import messages as m
 from plait.wire.packets import Buffer, Packet, Receiver, pack, send
 
 if TYPE_CHECKING:
-    from plait.server.host import Server
+    from plait.server.listener import Listener
 
 log = logging.getLogger("plait.server")
 
@@ -42,7 +42,7 @@ class Poll:
 class Connection(asyncio.BufferedProtocol):
     """Created by the listener; lives as long as its socket."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Listener) -> None:
         self.server = server
         self._receiver = Receiver(server.shared_buffer)
         self._transport: asyncio.Transport | None = None
@@ -79,13 +79,13 @@ class Connection(asyncio.BufferedProtocol):
             self.fail(0, LimitExceeded(f"this server has its {self.server.limits.connections} connections"))
             self.close()
             return
-        self.server.connections.add(self)
+        self.server.connections[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._count_partial(0)
         for session, consumer in self.consumers.items():
-            self.server.membership.disconnected(consumer, session)
+            self.server.lost(consumer, session)
             if self.server.holders.get(consumer) == (self, session):
                 del self.server.holders[consumer]
         self.consumers.clear()
@@ -171,7 +171,7 @@ class Connection(asyncio.BufferedProtocol):
         """The consumer that attached here under that session; nobody else's, and not one that was given up."""
         if session not in self.consumers:
             raise StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
-        return self.server.membership.session(session)
+        return self.server.session(session)
 
     def hear_consumers(self) -> None:
         """Its consumers live."""

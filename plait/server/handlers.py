@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plait import names
+from plait import chance, names
 from plait.broker.group import Delivery, Failure
 from plait.broker.membership import resolve_start
 from plait.broker.partition import Batch
@@ -47,9 +47,12 @@ class Handlers:
             m.Ack.KIND: self._ack,
             m.Nack.KIND: self._nack,
             m.Detach.KIND: self._detach,
+            m.Lease.KIND: self._lease,
+            m.Renew.KIND: self._renew,
             m.Read.KIND: self._read,
             m.Admin.KIND: self._admin,
             m.FindRoute.KIND: self._find_route,
+            m.Beat.KIND: self._beat,
         }
 
     def handle(self, connection: Connection, packet: Packet) -> None:
@@ -113,6 +116,9 @@ class Handlers:
         self._broker.answer_after_commit(reply)
 
     def _find_route(self, connection: Connection, correlation: int, find: m.FindRoute, _: memoryview) -> None:
+        if self._server.cluster.take(connection, correlation, find):
+            return
+        # A broker without a meta server is a cluster of its own.
         names.check("subject", find.subject)
         broker = self._broker
         row = broker.partition_of(find.subject, create=find.create).row
@@ -126,6 +132,10 @@ class Handlers:
             {group: ([self._server.address], "R" if broker.read_only else "RW")},
         )
         broker.answer_after_commit(lambda: connection.answer(correlation, route))
+
+    def _beat(self, connection: Connection, correlation: int, beat: m.Beat, _: memoryview) -> None:
+        if not self._server.cluster.take(connection, correlation, beat):
+            raise InvalidArgument("there is no meta server here, so there are no ordered groups")
 
     def _send(self, connection: Connection, correlation: int, send: m.Send, payload: memoryview) -> None:
         partition = self._broker.partitions.get(send.partition)
@@ -172,6 +182,8 @@ class Handlers:
             holds=_checked(attach.holds),
             holds_of=attach.partition,
             retry=attach.retry,
+            ordered=attach.ordered,
+            token=chance.bits(63) | 1,
         )
         connection.attached(consumer)
         partition = consumer.group.partition
@@ -180,7 +192,16 @@ class Handlers:
         reasons_from = 1 if retry.expires is not None else retry.attempts or ATTEMPTS_MAX
         connection.answer(
             correlation,
-            m.Attached(consumer.session, partition.id, partition.row.name, consumer.group.name, reasons_from),
+            m.Attached(
+                consumer.session,
+                partition.id,
+                partition.row.name,
+                consumer.group.name,
+                reasons_from,
+                self._broker.leases.seconds if attach.ordered else 0.0,
+                consumer.token,
+                partition.row.settings.order == "strict",
+            ),
         )
 
     def _pull(self, connection: Connection, correlation: int, pull: m.Pull, _: memoryview) -> None:
@@ -192,10 +213,10 @@ class Handlers:
             if not connection.end_poll(poll):
                 return
             if delivery is None:
-                connection.answer(correlation, m.Pulled())
+                connection.answer(correlation, m.Pulled(news=consumer.news))
             else:
-                more = consumer.group.has_more
-                connection.answer(correlation, m.Pulled(delivery.ranges, more), delivery.parts, delivery.size)
+                pulled = m.Pulled(delivery.ranges, consumer.group.has_more, consumer.news, delivery.tags)
+                connection.answer(correlation, pulled, delivery.parts, delivery.size)
 
         try:
             self._broker.pull(consumer, pull.count, pull.size, wait, reply)
@@ -206,7 +227,8 @@ class Handlers:
 
     def _ack(self, connection: Connection, correlation: int, ack: m.Ack, _: memoryview) -> None:
         consumer = connection.consumer(ack.session)
-        self._broker.ack(consumer, _checked(ack.ranges), lambda: connection.answer(correlation, m.Done()))
+        ranges, tags = _with_tags(ack.ranges, ack.tags)
+        self._broker.ack(consumer, ranges, lambda: connection.answer(correlation, m.Done()), tags)
 
     def _nack(self, connection: Connection, correlation: int, nack: m.Nack, _: memoryview) -> None:
         consumer = connection.consumer(nack.session)
@@ -217,8 +239,19 @@ class Handlers:
             # Who gives back what it has not begun with does not want it again at once.
             self._server.membership.end_pulls(consumer)
         failure = Failure(delay, nack.reason or Reason(), nack.reject, nack.counted)
-        self._broker.nack(consumer, _checked(nack.ranges), lambda: connection.answer(correlation, m.Done()), failure)
+        ranges, tags = _with_tags(nack.ranges, nack.tags)
+        self._broker.nack(consumer, ranges, lambda: connection.answer(correlation, m.Done()), failure, tags)
         self._server.arm_timer()
+
+    def _lease(self, connection: Connection, correlation: int, lease: m.Lease, _: memoryview) -> None:
+        consumer = connection.consumer(lease.session)
+        leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed)
+        # A lock counts when it is recorded.
+        self._broker.answer_after_commit(lambda: connection.answer(correlation, m.Leased(*leased)))
+
+    def _renew(self, connection: Connection, correlation: int, renew: m.Renew, _: memoryview) -> None:
+        self._broker.leases.renew(renew.sessions)
+        connection.answer(correlation, m.Done())
 
     def _detach(self, connection: Connection, correlation: int, detach: m.Detach, _: memoryview) -> None:
         consumer = connection.consumers.get(detach.session)
@@ -254,11 +287,14 @@ class Handlers:
         self._server.arm_timer()
 
     def _admin(self, connection: Connection, correlation: int, request: m.Admin, _: memoryview) -> None:
-        if request.operation == admin_partition.SEAL:
-            # Answered when it is durable.
-            sealing = admin_partition.seal_request(request.arguments)
-            admin_partition.seal(
-                self._server, sealing, lambda fences: self._answer_admin(connection, correlation, fences)
+        if self._server.cluster.take(connection, correlation, request):
+            return
+        if request.operation in admin_partition.ORDERS:
+            admin_partition.order(
+                self._server,
+                request.operation,
+                request.arguments,
+                lambda result: self._answer_admin(connection, correlation, result),
             )
             return
         result, changes = admin.run(self._server, request.operation, request.arguments)
@@ -286,6 +322,17 @@ def _checked(ranges: list[m.EpochRange]) -> list[m.EpochRange]:
         else:
             merged.append((start, end, epoch))
     return merged
+
+
+def _with_tags(ranges: list[m.EpochRange], tags: list[int]) -> tuple[list[m.EpochRange], list[int]]:
+    """Ranges as the broker takes them; those of one tag may not be joined with those of another."""
+    if not tags:
+        return _checked(ranges), []
+    if len(tags) != len(ranges):
+        raise InvalidArgument(f"{len(tags)} tags do not fit {len(ranges)} ranges")
+    for each in ranges:
+        _checked([each])
+    return ranges, tags
 
 
 def _checked_wait(seconds: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,13 +18,13 @@ from plait.broker import Broker, BrokerConfig, Membership, Retention
 from plait.broker.group import Consumer
 from plait.broker.recover import RecoveryReport
 from plait.clock import Clock, SystemClock
-from plait.errors import InvalidArgument, StorageFailed
-from plait.server.connection import Connection
+from plait.errors import StorageFailed
 from plait.server.handlers import Handlers
+from plait.server.listener import Listener
+from plait.server.standing import Standing
 from plait.server.syncs import Syncs
 from plait.storage.disk import Disk, RealDisk
 from plait.version import VERSION
-from plait.wire.packets import SHARED_SIZE
 
 log = logging.getLogger("plait.server")
 
@@ -32,12 +32,9 @@ log = logging.getLogger("plait.server")
 TICK_SECONDS = 1.0
 #: How often retention and forgetting run.
 HOUSEKEEPING_SECONDS = 60.0
-#: How long connections may take to fetch their last answers when the server stops.
-HANG_UP_SECONDS = 2.0
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Server:
+class Server(Listener):
     """A broker that listens. ``start`` recovers and binds, ``stop`` drains, ``failed`` is set when storage broke."""
 
     def __init__(
@@ -48,24 +45,14 @@ class Server:
         host: str = "127.0.0.1",
         port: int = 7450,
         clock: Clock | None = None,
+        meta: str | None = None,
+        metas: Sequence[str] = (),
     ) -> None:
-        if host not in LOOPBACK:
-            raise InvalidArgument(
-                f"host {host!r} is not loopback; without authentication the server binds 127.0.0.1 or ::1 only"
-            )
-        self.disk = disk
-        self.host = host
-        self.port = port
-        self.clock = clock or SystemClock()
+        """``meta`` is the database of a meta server in the same process; ``metas`` are the addresses of others."""
         self.config = config or BrokerConfig()
-        self.limits = self.config.limits
-        self.shared_buffer = memoryview(bytearray(SHARED_SIZE))
-        self.connections: set[Connection] = set()
-        #: Where each attached consumer is: its connection and its session there.
-        self.holders: dict[Consumer, tuple[Connection, int]] = {}
-        #: Bytes of unfinished packets on all connections.
-        self.partial_bytes = 0
-        self.now = self.clock.monotonic()
+        super().__init__(host, port, clock or SystemClock(), self.config.limits)
+        self.disk = disk
+        self.cluster = Standing(self, meta, metas)
         self.failed: asyncio.Future[StorageFailed] | None = None
         self.report: RecoveryReport | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -73,17 +60,8 @@ class Server:
         self._syncs = Syncs(self)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._listener: asyncio.Server | None = None
-        self._stopping = False
         #: The broker writes nothing more: it has stopped, or ended as in a crash.
         self._stopped = False
-        self._emptied: asyncio.Future[None] | None = None
-
-    @property
-    def address(self) -> str:
-        """The address clients connect to."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"plait://{host}:{self.port}"
 
     @property
     def ending(self) -> bool:
@@ -104,11 +82,14 @@ class Server:
             self.handlers = Handlers(self)
             self.broker.on_dirty = self._schedule_commit
             self.broker.check_space()
-            self._listener = await self.loop.create_server(lambda: Connection(self), self.host, self.port, backlog=1024)
+            await self.bind()
+            await self.cluster.start()
+            await self.listen()
         except BaseException:
+            self.end_listening()
+            await self.cluster.stop()
             self._release()
             raise
-        self.port = self._listener.sockets[0].getsockname()[1]
         self.arm_timer()
         for job in (self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop):
             self._tasks.append(self.loop.create_task(self._guard(job)))
@@ -127,8 +108,8 @@ class Server:
         if self._stopping:
             return
         self._stopping = True
-        if self._listener is not None:
-            self._listener.close()
+        self.end_listening()
+        await self.cluster.stop()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -141,39 +122,27 @@ class Server:
                 self.broker.stop()
         finally:
             self._stopped = True
-            await self._hang_up()
+            await self.hang_up()
             self._release()
 
-    async def _hang_up(self) -> None:
-        """Close all connections; answers that are still on their way have a moment to leave."""
-        self._emptied = self.loop.create_future()
-        for connection in list(self.connections):
-            connection.close()
-        if self.connections:
-            await asyncio.wait([self._emptied], timeout=HANG_UP_SECONDS)
-        for connection in list(self.connections):
-            connection.abort()
-        await asyncio.sleep(0)
+    def session(self, number: int) -> Consumer:
+        return self.membership.session(number)
 
-    def hung_up(self, connection: Connection) -> None:
-        """A connection is gone."""
-        self.connections.discard(connection)
-        if self._emptied is not None and not self.connections and not self._emptied.done():
-            self._emptied.set_result(None)
+    def lost(self, consumer: Consumer, session: int) -> None:
+        self.membership.disconnected(consumer, session)
 
     async def abandon(self) -> None:
         """End as a crash would: nothing more is answered, written or checkpointed. The next start recovers."""
         if self._stopping:
             return
         self._stopping = self._stopped = True
-        if self._listener is not None:
-            self._listener.close()
+        self.end_listening()
+        await self.cluster.abandon()
         for task in self._tasks:
             task.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        for connection in list(self.connections):
-            connection.abort()
+        self.abort_all()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # A thread cannot be crashed: what it began, it ends before the files close under it.
         await self.loop.run_in_executor(None, self.threads.shutdown)
@@ -237,10 +206,8 @@ class Server:
         if not self.failed.done():
             log.critical("%s", error)
             self.failed.set_result(error)
-            if self._listener is not None:
-                self._listener.close()
-            for connection in list(self.connections):
-                connection.abort()
+            self.end_listening()
+            self.abort_all()
 
     def arm_timer(self) -> None:
         """Make sure that the earliest long poll ends in time."""
@@ -302,7 +269,24 @@ class Server:
 
     def tick(self) -> None:
         """What is looked at every second; tests on a manual clock call it themselves."""
-        self.now = self.clock.monotonic()
+        self.abort_overdue()
+        self._lose_silent()
+        lease_end = self.membership.next_lease_end
+        if lease_end is not None and lease_end < self.now + TICK_SECONDS:
+            # Others wait for what it has: not a moment longer.
+            self.loop.call_later(max(lease_end - self.now, 0), self._lose_silent)
+        # What waited for the end of a lease that nobody knows of.
+        self.broker.leases.look()
+        # Their timer counts on another clock, which stands still while the machine is suspended.
+        self.broker.run_timers()
+        self.broker.check_space()
+        while self.broker.schedules.damages:
+            log.error("%s", self.broker.schedules.damages.pop(0))
+        self.broker.producers.forget(self.clock.now())
+
+    def _lose_silent(self) -> None:
+        if self._stopped:
+            return
         for consumer, count in self.membership.lose_silent():
             group = consumer.group
             log.warning(
@@ -316,23 +300,6 @@ class Server:
             if held_by is not None:
                 connection, session = held_by
                 connection.gave_up(session)
-        # Their timer counts on another clock, which stands still while the machine is suspended.
-        self.broker.run_timers()
-        self.broker.check_space()
-        while self.broker.schedules.damages:
-            log.error("%s", self.broker.schedules.damages.pop(0))
-        self.broker.producers.forget(self.clock.now())
-        for connection in list(self.connections):
-            if connection.overdue(self.now):
-                connection.abort()
-
-    def give_up_partial(self) -> None:
-        """Too many bytes of unfinished packets: close the connections whose packets have gone on longest."""
-        unfinished = [connection for connection in self.connections if connection.partial]
-        for connection in sorted(unfinished, key=lambda c: c.partial_since):
-            if self.partial_bytes <= self.limits.partial_bytes_total:
-                break
-            connection.give_up_partial()
 
     async def _checkpoint_loop(self) -> None:
         while True:

@@ -53,8 +53,8 @@ class Syncs:
             else:
                 self._end(work, None)
         else:
-            done = server.threads.submit(work.run)
-            done.add_done_callback(lambda d: server.loop.call_soon_threadsafe(self._end, work, d.exception()))
+            done = server.loop.run_in_executor(server.threads, work.run)
+            done.add_done_callback(lambda d: self._end(work, d.exception()))
 
     def _end(self, work: SyncWork, error: BaseException | None) -> None:
         server = self._server

@@ -47,7 +47,22 @@ class Action(IntEnum):
     PURGE = 11
     #: Of group 0: delayed rows of the schedule partition ``consumer`` shall never be due.
     CANCEL = 12
+    #: Of an ordered group: logical partitions [start, end) are the consumer's (0: nobody's), under an epoch.
+    LOCK = 13
+    #: They have gone from one strand to another, which is new or has come equally far.
+    MOVE = 14
+    #: A key has a strand of its own from now on, or has none any more.
+    HOLD = 15
+    JOIN = 16
+    #: A strand waits until somebody decides, or goes on.
+    PARK = 17
+    RESUME = 18
+    #: What a strand has not done of what it has come by.
+    RETURN = 19
 
+
+#: What these are about is not a range of rows.
+NOT_OF_ROWS = frozenset((Action.LOCK, Action.MOVE, Action.HOLD, Action.JOIN, Action.PARK, Action.RESUME))
 
 #: The time of an event is when its rows are due, not when it happened.
 FLAG_DUE = 1
@@ -87,6 +102,7 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     created: int
     #: None: as usual.
     retry: Retry | None = None
+    ordered: bool = False
 
 
 class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):

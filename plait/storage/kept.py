@@ -124,6 +124,11 @@ class Kept:
         """The offset of each; -1: it is not kept."""
         return np.fromiter(map(self._offsets.get, sequences, repeat(-1)), np.int64, len(sequences))
 
+    def within(self, start: int, end: int) -> npt.NDArray[np.int64]:
+        """The sequences in [start, end) that are kept, ascending."""
+        sequences = np.fromiter(self._offsets, np.int64, len(self._offsets))
+        return np.sort(sequences[(sequences >= start) & (sequences < end)])
+
     def elsewhere_after(self, start: int, end: int) -> int:
         """The first of [start, end) that is kept, and in another frame than ``start`` is; ``end``: none is."""
         if not self._offsets:

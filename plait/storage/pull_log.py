@@ -94,12 +94,12 @@ class PullLog:
             else:
                 self.returned.add(begin, stop, attempt)
             if counted:
-                self._failed(begin, stop, time)
+                self.note_failure(begin, stop, time)
         if not held:
             del self.held[consumer]
         return pieces
 
-    def _failed(self, start: int, end: int, time: int) -> None:
+    def note_failure(self, start: int, end: int, time: int) -> None:
         """Remember since when, unless it is known."""
         known = self.failing.overlap(start, end)
         for first, last, _ in known:
@@ -139,13 +139,13 @@ class PullLog:
             return 0
         for piece in held:
             self.returned.add(*piece)
-            self._failed(piece.start, piece.end, time)
+            self.note_failure(piece.start, piece.end, time)
         return held.count
 
     def buried(self, consumer: int, start: int, end: int, attempt: int, time: int) -> None:
         """[start, end), which a consumer held, is out of attempts."""
         self._settle(consumer, start, end)
-        self._failed(start, end, time)
+        self.note_failure(start, end, time)
         self.resent.remove(start, end)
         self.dead.add(start, end, attempt)
 

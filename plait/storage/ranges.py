@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 
 class Range(NamedTuple):
@@ -18,6 +20,14 @@ class Range(NamedTuple):
     start: int
     end: int
     attempt: int
+
+
+def joined(sequences: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """[start, end) pairs of ascending sequences."""
+    if not len(sequences):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(sequences) != 1) + 1).tolist(), len(sequences)]
+    return [(int(sequences[a]), int(sequences[b - 1]) + 1) for a, b in pairwise(edges)]
 
 
 class Ranges:

@@ -27,6 +27,8 @@ AttemptRange = tuple[int, int, int]
 LpRun = tuple[int, int]
 #: The same, and the epoch of the right to them.
 LpGrant = tuple[int, int, int]
+#: The same, and the sequence up to which they are wanted; 0: all that there will be.
+LpWant = tuple[int, int, int, int]
 #: Logical partitions [first, end) with one history: (index of the partition, where its rows of them end; None: it is
 #: where they are sent now), the oldest first.
 LpHistory = tuple[int, int, list[tuple[int, int | None]]]
@@ -166,21 +168,32 @@ class Pull(Message, frozen=True):
 class Pulled(Message, frozen=True):
     """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already.
 
-    A ``news`` other than that of the last ``Leased``: ask again, there are locks to be had or to be given up.
+    A ``news`` other than that of the last ``Leased``: ask again, there are locks to be had or to be given up. For an
+    ordered member there is one range and one of ``tags`` for each frame, in their order: a frame may hold rows that lie
+    between those of another one, and a tag tells apart what belongs to which.
     """
 
     KIND: ClassVar[int] = 23
     ranges: list[AttemptRange] = []
     more: bool = False
     news: int = 0
+    tags: list[int] = []
 
 
 class Ack(Message, frozen=True):
-    """These ranges are done."""
+    """These ranges are done.
+
+    From an ordered member each range has a tag, that of the frame (``Pulled``), and means those rows that came with it
+    and lie in the range. It ends where the next row of its frame is, or behind the last: nothing is left between two.
+    With tag 0 it means just what it says; so do all ranges of what was pulled in an earlier session. Every row that
+    came is spoken of: also what the member drops, because a message before it failed and holds its key, it gives back
+    (a ``Nack`` that is not ``counted``). Rows of such a key that come before the answer to its nack are of that kind.
+    """
 
     KIND: ClassVar[int] = 24
     session: int
     ranges: list[EpochRange]
+    tags: list[int] = []
 
 
 class Nack(Message, frozen=True):
@@ -198,6 +211,7 @@ class Nack(Message, frozen=True):
     reason: Reason | None = None
     reject: bool = False
     counted: bool = True
+    tags: list[int] = []
 
 
 class Detach(Message, frozen=True):
@@ -210,13 +224,15 @@ class Detach(Message, frozen=True):
 class Lease(Message, frozen=True):
     """An ordered member asks for the locks of these logical partitions, all that it wants, and renews its lease.
 
-    What it has and does not name any more it gives up, once nothing of it is in its hands. ``parked`` are hashes of
-    keys that are parked where their rows were before: they are parked here too; those in ``resumed`` are no longer.
+    What it has and does not name any more it gives up, once nothing of it is in its hands. Where the route led
+    elsewhere for a while, rows are wanted up to the fence only, as others come before those behind it. ``parked`` are
+    hashes of keys that are parked where their rows were before: they are parked here too; those in ``resumed`` are no
+    longer.
     """
 
     KIND: ClassVar[int] = 27
     session: int
-    wants: list[LpGrant]
+    wants: list[LpWant]
     parked: list[int] = []
     resumed: list[int] = []
 
@@ -225,9 +241,9 @@ class Leased(Message, frozen=True):
     """What of it the member has, for the lease's time from when it asked.
 
     ``owned`` may be handled, under that epoch. ``leaving`` is wanted by somebody with a higher epoch: nothing new
-    of it is handed out, what is not begun is to be given back, and with the last ack it is gone. ``drained``: the route
-    leads elsewhere and all of it is done here, but for keys whose hashes are in ``parked``. ``refused``: somebody else
-    has been there with that epoch, ask the meta server again.
+    of it is handed out, what is not begun is to be given back, and with the last ack it is gone. ``drained``: all of it
+    is done up to where it is wanted, but for keys whose hashes are in ``parked``. ``refused``: somebody else has been
+    there with that epoch, ask the meta server again.
     """
 
     KIND: ClassVar[int] = 28

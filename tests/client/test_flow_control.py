@@ -18,21 +18,21 @@ async def held(client: plait.Client) -> int:
 async def test_a_consumer_pulls_ahead_up_to_its_prefetch(client: plait.Client) -> None:
     await send(client, 5_000)
     async with client.consumer("s", group="g") as consumer:
-        await until(lambda: consumer._buffered_count == 1_000)
+        await until(lambda: consumer._buffer.count == 1_000)
         assert await held(client) == 1_000
         messages = await fetch_all(consumer, 1_000)
         assert await held(client) <= 2_000
         for message in messages:
             message.ack()
         await consumer.flush()
-        await until(lambda: consumer._buffered_count == 1_000)
+        await until(lambda: consumer._buffer.count == 1_000)
         assert await held(client) == 1_000
 
 
 async def test_a_small_prefetch_leaves_the_rest_to_others(client: plait.Client) -> None:
     await send(client, 100)
     async with client.consumer("s", group="g", prefetch=10) as slow:
-        await until(lambda: slow._buffered_count == 10)
+        await until(lambda: slow._buffer.count == 10)
         assert await held(client) == 10
         async with client.consumer("s", group="g") as quick:
             assert numbers(await fetch_all(quick, 90)) == list(range(10, 100))
@@ -56,8 +56,8 @@ async def test_large_messages_stop_the_prefetch_by_their_bytes(broker: EmbeddedB
         for _ in range(40):
             await client.send("s", bytes(100_000))
         async with client.consumer("s", group="g") as consumer:
-            await until(lambda: not consumer._pulls and consumer._open_bytes >= 900_000)
-            assert 900_000 <= consumer._open_bytes <= 1_400_000
+            await until(lambda: not consumer._clients[0].pulls and consumer._clients[0].open_bytes >= 900_000)
+            assert 900_000 <= consumer._clients[0].open_bytes <= 1_400_000
             assert await held(client) <= 14
             count = 0
             while count < 40:
@@ -112,14 +112,14 @@ async def test_one_message_that_is_not_acked_stops_the_prefetch_by_its_span(clie
             await client.send("s", b"%d" % number)
         stuck = await anext(consumer)
         seen = 0
-        while consumer._pulls or consumer._buffered_count:
-            if consumer._buffered_count:
+        while consumer._clients[0].pulls or consumer._buffer.count:
+            if consumer._buffer.count:
                 message = await anext(consumer)
                 message.ack()
                 await consumer.flush()
                 seen += 1
             else:
-                await until(lambda: consumer._buffered_count or not consumer._pulls)
+                await until(lambda: consumer._buffer.count or not consumer._clients[0].pulls)
         assert 10 <= seen < 40
         assert await held(client) == 1
         stuck.ack()

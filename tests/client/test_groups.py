@@ -128,10 +128,10 @@ async def test_a_silent_consumer_drops_what_it_has_not_started(timed_broker: Emb
         await send(other, 10)
         async with silent.consumer("s", group="g") as sleeper, other.consumer("s", group="g") as consumer:
             started = await fetch_all(sleeper, 3)
-            await until(lambda: sleeper._buffered_count == 7 and consumer._pulls)
+            await until(lambda: sleeper._buffer.count == 7 and consumer._clients[0].pulls)
             await timed_broker.advance(6, silent={"silent"})
             assert numbers(await fetch_all(consumer, 10)) == list(range(10))
-            await until(lambda: sleeper._session and sleeper._buffered_count == 0)
+            await until(lambda: sleeper._clients[0]._session and sleeper._buffer.count == 0)
             started[0].ack()
             await sleeper.flush()
             assert list(await sleeper.fetch(10, wait=0)) == []
@@ -216,7 +216,7 @@ async def test_a_deleted_subject_ends_its_consumers(client: plait.Client, delive
     async with client.consumer("s", group="g", delivery=delivery) as consumer:
         await fetch_all(consumer, 1)
         waiting = asyncio.ensure_future(consumer.fetch(1, wait=20))
-        await until(lambda: consumer._pulls)
+        await until(lambda: consumer._clients[0].pulls)
         await client.admin.delete_subject("s")
         await send(client, 1, first=7)
         # The subject was made anew by the send: the consumer attaches to that one.
@@ -249,9 +249,9 @@ async def test_what_was_handed_out_at_most_once_survives_a_long_absence_of_the_b
         async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
             first = await anext(consumer)
             await timed_broker.kill()
-            await until(lambda: not consumer._attached)
-            consumer._stale = True
+            await until(lambda: not consumer._clients[0].attached)
+            consumer._clients[0]._stale = True
             await timed_broker.start()
-            await until(lambda: consumer._attached)
+            await until(lambda: consumer._clients[0].attached)
             rest = [await anext(consumer) for _ in range(19)]
     assert numbers([first, *rest]) == list(range(20))

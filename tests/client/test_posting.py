@@ -205,7 +205,7 @@ async def test_a_connection_that_the_server_gives_up_costs_a_reconnect_and_nothi
     async with client.consumer("t", group="g") as consumer:
         await client.send("s", b"")
         waiting = asyncio.ensure_future(consumer.fetch(1, wait=20))
-        await until(lambda: consumer._pulls)
+        await until(lambda: consumer._clients[0].pulls)
         sent = client.post("s", b"under way")
         for connection in list(broker.server.connections):
             connection.give_up_partial()

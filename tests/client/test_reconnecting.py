@@ -130,7 +130,7 @@ async def test_a_consumer_with_nothing_under_way_notices_a_lost_connection(
     await send(client, 10)
     async with client.consumer("s", group="g", prefetch=2) as consumer:
         started = await fetch_all(consumer, 2)
-        await until(lambda: not consumer._pulls)
+        await until(lambda: not consumer._clients[0].pulls)
         await broker.restart()
         for message in started:
             message.ack()
@@ -172,7 +172,7 @@ async def test_acks_that_cannot_be_sent_in_time_say_so(broker: EmbeddedBroker, c
     async with client.consumer("s", group="g") as consumer:
         batch = await consumer.fetch(1, wait=20)
         await broker.stop()
-        settling = consumer._settling
+        settling = consumer._clients[0].settling
         patient, settling._limits = settling._limits, plait.ClientLimits(send_seconds=0.05)
         with pytest.raises(plait.Timeout, match="may be delivered again"):
             await batch.ack()

@@ -114,8 +114,8 @@ async def test_reasons_and_rejections_are_kept_too(broker: EmbeddedBroker, spool
 async def test_a_spool_of_an_older_version_is_said(broker: EmbeddedBroker, spool: Path) -> None:
     await speak_to_nobody(broker, spool)
     [path] = files(spool)
-    *names, acks, nacks = msgspec.msgpack.decode(path.read_bytes())
-    overwrite(path, msgspec.msgpack.encode([*names, acks, [nack[:2] for nack in nacks]]))
+    *names, acks, nacks, place = msgspec.msgpack.decode(path.read_bytes())
+    overwrite(path, msgspec.msgpack.encode([*names, acks, [nack[:2] for nack in nacks], place]))
     await broker.start()
     async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
         await consumer.flush()

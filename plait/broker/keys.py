@@ -1,0 +1,50 @@
+"""Which logical partition and key each row of a frame has, remembered for the frames that were looked at last.
+
+Every owner of an ordered group looks at the same frames, one after another.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from plait.frame.lp import Hashes, Lps, key_hashes, lps_of
+from plait.frame.view import FrameView
+
+#: Rows that are remembered for one partition, 10 bytes each.
+ROWS_MAX = 1 << 18
+
+
+class FrameKeys(NamedTuple):
+    """Of each row of a frame."""
+
+    lps: Lps
+    #: None: no row has a key.
+    hashes: Hashes | None
+
+
+class KeyCache:
+    """See the module."""
+
+    __slots__ = ("_known", "_rows")
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, int], FrameKeys] = OrderedDict()
+        self._rows = 0
+
+    def of(self, frame: FrameView) -> FrameKeys:
+        """The keys of a frame's rows."""
+        place = (frame.base, frame.crc)
+        known = self._known.get(place)
+        if known is not None:
+            self._known.move_to_end(place)
+            return known
+        hashes = key_hashes(frame)
+        # A copy: what is remembered must not keep a segment's mapping open.
+        keys = FrameKeys(lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
+        self._known[place] = keys
+        self._rows += frame.count
+        while self._rows > ROWS_MAX and len(self._known) > 1:
+            _, gone = self._known.popitem(last=False)
+            self._rows -= len(gone.lps)
+        return keys

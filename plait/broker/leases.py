@@ -1,0 +1,114 @@
+"""Leases of ordered consumers: asking for locks, renewing, and what follows when a lease is over (R14-R16).
+
+A lease counts from when its request came, and a little longer than the consumer is told, whose own counts from when it
+asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from plait.broker.locks import NO_EPOCHS, Epochs, Grant, Want, epochs_of
+from plait.broker.ordered import OrderedGroup
+from plait.errors import InvalidArgument, StaleSession
+from plait.frame.lp import lp_set, runs_of
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+    from plait.broker.group import Consumer, Group
+
+
+class Leased(NamedTuple):
+    """What a consumer has, for ``seconds`` from when it asked."""
+
+    seconds: float
+    news: int
+    owned: list[Grant]
+    leaving: list[tuple[int, int]]
+    drained: list[tuple[int, int]]
+    refused: list[Grant]
+    parked: list[int]
+
+
+class Leases:
+    """The leases of a broker."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        #: Nothing is granted before the meta server has said which epochs there were (R15).
+        self.waits_for_floors = False
+        #: (subject, group) → locks are granted under these epochs or higher ones.
+        self._floors: dict[tuple[str, str], Epochs] = {}
+
+    @property
+    def seconds(self) -> float:
+        """What a consumer is told."""
+        return self._broker.limits.lease_seconds
+
+    @property
+    def longest(self) -> float:
+        """What the broker waits for."""
+        limits = self._broker.limits
+        return limits.lease_seconds + limits.lease_margin_seconds
+
+    def now(self) -> float:
+        return self._broker.clock.monotonic()
+
+    def floor(self, group: Group) -> Epochs | None:
+        """Locks are granted under these epochs or higher ones; None: not at all at present."""
+        if self.waits_for_floors:
+            return None
+        return self._floors.get((group.partition.row.subject, group.name), NO_EPOCHS)
+
+    def set_floors(self, floors: Mapping[tuple[str, str], Iterable[Grant]]) -> None:
+        """What the meta server says; from now on locks are granted."""
+        for group, grants in floors.items():
+            epochs = epochs_of(each for each in grants if each[2] > 0)
+            self._floors[group] = np.maximum(self._floors.get(group, NO_EPOCHS), epochs)
+        self.waits_for_floors = False
+        self.look()
+
+    def ask(self, consumer: Consumer, wants: Iterable[Want], parked: list[int], resumed: list[int]) -> Leased:
+        """All the locks that a consumer wants from now on; what it has of them, for another lease."""
+        group = consumer.group
+        if not isinstance(group, OrderedGroup):
+            raise InvalidArgument(f"group {group.name!r} is not an ordered one; it has no locks")
+        self._broker.refuse_when_stalled()
+        wanted = list(wants)
+        consumer.leased_until = self.now() + self.longest
+        group.lease(consumer, wanted, self._broker, self.now())
+        group.inherit(parked, resumed, self._broker)
+        self._broker.wake_group(group)
+        owned, leaving, refused = group.standing(consumer)
+        lps = lp_set([(first, end) for first, end, _, _ in wanted])
+        drained = group.drained(wanted)
+        marks = [each.key for each in group.parked() if lps[each.lps].any() and each.key is not None]
+        return Leased(self.seconds, consumer.news, owned, leaving, runs_of(drained), refused, marks)
+
+    def renew(self, sessions: Iterable[tuple[int, int]]) -> None:
+        """What these (session, token) have goes on for another lease; ``StaleSession`` if one is over."""
+        now = self.now()
+        for session, token in sessions:
+            consumer = self._broker.sessions.get(session)
+            if consumer is None or not consumer.token or consumer.token != token:
+                raise StaleSession("this consumer was given up; attach again")
+            consumer.leased_until = now + self.longest
+            consumer.heard = now
+
+    def news(self, group: Group, number: int) -> None:
+        """There is something new about a consumer's locks: what it waits for is answered, and it asks."""
+        for consumer in group.consumers.values():
+            if consumer.id == number:
+                consumer.news += 1
+                for waiter in [each for each in group.waiters if each.consumer is consumer]:
+                    waiter.time_out()
+
+    def look(self) -> None:
+        """Grant what could not be granted before. Call it every second."""
+        for partition in self._broker.partitions.values():
+            for group in partition.groups.values():
+                if isinstance(group, OrderedGroup) and group.consumers:
+                    group.pass_on(self._broker, self.now())

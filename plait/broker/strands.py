@@ -1,0 +1,178 @@
+"""All strands of an ordered group on one partition: between them they have every row, and no row twice.
+
+Splitting and joining are events, as later ones name strands by number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from plait.frame.lp import LpSet, runs_of
+from plait.limits import LOGICAL_PARTITIONS
+from plait.storage.action_log import Action
+from plait.storage.strand import Strand, StrandState
+
+#: Records (action, strand, start, end, value, attempt).
+Tell = Callable[[Action, int, int, int, int, int], None]
+
+
+class Strands:
+    """See the module."""
+
+    def __init__(self, start: int, tell: Tell) -> None:
+        self._tell = tell
+        self._all: dict[int, Strand] = {}
+        #: The strand of each logical partition, but for the keys that have one of their own.
+        self.by_lp: list[Strand] = []
+        self.by_key: dict[int, Strand] = {}
+        self._next = 1
+        self.begin(start)
+
+    def begin(self, start: int, number: int = 0) -> int:
+        """Go on from ``start`` with one strand, whatever was before; its number."""
+        first = Strand(number or self._next, np.ones(LOGICAL_PARTITIONS, bool), start)
+        self._all, self.by_key = {}, {}
+        self.by_lp = [first] * LOGICAL_PARTITIONS
+        self._add(first)
+        return first.id
+
+    def _number(self) -> int:
+        number = self._next
+        self._next += 1
+        return number
+
+    def __iter__(self) -> Iterator[Strand]:
+        return iter(self._all.values())
+
+    def get(self, number: int) -> Strand | None:
+        return self._all.get(number)
+
+    def of(self, owner: int) -> list[Strand]:
+        """Those of an owner's logical partitions, without those of single keys."""
+        return [each for each in self._all.values() if each.owner == owner and each.key is None]
+
+    def keys_of(self, owner: int) -> list[Strand]:
+        """Those of single keys in an owner's logical partitions."""
+        return [each for each in self.by_key.values() if each.owner == owner] if self.by_key else []
+
+    def for_row(self, lp: int, key: int | None) -> Strand:
+        """The strand that a row belongs to."""
+        strand = self.by_key.get(key) if key is not None and self.by_key else None
+        return strand or self.by_lp[lp]
+
+    # --- splitting and joining ------------------------------------------------------------------
+
+    def take_out(self, lps: LpSet) -> list[Strand]:
+        """The strands of just these logical partitions, split off where that is needed; with those of their keys."""
+        found = {id(strand): strand for first, end in runs_of(lps) for strand in self.by_lp[first:end]}
+        strands = []
+        for strand in found.values():
+            inner = strand.lps & lps
+            strands.append(strand if np.array_equal(inner, strand.lps) else self.split(strand, inner))
+        return strands + [each for each in self.by_key.values() if lps[each.lps].any()]
+
+    def split(self, strand: Strand, lps: LpSet) -> Strand:
+        """A strand of its own for some of a strand's logical partitions."""
+        part = strand.split(self._number(), lps)
+        self._add(part)
+        for first, end in runs_of(lps):
+            self._tell(Action.MOVE, strand.id, first, end, part.id, 0)
+        return part
+
+    def hold(self, strand: Strand, lp: int, key: int) -> Strand:
+        """A strand of its own for a key."""
+        lps = np.zeros(LOGICAL_PARTITIONS, bool)
+        lps[lp] = True
+        part = strand.split(self._number(), lps, key)
+        self._add(part)
+        self._tell(Action.HOLD, strand.id, lp, part.id, _signed(key), 0)
+        return part
+
+    def join(self, strand: Strand, other: Strand) -> None:
+        """``other`` has come as far as ``strand`` and becomes a part of it."""
+        self._join(strand, other)
+        # What was handed out was not told, nor where one had no rows: so it is told where both are now.
+        self._tell(Action.JOIN, strand.id, other.id, strand.next, 0, 0)
+        for piece in [*strand.returned, *strand.all_held()]:
+            self._tell(Action.RETURN, strand.id, piece.start, piece.end, 0, piece.attempt)
+
+    def join_alike(self, strands: Iterable[Strand]) -> None:
+        """Make one of those that have come equally far."""
+        firsts: dict[tuple[int, int], list[Strand]] = {}
+        for strand in strands:
+            if strand.key is not None:
+                parent = self.by_lp[int(np.flatnonzero(strand.lps)[0])]
+                if strand.alike(parent):
+                    self.join(parent, strand)
+                continue
+            known = firsts.setdefault((strand.next, strand.owner), [])
+            for each in known:
+                if strand.alike(each):
+                    self.join(each, strand)
+                    break
+            else:
+                known.append(strand)
+
+    def _add(self, part: Strand) -> None:
+        self._all[part.id] = part
+        self._next = max(self._next, part.id + 1)
+        if part.key is not None:
+            self.by_key[part.key] = part
+            return
+        for lp in np.flatnonzero(part.lps).tolist():
+            self.by_lp[lp] = part
+
+    def _join(self, strand: Strand, other: Strand) -> None:
+        strand.join(other)
+        del self._all[other.id]
+        if other.key is not None:
+            del self.by_key[other.key]
+            return
+        for lp in np.flatnonzero(other.lps).tolist():
+            self.by_lp[lp] = strand
+
+    # --- replay, checkpoints --------------------------------------------------------------------
+
+    def replay(self, action: int, number: int, start: int, end: int, value: int) -> None:
+        """Apply an event of ``Tell``."""
+        strand = self._all.get(number)
+        if strand is None:
+            return
+        if action == Action.MOVE:
+            lps = np.zeros(LOGICAL_PARTITIONS, bool)
+            lps[start:end] = True
+            lps &= strand.lps
+            known = self._all.get(value)
+            if known is None:
+                self._add(strand.split(value, lps))
+            else:
+                # Another run of the same split.
+                part = strand.split(value, lps)
+                known.lps, known.without = known.lps | part.lps, known.without | part.without
+                self._add(known)
+        elif action == Action.HOLD:
+            lps = np.zeros(LOGICAL_PARTITIONS, bool)
+            lps[start] = True
+            self._add(strand.split(end, lps, value % 2**64))
+        elif action == Action.JOIN:
+            other = self._all.get(start)
+            if other is not None:
+                self._join(strand, other)
+            strand.next = end
+            strand.returned.clear()
+
+    def dump(self) -> list[StrandState]:
+        return [strand.dump() for strand in self._all.values()]
+
+    def load(self, states: list[StrandState]) -> None:
+        """The state of a checkpoint."""
+        self._all, self.by_key = {}, {}
+        for state in states:
+            self._add(Strand.load(state))
+
+
+def _signed(key: int) -> int:
+    """An unsigned number as events have it."""
+    return key - 2**64 if key >= 2**63 else key

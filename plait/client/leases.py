@@ -1,0 +1,87 @@
+"""Which locks an ordered consumer asks for, and where (R4).
+
+An LP's rows lie in the spans of its history, oldest first. Its lock is wanted on the partition of the first span that
+has not been drained, and on no other: so its rows are handled in their order over any number of changes of the route,
+and brokers need not know of each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from plait.client.rights import LpEpochs, Numbers, no_lps
+from plait.client.router import SubjectRoute
+from plait.frame.lp import LpSet, lp_set, runs_with
+from plait.limits import LOGICAL_PARTITIONS
+from plait.wire import messages as m
+
+
+class Wanted(NamedTuple):
+    """What one partition is asked for."""
+
+    lps: LpSet
+    #: Up to which sequence each is wanted; 0: all that there will be.
+    until: Numbers
+
+
+def wanted(route: SubjectRoute, mine: LpSet, done: Sequence[Numbers], parked: Sequence[frozenset[int]]) -> list[Wanted]:
+    """For each partition of the route the logical partitions to ask it for.
+
+    ``done`` is up to where each has reported them done, and ``parked`` the hashes of keys that are parked there: what
+    has such keys stays wanted, so that it is heard when they are resumed.
+    """
+    chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
+    for first, end, spans in route.histories:
+        left = mine[first:end].copy()
+        for span in spans[:-1]:
+            assert span.fence is not None
+            passed = done[span.partition][first:end] >= span.fence
+            here = left & (~passed | _lps_of(parked[span.partition])[first:end])
+            chosen[span.partition].lps[first:end] |= here
+            chosen[span.partition].until[first:end][here] = span.fence
+            left &= passed
+        last = chosen[spans[-1].partition]
+        last.lps[first:end] |= left
+        last.until[first:end][left] = 0
+    return chosen
+
+
+def left_behind(route: SubjectRoute) -> list[LpSet]:
+    """For each partition the logical partitions that the route leads on from."""
+    left = [no_lps() for _ in route.partitions]
+    for first, end, spans in route.histories:
+        for span in spans[:-1]:
+            left[span.partition][first:end] = True
+    return left
+
+
+def _lps_of(keys: frozenset[int]) -> LpSet:
+    lps = no_lps()
+    if keys:
+        lps[[key % LOGICAL_PARTITIONS for key in keys]] = True
+    return lps
+
+
+def parked_before(route: SubjectRoute, parked: Sequence[frozenset[int]]) -> list[set[int]]:
+    """For each partition the hashes of keys that are parked on partitions where their rows were before."""
+    found: list[set[int]] = [set() for _ in route.partitions]
+    if not any(parked):
+        return found
+    for first, end, spans in route.histories:
+        before: set[int] = set()
+        for span in spans:
+            found[span.partition] |= before
+            before |= {key for key in parked[span.partition] if first <= key % LOGICAL_PARTITIONS < end}
+    return found
+
+
+def wants(lps: LpSet, epochs: LpEpochs, until: Numbers) -> list[m.LpWant]:
+    """What is asked for, as runs of one epoch and one end."""
+    return [
+        (low, high, epoch, limit)
+        for first, end, epoch in runs_with(epochs, lps)
+        for low, high, limit in runs_with(until, lp_set([(first, end)]))
+    ]

@@ -1,0 +1,217 @@
+"""Membership of ordered consumers: a client tells the meta server that it lives, and hears what is its to handle.
+
+One heartbeat names all members that go by one id. Its answer waits at the meta server until there is something new, or
+a second is over. Without a meta server allocations stay as they are (R16).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Protocol
+
+from plait.client.router import Router
+from plait.errors import PlaitError, Unavailable
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+
+log = logging.getLogger("plait.client")
+
+
+class Member(Protocol):
+    """An ordered consumer."""
+
+    subject: str
+    client_id: str
+
+    @property
+    def group_name(self) -> str:
+        """The group that it is a member of."""
+
+    def overdue(self) -> bool:
+        """The user has had a message for too long: others are to handle what is allocated to it."""
+
+    def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
+        """What the meta server says."""
+
+    def give_up(self, error: PlaitError) -> None:
+        """It cannot be a member."""
+
+
+class Membership:
+    """The members of one client."""
+
+    def __init__(self, router: Router, limits: ClientLimits) -> None:
+        self._router = router
+        self._limits = limits
+        self._beats: dict[str, _Beats] = {}
+
+    async def join(self, member: Member) -> None:
+        """Become a member; returns when it knows what is its to handle, or raises why it cannot."""
+        beats = self._beats.get(member.client_id)
+        if beats is None:
+            beats = self._beats[member.client_id] = _Beats(member.client_id, self._router, self._limits)
+        limit = self._limits.request_seconds
+        try:
+            async with asyncio.timeout(limit):
+                await beats.join(member)
+        except TimeoutError:
+            raise Unavailable(f"no meta server answered within {limit:g} s") from None
+
+    async def leave(self, member: Member) -> None:
+        """Stop being one; returns when the meta server knows, or when it takes too long."""
+        beats = self._beats.get(member.client_id)
+        if beats is not None:
+            with contextlib.suppress(TimeoutError, PlaitError):
+                async with asyncio.timeout(self._limits.request_seconds):
+                    await beats.leave(member)
+            if not beats.members:
+                self._beats.pop(member.client_id, None)
+
+    def ask_again(self, member: Member) -> None:
+        """What it was told is out of date."""
+        beats = self._beats.get(member.client_id)
+        if beats is not None:
+            beats.poke()
+
+
+class _Beats:
+    """The heartbeats of members with one id."""
+
+    def __init__(self, client: str, router: Router, limits: ClientLimits) -> None:
+        self._client = client
+        self._router = router
+        self._limits = limits
+        #: By (subject, group).
+        self.members: dict[tuple[str, str], Member] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._poked = asyncio.Event()
+        #: The newest that was heard.
+        self._seen = 0
+        #: Changes so far, and who waits for one of them to be known to the meta server.
+        self._changes = 0
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._refreshing: set[asyncio.Task[None]] = set()
+
+    async def join(self, member: Member) -> None:
+        key = (member.subject, member.group_name)
+        self.members[key] = member
+        try:
+            await self._known()
+        except BaseException:
+            del self.members[key]
+            raise
+
+    async def leave(self, member: Member) -> None:
+        if self.members.pop((member.subject, member.group_name), None) is None:
+            return
+        try:
+            await self._known()
+        finally:
+            if not self.members and self._task is not None:
+                self._task.cancel()
+                await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _known(self) -> None:
+        """Until the meta server knows of the members as they are."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        self.poke()
+        self._waiting.append((self._changes, future))
+        if self._task is None or self._task.done():
+            self._task = loop.create_task(self._run(loop), name="plait-membership")
+        await future
+
+    def poke(self) -> None:
+        """Beat now, and hear all there is."""
+        self._changes += 1
+        self._seen = 0
+        self._poked.set()
+
+    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        pause = self._limits.reconnect_first_seconds
+        while True:
+            self._poked.clear()
+            begun, changes = loop.time(), self._changes
+            try:
+                answer = await self._beat()
+            except PlaitError as error:
+                if not error.retryable:
+                    self._refused(error, changes)
+                    return
+                log.info("no answer to the heartbeat of %s: %s", self._client, error)
+                await self._rest(pause)
+                pause = min(2 * pause, self._limits.reconnect_max_seconds)
+                continue
+            pause = self._limits.reconnect_first_seconds
+            if answer is None:
+                # There is something to say before the answer came.
+                continue
+            news = answer.seen != self._seen
+            self._heard(answer, changes)
+            if not news:
+                # A meta server that answers too soon is not asked all the time.
+                await self._rest(self._limits.heartbeat_seconds - (loop.time() - begun))
+
+    async def _beat(self) -> m.Beaten | None:
+        """One heartbeat and its answer; None: another one is due before it came."""
+        wait = self._limits.heartbeat_seconds
+        members = [(*key, True) for key, member in self.members.items() if not member.overdue()]
+        beat = m.Beat(self._client, members, self._seen, wait, leaving=not members)
+        asking = asyncio.ensure_future(self._router.meta.request(beat, wait + self._limits.request_seconds))
+        poked = asyncio.ensure_future(self._poked.wait())
+        try:
+            await asyncio.wait([asking, poked], return_when=asyncio.FIRST_COMPLETED)
+            answer: m.Beaten | None = asking.result() if asking.done() else None
+        finally:
+            poked.cancel()
+            asking.cancel()
+            await asyncio.gather(asking, poked, return_exceptions=True)
+        return answer
+
+    async def _rest(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(max(seconds, 0)):
+                await self._poked.wait()
+        except TimeoutError:
+            pass
+
+    def _heard(self, answer: m.Beaten, changes: int) -> None:
+        if changes == self._changes:
+            self._seen = answer.seen
+        for subject, group, strategy, grants in answer.members:
+            member = self.members.get((subject, group))
+            if member is not None and not member.overdue():
+                member.allocated(strategy, grants)
+        for subject, version in answer.routes.items():
+            known = self._router.known(subject)
+            if known is not None and known.version < version:
+                self._look_again(subject)
+        self._tell(changes, None)
+
+    def _look_again(self, subject: str) -> None:
+        async def refresh() -> None:
+            with contextlib.suppress(PlaitError):
+                await self._router.refresh(subject)
+
+        task = asyncio.ensure_future(refresh())
+        self._refreshing.add(task)
+        task.add_done_callback(self._refreshing.discard)
+
+    def _refused(self, error: PlaitError, changes: int) -> None:
+        self._tell(changes, error)
+        for member in list(self.members.values()):
+            member.give_up(error)
+
+    def _tell(self, changes: int, error: PlaitError | None) -> None:
+        """Who waited for what was said by then."""
+        told = [future for change, future in self._waiting if change <= changes]
+        self._waiting = [(change, future) for change, future in self._waiting if change > changes]
+        for future in told:
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)

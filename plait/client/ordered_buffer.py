@@ -1,0 +1,339 @@
+"""Rows that an ordered consumer has and that nobody has got yet: one key strictly in order, different keys at will.
+
+A row is handed out when no earlier row of its key is in the user's hands, but for those of its own batch, and when the
+lock of its logical partition is ours at that moment. Rows without a key are free.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.client.buffer import ITERATION_COUNT
+from plait.client.delivered import Delivered
+from plait.client.ordered_delivered import ALONE, BATCHED, BROKEN, DONE, WAITS, OrderedDelivered, RowMask
+from plait.client.rights import Rights
+from plait.client.settling import Piece
+from plait.client.types import Message, PartitionName
+from plait.frame.lp import Hashes, LpSet
+
+
+class OrderedBuffer:
+    """See the module. ``freed`` is called when rows may be handed out that could not be before."""
+
+    def __init__(self, freed: Callable[[], None]) -> None:
+        self._freed = freed
+        #: Frames with rows that wait, in the order of their arrival.
+        self._frames: dict[OrderedDelivered, None] = {}
+        self._arrivals = 0
+        #: Rows that wait.
+        self.count = 0
+        #: Keys in the user's hands, one message at a time: how many rows.
+        self._alone: dict[int, int] = {}
+        #: Frames with rows in the user's hands; in batches, which may be many.
+        self._handed: dict[OrderedDelivered, None] = {}
+        self._busy: Hashes | None = None
+        #: Iteration: frames that it has not looked at (None: at none), messages that it has made, the next one last,
+        #: those that wait for their key, and those whose key is free again.
+        self._scan: deque[OrderedDelivered] | None = None
+        self._ready: list[Message] = []
+        self._blocked: dict[int, deque[Message]] = {}
+        self._runnable: deque[Message] = deque()
+
+    # --- in and out -----------------------------------------------------------------------------
+
+    def append(self, delivered: Delivered) -> None:
+        """A frame came, some of whose rows may be done already."""
+        assert isinstance(delivered, OrderedDelivered)
+        self._arrivals += 1
+        delivered.number = self._arrivals
+        delivered.waiting = int((delivered.states == WAITS).sum())
+        if delivered.waiting:
+            self._frames[delivered] = None
+            self.count += delivered.waiting
+            if self._scan is not None:
+                self._scan.append(delivered)
+
+    def available(self) -> int:
+        """How many rows can be handed out now."""
+        self._gather()
+        if self._nothing_in_hands() and all(rights.valid() for rights in self._rights()):
+            return self.count
+        return sum(int(mask.sum()) for _, mask in self._free())
+
+    def take(self, count: int) -> list[Piece]:
+        """Up to so many rows, which are the user's now; those of one key in their order."""
+        self._start_over()
+        pieces: list[Piece] = []
+        for delivered, mask in self._free():
+            rows = np.flatnonzero(mask)[:count]
+            if not len(rows):
+                continue
+            breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+            pieces += [(delivered, int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks)]
+            self._hand(delivered, rows, BATCHED)
+            count -= len(rows)
+            if count <= 0:
+                break
+        return pieces
+
+    def take_apart(self, count: int) -> list[Piece]:
+        """The same, and no two rows of one key: any of them may be handled by itself."""
+        self._start_over()
+        pieces: list[Piece] = []
+        for delivered, mask in list(self._free()):
+            if delivered.keys is not None and delivered.keyed is not None:
+                # What the frames before gave is in hands now.
+                mask &= ~(np.isin(delivered.keys, self._busy_keys()) & delivered.keyed)
+                rows = np.flatnonzero(mask & delivered.keyed)
+                _, first = np.unique(delivered.keys[rows], return_index=True)
+                mask[np.delete(rows, first)] = False
+            rows = np.flatnonzero(mask)[:count]
+            pieces += [(delivered, row, row + 1) for row in rows.tolist()]
+            if len(rows):
+                self._hand(delivered, rows, BATCHED)
+            count -= len(rows)
+            if count <= 0:
+                break
+        return pieces
+
+    def next(self) -> Message | None:
+        """One row as a message, which is the user's now; None: there is none."""
+        while self._runnable:
+            message = self._runnable.popleft()
+            if self._may_go(message):
+                return self._hand_alone(message)
+            key = _frame_of(message).key(message._row)
+            if key is not None and not self._is_busy(key):
+                # It was given back; those behind it may be others.
+                self._unblock(key)
+        while (found := self._scanned()) is not None:
+            if self._may_go(found):
+                return self._hand_alone(found)
+        return None
+
+    def _scanned(self) -> Message | None:
+        """The next row in the order of arrival that iteration has not looked at."""
+        while not self._ready:
+            if self._scan is None:
+                self._scan = deque(self._frames)
+            if not self._scan:
+                return None
+            delivered = self._scan.popleft()
+            if delivered.waiting:
+                waiting = np.flatnonzero(delivered.states == WAITS)
+                for start in range(0, len(waiting), ITERATION_COUNT):
+                    chosen = waiting[start : start + ITERATION_COUNT]
+                    first = int(chosen[0])
+                    messages = delivered.messages(first, int(chosen[-1]) + 1)
+                    self._ready += [messages[row - first] for row in chosen.tolist()]
+                self._ready.reverse()
+        return self._ready.pop()
+
+    def _may_go(self, message: Message) -> bool:
+        """The row can be handed out; if not, it is kept for when it can."""
+        delivered, row = _frame_of(message), message._row
+        if delivered.states[row] != WAITS or not delivered.rights.valid():
+            # A renewed lease lets iteration look at all rows again.
+            return False
+        key = delivered.key(row)
+        if key is None or not self._is_busy(key):
+            return True
+        self._blocked.setdefault(key, deque()).append(message)
+        return False
+
+    def _is_busy(self, key: int) -> bool:
+        if key in self._alone:
+            return True
+        busy = self._busy_batched()
+        if not len(busy):
+            return False
+        at = int(np.searchsorted(busy, np.uint64(key)))
+        return at < len(busy) and int(busy[at]) == key
+
+    def _hand_alone(self, message: Message) -> Message:
+        delivered, row = _frame_of(message), message._row
+        key = delivered.key(row)
+        if key is not None:
+            self._alone[key] = self._alone.get(key, 0) + 1
+        self._hand(delivered, row, ALONE)
+        return message
+
+    def _hand(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
+        count = 1 if isinstance(rows, int) else len(rows)
+        delivered.states[rows] = how
+        delivered.lock_epochs[rows] = delivered.rights.epochs[delivered.lps[rows]]
+        delivered.handed_at[rows] = delivered.rights.now()
+        self._handed[delivered] = None
+        if how == BATCHED:
+            self._busy = None
+        self._took(delivered, count)
+
+    def _took(self, delivered: OrderedDelivered, count: int) -> None:
+        """So many of its rows wait no more."""
+        self.count -= count
+        delivered.waiting -= count
+        if not delivered.waiting:
+            self._frames.pop(delivered, None)
+
+    # --- which ones -----------------------------------------------------------------------------
+
+    def _free(self) -> Iterator[tuple[OrderedDelivered, RowMask]]:
+        """The rows of each frame that can be handed out; those of one key together."""
+        busy = self._busy_keys()
+        for delivered in list(self._frames):
+            if not delivered.rights.valid():
+                continue
+            mask = delivered.states == WAITS
+            if len(busy) and delivered.keys is not None and delivered.keyed is not None:
+                mask &= ~(np.isin(delivered.keys, busy) & delivered.keyed)
+            yield delivered, mask
+
+    def _rights(self) -> set[Rights]:
+        return {delivered.rights for delivered in self._frames}
+
+    def _nothing_in_hands(self) -> bool:
+        return not self._alone and not len(self._busy_batched())
+
+    def _busy_keys(self) -> Hashes:
+        """Keys that are in the user's hands."""
+        batched = self._busy_batched()
+        if not self._alone:
+            return batched
+        return np.concatenate([batched, np.fromiter(self._alone, np.uint64, len(self._alone))])
+
+    def _busy_batched(self) -> Hashes:
+        """Those of batches, ascending."""
+        if self._busy is None:
+            parts = [
+                delivered.keys[(delivered.states & BATCHED > 0) & delivered.keyed]
+                for delivered in self._handed
+                if delivered.keys is not None and delivered.keyed is not None
+            ]
+            self._busy = np.unique(np.concatenate(parts)) if parts else np.empty(0, np.uint64)
+        return self._busy
+
+    def _gather(self) -> None:
+        """What was said counts, even if it has not left for the broker."""
+        if self._handed:
+            for owner in {d.owner: None for d in self._handed}:
+                if owner is not None:
+                    owner.gather()
+
+    def oldest(self) -> float | None:
+        """Since when the user has had the row that it has had longest; None: it has none. From any thread."""
+        times = [
+            float(d.handed_at[held].min())
+            for d in list(self._handed)
+            if (held := d.states & (ALONE | BATCHED) > 0).any()
+        ]
+        return min(times, default=None)
+
+    # --- what became of them --------------------------------------------------------------------
+
+    def acked(self, delivered: OrderedDelivered, row: int) -> None:
+        """The row is done, so that the next one of its key may follow."""
+        state = delivered.states[row]
+        if state == ALONE:
+            delivered.states[row] = DONE
+            self._release(delivered.key(row))
+        elif state == BATCHED:
+            delivered.states[row] = DONE
+            self._busy = None
+
+    def _release(self, key: int | None) -> None:
+        if key is None:
+            return
+        left = self._alone.get(key, 0) - 1
+        if left > 0:
+            self._alone[key] = left
+            return
+        self._alone.pop(key, None)
+        if self._unblock(key):
+            self._freed()
+
+    def _unblock(self, key: int) -> bool:
+        """The next row of a key that nobody has in hands may go; whether there is one."""
+        blocked = self._blocked.get(key)
+        while blocked:
+            message = blocked.popleft()
+            if not blocked:
+                del self._blocked[key]
+            if _frame_of(message).states[message._row] == WAITS:
+                self._runnable.append(message)
+                return True
+        return False
+
+    def settled(self, delivered: OrderedDelivered) -> None:
+        """What was said of rows of the frame is noted."""
+        done, states = delivered.rows_done, delivered.states
+        if done is None:
+            return
+        fresh = done & (states != DONE)
+        if fresh.any():
+            was = states[fresh]
+            self._took(delivered, int((was == WAITS).sum()))
+            alone = np.flatnonzero(fresh & (states & ALONE > 0)).tolist()
+            states[fresh] = DONE
+            for row in alone:
+                self._release(delivered.key(row))
+            if (was & BATCHED > 0).any():
+                self._busy = None
+                self._start_over()
+                self._freed()
+        if not (states & (ALONE | BATCHED) > 0).any():
+            self._handed.pop(delivered, None)
+
+    # --- what is not ours any more --------------------------------------------------------------
+
+    def take_back(self, partition: PartitionName | None = None, lps: LpSet | None = None) -> list[Piece]:
+        """Rows that nobody began with, of a partition and of some of its logical partitions, which nobody gets now."""
+        self._start_over()
+        pieces: list[Piece] = []
+        for delivered in list(self._frames):
+            if partition is not None and delivered.partition != partition:
+                continue
+            mask = delivered.states == WAITS
+            if lps is not None:
+                mask &= lps[delivered.lps]
+            runs = delivered.runs(mask)
+            if runs:
+                pieces += [(delivered, first, end) for first, end, _ in runs]
+                delivered.states[mask] = BROKEN
+                self._took(delivered, int(mask.sum()))
+        return pieces
+
+    def put_back(self, pieces: list[Piece]) -> None:
+        """Rows that were taken and that nobody began with wait again."""
+        self._start_over()
+        for delivered, start, stop in pieces:
+            assert isinstance(delivered, OrderedDelivered)
+            rows = np.arange(start, stop)
+            rows = rows[delivered.states[rows] == BATCHED]
+            delivered.states[rows] = WAITS
+            self.count += len(rows)
+            delivered.waiting += len(rows)
+            if len(rows):
+                self._frames[delivered] = None
+        self._busy = None
+        self._frames = dict.fromkeys(sorted(self._frames, key=lambda delivered: delivered.number))
+
+    def renewed(self) -> None:
+        """Locks were won, or a lease goes on: what could not be handed out perhaps can."""
+        self._start_over()
+
+    def _start_over(self) -> None:
+        """Iteration looks at all rows that wait again."""
+        self._scan = None
+        self._ready = []
+        self._blocked.clear()
+        self._runnable.clear()
+
+
+def _frame_of(message: Message) -> OrderedDelivered:
+    delivered = message._delivered
+    assert isinstance(delivered, OrderedDelivered)
+    return delivered

@@ -1,0 +1,272 @@
+"""An ordered consumer: each key in its order, different keys at the same time.
+
+The meta server allocates logical partitions to the members of a group; the brokers' locks alone are the right to handle
+them. Rows are handed out while the lock is ours, and one key's strictly one after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import pairwise
+
+import numpy as np
+
+from plait.client.arguments import Duration, seconds_of
+from plait.client.consumer import Consumer, Feeding, Spools
+from plait.client.delivered import Delivered
+from plait.client.handed_over import HandedOver
+from plait.client.keeper import Keeper, Lease
+from plait.client.leases import left_behind, parked_before, wanted
+from plait.client.membership import Membership
+from plait.client.ordered_buffer import OrderedBuffer
+from plait.client.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
+from plait.client.ordered_pull import OrderedPullClient
+from plait.client.pull_client import PullClient, Terms
+from plait.client.rights import LpEpochs, grants_of, no_lps
+from plait.client.router import Router, SubjectRoute
+from plait.client.settling import Piece, nack_pieces
+from plait.client.types import PartitionName
+from plait.client.words import UNBEGUN
+from plait.clock import Clock
+from plait.errors import GroupMismatch, InvalidArgument, PlaitError
+from plait.frame.lp import LpSet
+from plait.limits import LOGICAL_PARTITIONS, ClientLimits
+from plait.wire import messages as m
+
+log = logging.getLogger("plait.client")
+
+EXCLUSIVE = "exclusive"
+#: How long a fetch that has something waits for more of what is left at the brokers.
+GATHER_SECONDS = 0.01
+
+
+def check_ordered(ordered: bool, group: str | None, delivery: str, handling: Duration | None) -> None:
+    """Refuse what cannot be together."""
+    if not isinstance(ordered, bool):
+        raise InvalidArgument(f"ordered must be True or False, not {ordered!r}")
+    if handling is not None:
+        if not ordered:
+            raise InvalidArgument("handling= is for ordered consumers: others have no locks to lose; add ordered=True")
+        if seconds_of(handling) <= 0:
+            raise InvalidArgument(f"handling must be more than 0, not {handling!r}")
+    if not ordered:
+        return
+    if group is None:
+        raise InvalidArgument("a broadcast cannot be ordered: who gets every message has nobody to keep in order with")
+    if delivery == "at_most_once":
+        raise InvalidArgument("at_most_once cannot be ordered: what is not acked cannot hold back what follows")
+
+
+class OrderedConsumer(Consumer):
+    """A member of an ordered group. Use it with ``async with``; leaving gives back what is not acked."""
+
+    def __init__(
+        self,
+        router: Router,
+        limits: ClientLimits,
+        terms: Terms,
+        *,
+        membership: Membership,
+        keeper: Keeper,
+        clock: Clock,
+        handling: float,
+        any_thread: bool = False,
+        spools: Spools = lambda _: None,
+    ) -> None:
+        self._ordered_buffer = OrderedBuffer(self._wake)
+        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, buffer=self._ordered_buffer)
+        self._handed_over = HandedOver(_may_go)
+        self._membership = membership
+        self._keeper = keeper
+        self._clock = clock
+        self._handling = handling
+        self._member = _Member(self)
+        self._holders: dict[PullClient, _Holder] = {}
+        #: What the meta server has allocated, and the epochs.
+        self._mine: LpSet = no_lps()
+        self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        self._was_overdue = False
+
+    # --- opening and closing --------------------------------------------------------------------
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        await super()._open(loop)
+        await self._membership.join(self._member)
+        if self._error is not None:
+            raise self._error
+
+    async def close(self) -> None:
+        """Give back what nobody began with, send the acks that are left, and leave the group with all its locks."""
+        if self._closed:
+            return
+        self._halt()
+        if not any(client.settling.closed for client in self._clients):
+            nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
+        await super().close()
+        for holder in self._holders.values():
+            self._keeper.remove(holder)
+        await self._membership.leave(self._member)
+
+    def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
+        kind: type[Delivered] = SharedOrderedDelivered if self._any_thread else OrderedDelivered
+        client = OrderedPullClient(
+            Feeding(self),
+            self._router.node(route, partition.group),
+            self._limits,
+            terms,
+            partition,
+            kind,
+            self._spools(partition),
+            self._ordered_buffer,
+            self._clock,
+            drained=self._want,
+            refused=lambda: self._membership.ask_again(self._member),
+            may_renew=lambda: not self._overdue(),
+        )
+        holder = self._holders[client] = _Holder(self, client)
+        self._keeper.add(holder)
+        return client
+
+    async def _left(self, client: PullClient) -> None:
+        await super()._left(client)
+        holder = self._holders.pop(client, None)
+        if holder is not None:
+            self._keeper.remove(holder)
+
+    # --- what is ours ---------------------------------------------------------------------------
+
+    def _allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
+        if strategy != EXCLUSIVE:
+            self._fail(
+                GroupMismatch(
+                    f"group {self.group!r} of {self.subject!r} is not ordered: its members share messages, "
+                    f"this one asks for ordered=True"
+                )
+            )
+            return
+        mine, epochs = grants_of(grants)
+        if (mine != self._mine).any() or (epochs != self._epochs).any():
+            self._mine, self._epochs = mine, epochs
+            self._want()
+
+    def _follow(self, route: SubjectRoute | None) -> None:
+        super()._follow(route)
+        self._want()
+
+    def _want(self) -> None:
+        """Ask each partition for the locks of what is ours and has come to it."""
+        route = self._router.known(self.subject)
+        if route is None or self._stopping:
+            return
+        clients = {c.partition: c for c in self._clients if isinstance(c, OrderedPullClient)}
+        listed = [clients.get(partition) for partition in route.partitions]
+        nothing = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        done = [nothing if client is None else client.rights.done for client in listed]
+        parked = [frozenset[int]() if client is None else client.rights.parked for client in listed]
+        chosen = wanted(route, self._mine, done, parked)
+        before = parked_before(route, parked)
+        left = left_behind(route)
+        for client, some, gone, keys in zip(listed, chosen, left, before, strict=True):
+            if client is not None:
+                client.gated = some.lps & gone
+                client.want(some, self._epochs, {key for key in keys if some.lps[key % LOGICAL_PARTITIONS]})
+
+    # --- how long messages take -----------------------------------------------------------------
+
+    def _overdue(self) -> bool:
+        """The user has had a message for too long."""
+        oldest = self._ordered_buffer.oldest()
+        return oldest is not None and self._clock.monotonic() - oldest > self._handling
+
+    def _look_at_handling(self) -> None:
+        """Tell of it once; and when it is over, be a member again."""
+        overdue = self._overdue()
+        if overdue and not self._was_overdue:
+            log.warning(
+                "%s: a message has been in hands for more than %g s; others take over what this consumer has",
+                self.subject,
+                self._handling,
+            )
+        if overdue != self._was_overdue:
+            self._was_overdue = overdue
+            self._membership.ask_again(self._member)
+
+    # --- handing out ----------------------------------------------------------------------------
+
+    def _gathering(self, available: int) -> float | None:
+        # What is left at the broker may be behind what is here.
+        return GATHER_SECONDS if available else None
+
+    def _take(self, count: int, apart: bool) -> list[Piece]:
+        return self._ordered_buffer.take_apart(count) if apart else self._ordered_buffer.take(count)
+
+    def _unhand(self) -> None:
+        """What blocking callers have not asked for waits again: its lock may be lost by the time they do."""
+        self._ordered_buffer.put_back(self._handed_over.take_back())
+
+    def _take_back(self, client: PullClient, lps: LpSet | None) -> list[Piece]:
+        pieces = self._handed_over.take_back(client.partition)
+        if lps is not None and pieces:
+            pieces, others = _split(pieces, lps)
+            self._handed_over.add(others)
+        return [*pieces, *self._ordered_buffer.take_back(client.partition, lps)]
+
+
+def _may_go(delivered: Delivered) -> bool:
+    """The right to handle its rows is ours still."""
+    return isinstance(delivered, OrderedDelivered) and delivered.rights.valid()
+
+
+def _split(pieces: list[Piece], lps: LpSet) -> tuple[list[Piece], list[Piece]]:
+    """Rows of some logical partitions, and the others."""
+    chosen: list[Piece] = []
+    others: list[Piece] = []
+    for delivered, start, stop in pieces:
+        assert isinstance(delivered, OrderedDelivered)
+        mask = lps[delivered.lps[start:stop]]
+        edges = [start, *(np.flatnonzero(np.diff(mask)) + start + 1).tolist(), stop]
+        for first, end in pairwise(edges):
+            (chosen if mask[first - start] else others).append((delivered, first, end))
+    return chosen, others
+
+
+class _Member:
+    """The consumer, as the meta server's messenger sees it."""
+
+    def __init__(self, consumer: OrderedConsumer) -> None:
+        self._consumer = consumer
+        self.subject = consumer.subject
+        self.client_id = consumer.client_id
+
+    @property
+    def group_name(self) -> str:
+        assert self._consumer.group is not None
+        return self._consumer.group
+
+    def overdue(self) -> bool:
+        self._consumer._look_at_handling()
+        return self._consumer._was_overdue
+
+    def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
+        self._consumer._allocated(strategy, grants)
+
+    def give_up(self, error: PlaitError) -> None:
+        self._consumer._fail(error)
+
+
+class _Holder:
+    """One partition's lease, as the keeper sees it."""
+
+    def __init__(self, consumer: OrderedConsumer, client: OrderedPullClient) -> None:
+        self._consumer = consumer
+        self._client = client
+
+    def lease(self) -> Lease | None:
+        client, rights = self._client, self._client.rights
+        if not client.attached or not rights.seconds or self._consumer._overdue():
+            return None
+        return Lease(tuple(client.addresses), rights.session, rights.token, rights.seconds)
+
+    def renewed(self, session: int, sent: float) -> None:
+        self._client.rights.renewed(session, sent)

@@ -1,0 +1,187 @@
+"""A frame of an ordered consumer: the key and the logical partition of each row, and in whose hands it is."""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.client.delivered import Delivered, Owner
+from plait.client.rights import Rights
+from plait.client.types import ACKNOWLEDGED, Acknowledgement, PartitionName
+from plait.client.words import FAILED, EpochRange, Failed, Nacks
+from plait.frame.lp import NO_KEY_HASH, Hashes, key_hashes, lps_of
+from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
+
+#: What a row is: it waits in the buffer, or it is in the user's hands by itself...
+WAITS: Final = 0
+ALONE: Final = 1
+#: ...or with others of its batch, or was; what failed stays in hands until that is noted.
+BATCHED: Final = 2
+BROKEN: Final = 4
+DONE: Final = 8
+
+#: A key is told apart by the bits of its hash above those that give its logical partition, which a producer may change.
+KEY_SHIFT: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
+
+RowMask = npt.NDArray[np.bool_]
+
+
+class Hands(Protocol):
+    """Who knows what is in the user's hands: the consumer's buffer."""
+
+    def acked(self, delivered: OrderedDelivered, row: int) -> None:
+        """The row is done, so that the next one of its key may follow."""
+
+    def settled(self, delivered: OrderedDelivered) -> None:
+        """What was said of rows of the frame is noted."""
+
+
+class OrderedDelivered(Delivered):
+    """One frame, or part of one. ``collect`` tells of runs of rows, as (first, end, epoch)."""
+
+    __slots__ = (
+        "handed_at",
+        "hands",
+        "keyed",
+        "keys",
+        "lock_epochs",
+        "lps",
+        "number",
+        "rights",
+        "sequences",
+        "states",
+        "tag",
+        "waiting",
+    )
+
+    def __init__(
+        self,
+        frame: FrameView,
+        subject: str,
+        partition: PartitionName,
+        owner: Owner | None,
+        attempts: list[tuple[int, int, int]],
+    ) -> None:
+        super().__init__(frame, subject, partition, owner, attempts)
+        self.sequences = frame.sequences()
+        hashes = key_hashes(frame)
+        self.lps = lps_of(self.sequences, hashes)
+        #: Who is who; None: no row has a key.
+        self.keys: Hashes | None = None
+        self.keyed: RowMask | None = None
+        if hashes is not None:
+            self.keys = hashes >> KEY_SHIFT
+            self.keyed = hashes != NO_KEY_HASH
+        self.states: npt.NDArray[np.uint8] = np.zeros(self.count, np.uint8)
+        #: The epoch of the lock under which a row was handed out, and when that was.
+        self.lock_epochs: npt.NDArray[np.int64] = np.zeros(self.count, np.int64)
+        self.handed_at: npt.NDArray[np.float64] = np.zeros(self.count)
+        #: The broker's number for what it gave; 0: it was given in an earlier session.
+        self.tag = 0
+        #: Rows that wait in the buffer.
+        self.waiting = 0
+        #: The order of arrival.
+        self.number = 0
+        self.rights: Rights
+        self.hands: Hands
+
+    def key(self, row: int) -> int | None:
+        """What tells the row's key apart; None: it has none."""
+        if self.keys is None or self.keyed is None or not self.keyed[row]:
+            return None
+        return int(self.keys[row])
+
+    def epoch_of(self, row: int) -> int:
+        return int(self.lock_epochs[row])
+
+    # --- settling -------------------------------------------------------------------------------
+
+    def ack_row(self, row: int) -> Acknowledgement:
+        super().ack_row(row)
+        self.hands.acked(self, row)
+        return ACKNOWLEDGED
+
+    def note(self, row: int, failed: Failed | None) -> None:
+        super().note(row, failed)
+        if failed is None:
+            self.hands.acked(self, row)
+
+    def nack_rows(self, rows: int | slice, failed: Failed = FAILED) -> None:
+        super().nack_rows(rows, failed)
+        # An ack that comes later counts no more.
+        self.states[rows] |= BROKEN
+
+    def collect(self) -> tuple[list[EpochRange], Nacks]:
+        """(acks, nacks) as runs of rows that were open, which they no longer are. The first word counts."""
+        said = super().collect()
+        self.hands.settled(self)
+        return said
+
+    def close_rows(self, mask: RowMask) -> list[EpochRange]:
+        """Rows are not ours any more; the runs of those that were."""
+        if self.rows_done is None:
+            self.rows_done = np.zeros(self.count, bool)
+        runs = self._close(mask)
+        self.hands.settled(self)
+        return runs
+
+    def runs(self, mask: RowMask) -> list[EpochRange]:
+        """Rows as runs of them."""
+        return self._ranges(mask)
+
+    def _ranges(self, mask: RowMask | None) -> list[EpochRange]:
+        if mask is None:
+            return [(0, self.count, self.epoch)]
+        edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+        return [(first, end, self.epoch) for first, end in edges.reshape(-1, 2).tolist()]
+
+    def _row_ranges(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
+        return self._ranges(mask_of(rows, self.count)) if len(rows) else []
+
+    def open_ranges(self) -> list[EpochRange]:
+        """The sequences of rows that are neither acked nor nacked, or whose ack has not been collected."""
+        rows = np.arange(self.count) if self.rows_done is None else np.flatnonzero(~self.rows_done)
+        return self.plain(rows)
+
+    def plain(self, rows: npt.NDArray[np.int64]) -> list[EpochRange]:
+        """The sequences of some rows, which ascend, as ranges of nothing else."""
+        return super()._row_ranges(rows)
+
+    def tagged(self, runs: list[EpochRange]) -> list[EpochRange]:
+        """The sequences of runs of rows, each up to the frame's next row: what the tag makes plain."""
+        sequences, last = self.sequences, self.count - 1
+        return [
+            (int(sequences[first]), int(sequences[end] if end <= last else sequences[last] + 1), epoch)
+            for first, end, epoch in runs
+        ]
+
+
+class SharedOrderedDelivered(OrderedDelivered):
+    """A frame whose messages are acked and nacked from any thread."""
+
+    __slots__ = ()
+
+    def ack_row(self, row: int) -> Acknowledgement:
+        if self.owner is not None:
+            self.owner.from_thread(self, row, None)
+        return ACKNOWLEDGED
+
+    def nack_row(self, row: int, failed: Failed = FAILED) -> Acknowledgement:
+        if self.owner is not None:
+            self.owner.from_thread(self, row, failed)
+        return ACKNOWLEDGED
+
+
+def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
+    """Some of ``count`` rows."""
+    mask = np.zeros(count, bool)
+    mask[rows] = True
+    return mask
+
+
+def rows_of(runs: list[EpochRange]) -> npt.NDArray[np.int64]:
+    """The rows of runs."""
+    return np.concatenate([np.arange(first, end) for first, end, _ in runs]) if runs else np.empty(0, np.int64)

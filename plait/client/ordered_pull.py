@@ -1,0 +1,284 @@
+"""One partition of an ordered consumer: asks for the locks of its logical partitions and pulls what they allow.
+
+Locks are asked for when those that are wanted change, when the broker has news, and at a third of the lease's time,
+which renews it. What comes of logical partitions that are not ours, or not any more, is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from plait.client.delivered import Delivered
+from plait.client.leases import Wanted, wants
+from plait.client.node import Node
+from plait.client.ordered_buffer import OrderedBuffer
+from plait.client.ordered_delivered import BROKEN, DONE, OrderedDelivered, RowMask
+from plait.client.pull_client import Feed, PullClient, Terms, ignore
+from plait.client.rights import LpEpochs, Numbers, Rights, no_lps
+from plait.client.settling import Piece, Settling, nack_pieces
+from plait.client.spool import Spool
+from plait.client.tagged import TaggedPending
+from plait.client.types import PartitionName
+from plait.client.words import UNBEGUN, EpochRange
+from plait.clock import Clock
+from plait.errors import PlaitError, StaleSession, Unavailable
+from plait.frame.lp import LpSet
+from plait.frame.view import frames_in
+from plait.limits import LOGICAL_PARTITIONS, ClientLimits
+from plait.wire import messages as m
+from plait.wire.dial import Link
+
+#: The lease is renewed when this part of it is over.
+RENEW_AT = 1 / 3
+
+
+class OrderedPullClient(PullClient):
+    """See the module."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        node: Node,
+        limits: ClientLimits,
+        terms: Terms,
+        partition: PartitionName,
+        kind: type[Delivered],
+        spool: Spool | None,
+        buffer: OrderedBuffer,
+        clock: Clock,
+        drained: Callable[[], None],
+        refused: Callable[[], None],
+        may_renew: Callable[[], bool],
+    ) -> None:
+        super().__init__(feed, node, limits, terms, partition, kind, spool)
+        self._buffer = buffer
+        self._pending = TaggedPending(lambda: self.open, lambda: self._pull_number)
+        self.settling = Settling(self, limits, spool, self._pending)
+        self.rights = Rights(clock)
+        self._drained = drained
+        self._refused = refused
+        self._may_renew = may_renew
+        #: The locks that are asked for.
+        self._wanted: LpSet = no_lps()
+        self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: Up to where.
+        self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: Those of them that the route leads on from, once all is done here.
+        self.gated: LpSet = no_lps()
+        #: Keys that are parked where their rows were before; those that the broker was told, and those that it was
+        #: told are no longer.
+        self._parked: set[int] = set()
+        self._told_parked: set[int] = set()
+        #: A request for locks is under way; what is wanted has changed since.
+        self._asking = False
+        self._ask_again = False
+        #: Answers to pulls that came before the answer to it.
+        self._early: list[Callable[[], None]] = []
+        self._renewal: asyncio.TimerHandle | None = None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where its broker is."""
+        return self._node.addresses
+
+    # --- locks ----------------------------------------------------------------------------------
+
+    def want(self, wanted: Wanted, epochs: LpEpochs, parked: set[int]) -> None:
+        """These locks are wanted, and no others."""
+        lps, until = wanted
+        changed = bool(
+            (lps != self._wanted).any()
+            or (epochs != self._epochs)[lps].any()
+            or (until != self._until).any()
+            or parked != self._parked
+        )
+        self._wanted, self._epochs, self._until, self._parked = lps, np.where(lps, epochs, 0), until, parked
+        if changed:
+            self._withdraw(self.rights.open & ~lps)
+            self.ask()
+
+    def _withdraw(self, lps: LpSet) -> None:
+        """Rows of these are for others, but for those that the user has begun with."""
+        if lps.any():
+            self.rights.give_up(lps)
+            self._give_up(self._feed.take_back(self, lps))
+
+    def _give_up(self, pieces: list[Piece]) -> None:
+        if pieces and not self.settling.closed:
+            nack_pieces(pieces, UNBEGUN)
+
+    def ask(self) -> None:
+        """Ask for the locks that are wanted, which renews the lease."""
+        link = self._link
+        if not self.attached or link is None or link.closed or not self._may_renew():
+            return
+        if self._asking:
+            self._ask_again = True
+            return
+        self._asking, self._ask_again = True, False
+        parked, self._told_parked = self._told_parked, set(self._parked)
+        asked = Wanted(self._wanted, self._until)
+        request = m.Lease(
+            self._session,
+            wants(asked.lps, self._epochs, asked.until),
+            sorted(self._parked),
+            sorted(parked - self._parked),
+        )
+        link.call(request, functools.partial(self._leased, self._session, self.rights.now(), asked))
+
+    def _leased(
+        self, session: int, sent: float, asked: Wanted, answer: Any, _: memoryview, error: PlaitError | None
+    ) -> None:
+        # At once: rows of the locks may come with the next packet.
+        if session != self._session or not self.attached:
+            return
+        self._asking = False
+        assert self._loop is not None
+        early, self._early = self._early, []
+        self._take_leased(sent, asked, answer, error)
+        for take in early:
+            take()
+
+    def _take_leased(self, sent: float, asked: Wanted, answer: Any, error: PlaitError | None) -> None:
+        assert self._loop is not None
+        if error is not None:
+            if isinstance(error, StaleSession | Unavailable):
+                self._lose(stale=isinstance(error, StaleSession))
+            elif error.retryable:
+                self._loop.call_later(self._limits.reconnect_max_seconds, self.ask)
+            else:
+                self._feed.failed(error)
+            return
+        before = self.rights.done, self.rights.parked
+        lost = self.rights.granted(answer, sent, asked.lps, asked.until, self._wanted)
+        if lost.any():
+            self._give_up(self._feed.take_back(self, lost))
+        self._renew_later()
+        self._buffer.renewed()
+        if (before[0] != self.rights.done).any() or before[1] != self.rights.parked:
+            self._drained()
+        if answer.refused:
+            self._refused()
+        if self._ask_again:
+            self.ask()
+        self._feed.news()
+        self.pull()
+
+    def _renew_later(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+        assert self._loop is not None
+        self._renewal = self._loop.call_later(self.rights.seconds * RENEW_AT, self._renew)
+
+    def _renew(self) -> None:
+        self.ask()
+        # Also while there is nobody to ask, or nothing may be asked.
+        self._renew_later()
+
+    # --- sessions -------------------------------------------------------------------------------
+
+    def _attached_as(self, attached: m.Attached, link: Link) -> None:
+        for delivered in self.open:
+            assert isinstance(delivered, OrderedDelivered)
+            delivered.tag = 0
+        self._pending.strict = attached.strict
+        self.rights.attached(attached)
+        self._asking = False
+        self._early = []
+        self._told_parked = set()
+        self.ask()
+        self._renew_later()
+
+    def _drop_unstarted(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        """The lease is over, or the broker has given us up: others have what we had not started."""
+        if self._stale or not self.rights.valid():
+            self._stale = False
+            self._drop(self._feed.take_back(self))
+
+    def _unbegun(self) -> list[EpochRange]:
+        ranges: list[EpochRange] = []
+        for delivered, start, stop in self._feed.take_back(self):
+            assert isinstance(delivered, OrderedDelivered)
+            mask = np.zeros(delivered.count, bool)
+            mask[start:stop] = True
+            runs = delivered.close_rows(mask)
+            ranges += [piece for first, end, _ in runs for piece in delivered.plain(np.arange(first, end))]
+        return ranges
+
+    async def leave(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+        await super().leave()
+        if self._renewal is not None:
+            self._renewal.cancel()
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _pulled(
+        self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
+    ) -> None:
+        if self._asking and session == self._session and (self._wanted & ~self.rights.open).any():
+            # Its rows may be of locks that the answer under way tells of.
+            self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
+            return
+        super()._pulled(session, count, number, answer, payload, error)
+        if session != self._session or not self.attached or error is not None:
+            return
+        self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
+        if answer.news != self.rights.news and not self._asking:
+            self.ask()
+
+    def _take_in(self, answer: m.Pulled, payload: memoryview, number: int) -> None:
+        for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):
+            frame.verify()
+            delivered = self._kind(frame, self._terms.subject, self.partition, self.settling, [attempts])
+            assert isinstance(delivered, OrderedDelivered)
+            delivered.tag = tag
+            delivered.rights = self.rights
+            delivered.hands = self._buffer
+            self._opened(delivered)
+            back = self._not_ours(delivered, number)
+            if back.any():
+                delivered.states[back] = BROKEN
+            self._feed.arrived(delivered)
+            if back.any():
+                self._give_up([(delivered, first, end) for first, end, _ in delivered.runs(back)])
+
+    def _not_ours(self, delivered: OrderedDelivered, number: int) -> RowMask:
+        """Rows to be given back: without a lock, or behind what was given back and has not come again."""
+        back: RowMask = ~self.rights.open[delivered.lps]
+        for failing in self._pending.failing:
+            if failing.over(number):
+                continue
+            failing.came_again(delivered)
+            behind = failing.behind(delivered)
+            if behind is None:
+                continue
+            if failing.held:
+                # The broker takes them back by itself.
+                delivered.states[behind] = DONE
+                delivered.close_rows(behind)
+                back &= ~behind
+                if not delivered.open_count:
+                    self.settled(delivered)
+            else:
+                back |= behind
+        return back if delivered.rows_done is None else back & ~delivered.rows_done
+
+    # --- what became of the rows ----------------------------------------------------------------
+
+    def told(self) -> None:
+        """The broker knows what was said."""
+        if self.gated.any():
+            # Perhaps that was the last of an older span.
+            self.ask()
+        if any(failing.held and failing.known_at == self._pull_number for failing in self._pending.failing):
+            link = self._link
+            if self.pulls and link is not None:
+                # What waits there is asked for again: what it brings from then on is in order.
+                link.call(m.Nack(self._session, [], *UNBEGUN), ignore)

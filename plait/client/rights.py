@@ -1,0 +1,99 @@
+"""What an ordered consumer may handle of one partition: locks of logical partitions, for the time of a lease (R14).
+
+The lease is counted from the sending of the request that renewed it, on a clock that goes on while the machine sleeps.
+So it ends here before it ends at the broker, whatever the network does.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.clock import Clock
+from plait.frame.lp import LpSet, lp_set
+from plait.limits import LOGICAL_PARTITIONS
+from plait.wire import messages as m
+
+#: A number for each logical partition.
+Numbers = npt.NDArray[np.int64]
+LpEpochs = Numbers
+
+
+def no_lps() -> LpSet:
+    """None of the logical partitions."""
+    return np.zeros(LOGICAL_PARTITIONS, bool)
+
+
+def grants_of(runs: list[m.LpGrant]) -> tuple[LpSet, LpEpochs]:
+    """Which logical partitions, and the epoch of each."""
+    chosen, epochs = no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)
+    for first, end, epoch in runs:
+        chosen[first:end] = True
+        epochs[first:end] = epoch
+    return chosen, epochs
+
+
+class Rights:
+    """The locks that one session has. The loop changes them; ``renewed`` may come from another thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.session = 0
+        self.token = 0
+        #: How long a lease is.
+        self.seconds = 0.0
+        self._until = -math.inf
+        #: Logical partitions whose rows may be handed out, and the epochs of their locks.
+        self.open = no_lps()
+        self.epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: Up to which sequence each is done here, as far as the route led on from there.
+        self.done: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: Hashes of keys that are parked here.
+        self.parked: frozenset[int] = frozenset()
+        #: The number of the last news that was looked at.
+        self.news = 0
+
+    def attached(self, attached: m.Attached) -> None:
+        """A new session; what was granted to the one before counts as long as its lease."""
+        self.session, self.token, self.seconds = attached.session, attached.token, attached.lease_seconds
+        self.news = 0
+
+    def valid(self) -> bool:
+        """The lease has not ended."""
+        return self._clock.monotonic() < self._until
+
+    def now(self) -> float:
+        """What leases are measured with."""
+        return self._clock.monotonic()
+
+    def renewed(self, session: int, sent: float) -> None:
+        """The lease goes on from when the request was sent."""
+        if session == self.session:
+            self._until = max(self._until, sent + self.seconds)
+
+    def granted(self, answer: m.Leased, sent: float, asked: LpSet, until: Numbers, wanted: LpSet) -> LpSet:
+        """What the broker says to a request for the locks ``asked``; those whose rows must not be handed out any more.
+
+        They were asked for up to ``until``; ``wanted`` is what is wanted by now.
+        """
+        self.seconds = answer.seconds
+        self.renewed(self.session, sent)
+        self.news = answer.news
+        owned, epochs = grants_of(answer.owned)
+        # What was given up meanwhile is not taken back.
+        owned &= wanted
+        lost: LpSet = self.open & ~owned
+        self.open = owned
+        self.epochs = np.where(owned, epochs, self.epochs)
+        drained = lp_set(answer.drained) & asked
+        self.done = np.where(drained, np.maximum(self.done, until), self.done)
+        # Nothing is said of what was not asked for.
+        before = {key for key in self.parked if not asked[key % LOGICAL_PARTITIONS]}
+        self.parked = frozenset(answer.parked) | before
+        return lost
+
+    def give_up(self, lps: LpSet) -> None:
+        """Rows of these are not handed out any more."""
+        self.open = self.open & ~lps

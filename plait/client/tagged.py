@@ -1,0 +1,175 @@
+"""What an ordered consumer says to a broker: runs of rows, by the tags of the frames that they came in.
+
+In a strict group a row that fails takes along the rows of its key behind it: whatever was said of them, they come again
+after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from plait.client.delivered import Delivered
+from plait.client.failing import Failing, Said, failing_in
+from plait.client.ordered_delivered import OrderedDelivered, mask_of, rows_of
+from plait.client.pending import merged
+from plait.client.words import UNBEGUN, EpochRange, Failed, Nacks
+from plait.wire import messages as m
+
+#: Ranges by the frames that the rows came in; None: of sequences, whatever they came in.
+_Tagged = dict[OrderedDelivered | None, list[EpochRange]]
+
+
+class TaggedPending:
+    """See the module. ``open_frames`` are those with rows in the client's hands, ``pulls`` counts its pulls."""
+
+    def __init__(self, open_frames: Callable[[], Iterable[Delivered]], pulls: Callable[[], int]) -> None:
+        self._open_frames = open_frames
+        self._pulls = pulls
+        #: A failed row holds its key.
+        self.strict = False
+        self._acks: _Tagged = {}
+        self._nacks: dict[Failed, _Tagged] = {}
+        #: What failed and may not be known to the broker: rows behind it that come meanwhile are not to be handled.
+        self.failing: list[Failing] = []
+        #: Those of them that this says.
+        self._saying: list[Failing] = []
+
+    # --- from the frames ------------------------------------------------------------------------
+
+    def collect(self, frames: Iterable[Delivered]) -> None:
+        said: list[Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
+        if self.strict and any(nacks for _, _, nacks in said):
+            for held in (True, False):
+                failing = failing_in(said, held=held)
+                if failing is not None:
+                    self.failing.append(failing)
+                    said = [_without(failing, *words) for words in said] + self._behind(failing)
+        for frame, acks, nacks in said:
+            _put(frame, self._acks, acks)
+            for failed, runs in nacks.items():
+                if runs:
+                    _put(frame, self._nacks.setdefault(failed, {}), runs)
+
+    def _behind(self, failing: Failing) -> list[Said]:
+        """What else is in our hands and stands behind is so no longer; what there is to say of it."""
+        said: list[Said] = []
+        for delivered in list(self._open_frames()):
+            assert isinstance(delivered, OrderedDelivered)
+            behind = failing.behind(delivered)
+            if behind is not None:
+                runs = delivered.close_rows(behind)
+                if not failing.held:
+                    said.append((delivered, [], {UNBEGUN: runs}))
+        return said
+
+    def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
+        if acks:
+            self._acks.setdefault(None, []).extend(acks)
+        for failed, ranges in nacks.items():
+            self._nacks.setdefault(failed, {}).setdefault(None, []).extend(ranges)
+
+    # --- to the broker --------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        return bool(self._acks or self._nacks)
+
+    def clear(self) -> None:
+        self._acks, self._nacks = {}, {}
+
+    def take(self) -> TaggedPending:
+        taken = TaggedPending(self._open_frames, self._pulls)
+        taken._acks, taken._nacks = self._acks, self._nacks
+        taken._saying = [failing for failing in self.failing if failing.known_at is None]
+        self.clear()
+        return taken
+
+    def give_back(self, unsaid: TaggedPending) -> None:
+        later, self._acks = self._acks, unsaid._acks
+        _join(self._acks, later)
+        for failed, tagged in unsaid._nacks.items():
+            _join(self._nacks.setdefault(failed, {}), tagged)
+
+    def plain(self) -> tuple[list[EpochRange], Nacks]:
+        return _plain(self._acks), {failed: _plain(tagged) for failed, tagged in self._nacks.items()}
+
+    def new_session(self) -> None:
+        acks, nacks = self.plain()
+        self.clear()
+        self.add(acks, nacks)
+
+    def ack(self, session: int) -> m.Ack | None:
+        return m.Ack(session, *_flat(self._acks)) if self._acks else None
+
+    def failures(self) -> list[Failed]:
+        return list(self._nacks)
+
+    def nack(self, session: int, failed: Failed) -> m.Nack:
+        ranges, tags = _flat(self._nacks[failed])
+        return m.Nack(session, ranges, *failed, tags=tags)
+
+    def told(self, failed: Failed) -> None:
+        del self._nacks[failed]
+        if not self._nacks:
+            for failing in self._saying:
+                failing.known_at = self._pulls()
+
+
+def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> Said:
+    """What was said of a frame's rows, but for those behind a failed one."""
+    behind = failing.behind(frame)
+    if behind is None:
+        return frame, acks, nacks
+    back = np.zeros(frame.count, bool)
+
+    def ahead(runs: list[EpochRange]) -> list[EpochRange]:
+        nonlocal back
+        mask = mask_of(rows_of(runs), frame.count)
+        back |= mask & behind
+        return frame.runs(mask & ~behind)
+
+    acks, kept = ahead(acks), {failed: ahead(runs) for failed, runs in nacks.items()}
+    if not failing.held:
+        # Nobody had begun with what is before them, nor takes it back by itself.
+        back |= mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count)
+        kept[UNBEGUN] = frame.runs(back)
+    return frame, acks, kept
+
+
+def _put(frame: OrderedDelivered, place: _Tagged, runs: list[EpochRange]) -> None:
+    if not runs:
+        return
+    if frame.tag:
+        place.setdefault(frame, []).extend(frame.tagged(runs))
+    else:
+        place.setdefault(None, []).extend(frame.plain(rows_of(runs)))
+
+
+def _plain(tagged: _Tagged) -> list[EpochRange]:
+    """The same as ranges of nothing but those rows."""
+    ranges: list[EpochRange] = []
+    for frame, several in tagged.items():
+        if frame is None:
+            ranges += several
+            continue
+        for start, end, _ in several:
+            first, last = np.searchsorted(frame.sequences, [start, end]).tolist()
+            ranges += frame.plain(np.arange(first, last))
+    return ranges
+
+
+def _join(into: _Tagged, more: _Tagged) -> None:
+    for frame, ranges in more.items():
+        into.setdefault(frame, []).extend(ranges)
+
+
+def _flat(tagged: _Tagged) -> tuple[list[EpochRange], list[int]]:
+    """Ranges, and the tag of each."""
+    ranges: list[EpochRange] = []
+    tags: list[int] = []
+    for frame, several in tagged.items():
+        joined = merged(several)
+        ranges += joined
+        tags += [0 if frame is None else frame.tag] * len(joined)
+    return ranges, tags

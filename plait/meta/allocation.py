@@ -1,0 +1,127 @@
+"""Which member of an exclusive group is to handle which logical partitions.
+
+An allocation is a proposal: the broker's lock is the right to handle. Each LP has the *epoch* in which it last changed
+hands, by which brokers tell the newer proposal from the older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.balance import balance
+from plait.meta.lps import NumberedRun, Numbers, cut
+
+_END = np.dtype("<u2")
+_OWNER = np.dtype("<i4")
+_BEHIND = np.dtype("<u4")
+
+
+class _Stored(msgspec.Struct, array_like=True, frozen=True):
+    """An allocation in the database: columns of runs with the same owner and epoch."""
+
+    epoch: int
+    members: list[str]
+    ends: bytes
+    owners: bytes
+    #: How far the run's epoch is behind the newest.
+    behind: bytes
+
+
+class Allocation:
+    """Every LP's owner and epoch. Without members nobody owns anything."""
+
+    def __init__(self, members: tuple[str, ...], owners: Numbers, epochs: Numbers, epoch: int) -> None:
+        #: In order; ``owners`` has indexes of it, or -1.
+        self.members = members
+        self.owners = owners
+        self.epochs = epochs
+        #: The newest of all.
+        self.epoch = epoch
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Allocation) and self.encode() == other.encode()
+
+    def __hash__(self) -> int:
+        return hash((self.members, self.epoch))
+
+    def lps_of(self, member: str) -> list[NumberedRun]:
+        """(first, end, epoch) of what a member is to handle; nothing if it is no member."""
+        return self._by_member.get(member, [])
+
+    @cached_property
+    def floors(self) -> list[NumberedRun]:
+        """(first, end, epoch): older epochs of these LPs have lost them for good."""
+        edges = cut(self.epochs)
+        return list(zip(edges, edges[1:], self.epochs[edges[:-1]].tolist(), strict=False))
+
+    @cached_property
+    def _by_member(self) -> dict[str, list[NumberedRun]]:
+        edges = cut(self.owners, self.epochs)
+        owners, epochs = self.owners[edges[:-1]].tolist(), self.epochs[edges[:-1]].tolist()
+        found: dict[str, list[NumberedRun]] = {}
+        for first, end, owner, epoch in zip(edges, edges[1:], owners, epochs, strict=False):
+            if owner >= 0:
+                found.setdefault(self.members[owner], []).append((first, end, epoch))
+        return found
+
+    def encode(self) -> bytes:
+        """As it is in the database: about 10 bytes a run, and the names."""
+        edges = np.array(cut(self.owners, self.epochs))
+        begins = edges[:-1]
+        return msgspec.msgpack.encode(
+            _Stored(
+                self.epoch,
+                list(self.members),
+                edges[1:].astype(_END).tobytes(),
+                self.owners[begins].astype(_OWNER).tobytes(),
+                (self.epoch - self.epochs[begins]).astype(_BEHIND).tobytes(),
+            )
+        )
+
+
+def decode(body: bytes) -> Allocation:
+    """What ``encode`` has made."""
+    stored = msgspec.msgpack.decode(body, type=_Stored)
+    ends = np.frombuffer(stored.ends, dtype=_END).astype(np.int64)
+    lengths = np.diff(ends, prepend=0)
+    owners = np.repeat(np.frombuffer(stored.owners, dtype=_OWNER).astype(np.int64), lengths)
+    epochs = stored.epoch - np.repeat(np.frombuffer(stored.behind, dtype=_BEHIND).astype(np.int64), lengths)
+    return Allocation(tuple(stored.members), owners, epochs, stored.epoch)
+
+
+def nobody(epoch: int = 0) -> Allocation:
+    """The allocation of a group that has no members yet, whose epochs are to be above this one."""
+    nothing = np.full(LOGICAL_PARTITIONS, -1, dtype=np.int64)
+    return Allocation((), nothing, np.full(LOGICAL_PARTITIONS, epoch, dtype=np.int64), epoch)
+
+
+def allocate(members: Sequence[str], present: Allocation | None) -> Allocation:
+    """Fair shares for these members: only what must move moves, and what moves gets a new epoch.
+
+    The same members and the same allocation before give the same one after.
+    """
+    ordered = tuple(sorted(set(members)))
+    if present is None:
+        present = nobody()
+    if ordered == present.members:
+        return present
+    before = _renumbered(present, ordered)
+    after = balance(before, len(ordered)) if ordered else np.full(LOGICAL_PARTITIONS, -1, dtype=np.int64)
+    # What has lost its owner and gets no other keeps its epoch: nobody is to be fenced out by nobody.
+    moved = (after != before) & (after >= 0)
+    if not moved.any():
+        return Allocation(ordered, after, present.epochs, present.epoch)
+    epoch = present.epoch + 1
+    return Allocation(ordered, after, np.where(moved, epoch, present.epochs), epoch)
+
+
+def _renumbered(present: Allocation, members: tuple[str, ...]) -> Numbers:
+    """The present owners as indexes of ``members``; -1 for those who left."""
+    index = {member: at for at, member in enumerate(members)}
+    numbers = np.array([*(index.get(member, -1) for member in present.members), -1], dtype=np.int64)
+    return numbers[present.owners]

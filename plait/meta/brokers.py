@@ -1,0 +1,196 @@
+"""Brokers: who they are, whether they live, and what can be asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+import msgspec
+
+from plait import names
+from plait.errors import InvalidArgument
+from plait.meta.core import Core
+from plait.meta.schema import Broker
+from plait.meta.views import BrokerView, State
+from plait.meta.watch import Watch
+
+_STATES = get_args(State)
+#: Names of brokers among those whose heartbeats are counted; a / is in no name.
+_PREFIX = "b/"
+_PREFIX_END = "b0"
+
+
+class Brokers:
+    """The brokers of the cluster."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._watch = Watch(core.limits.broker_lost_seconds)
+        #: Heard of since their counters were written.
+        self._heard: set[str] = set()
+        self._states: dict[str, State] = {}
+
+    # --- what brokers say -----------------------------------------------------------------------
+
+    def register(self, group: str, broker: str, address: str, state: State, epoch: int) -> None:
+        """The broker is there. Another one of the same group is refused while the first lives."""
+        names.check("broker group", group)
+        names.check("broker", broker)
+        _check_state(state)
+        self._core.decide(lambda: self._register(group, broker, address, state, epoch))
+        self._hear(group, broker)
+
+    def _register(self, group: str, broker: str, address: str, state: State, epoch: int) -> None:
+        known = self._core.mirror.brokers.get(group, {})
+        others = [row for name, row in known.items() if name != broker]
+        for other in others:
+            if self._watch.is_certain(_who(other)):
+                raise InvalidArgument(
+                    f"broker group {group!r} has a broker, {other.broker!r} at {other.address}; use another group name"
+                )
+        before = known.get(broker)
+        wished = before.wished if before is not None else others[0].wished if others else "RW"
+        row = Broker(group, broker, address, wished, state, epoch)
+        if before is not None and msgspec.structs.replace(before, changed=0) == row:
+            return
+        with self._core.change() as change:
+            if others:
+                change.remove(*others)
+            if before is None:
+                change.insert(row)
+            else:
+                change.replace((before, row))
+        for other in others:
+            self._watch.forget(_who(other))
+
+    def beat(self, group: str, broker: str, state: State) -> bool:
+        """The broker lives and is in that state; False: it is not known and has to register."""
+        _check_state(state)
+        if self._core.down is not None:
+            raise self._core.down
+        row = self._core.mirror.brokers.get(group, {}).get(broker)
+        if row is None:
+            return False
+        if row.reported != state:
+            self._core.decide(lambda: self._set(group, broker, "reported", state))
+        self._hear(group, broker)
+        return True
+
+    def wish(self, group: str, state: State) -> None:
+        """What the operator wants of a broker group."""
+        _check_state(state)
+
+        def decision() -> None:
+            if not self._core.mirror.brokers.get(group):
+                raise InvalidArgument(f"there is no broker group {group!r}")
+            for broker in list(self._core.mirror.brokers[group]):
+                self._set(group, broker, "wished", state)
+
+        self._core.decide(decision)
+
+    def _set(self, group: str, broker: str, field: str, state: State) -> None:
+        row = self._core.mirror.brokers.get(group, {}).get(broker)
+        if row is not None and getattr(row, field) != state:
+            with self._core.change() as change:
+                change.replace((row, msgspec.structs.replace(row, **{field: state})))
+
+    def _hear(self, group: str, broker: str) -> None:
+        who = f"{_PREFIX}{group}/{broker}"
+        self._watch.hear(who)
+        self._heard.add(who)
+
+    # --- what is seen of them -------------------------------------------------------------------
+
+    def watch(self, seconds: float) -> None:
+        """Time has passed: who was heard of, here or by other meta servers?"""
+        core = self._core
+        if not core.store.alone:
+            with core.noted():
+                core.store.beat(list(self._heard))
+                after, page = _PREFIX, core.limits.page
+                while after:
+                    found = core.store.beats(after, _PREFIX_END, page)
+                    for who, count in found:
+                        self._watch.see(who, count)
+                    after = found[-1][0] if len(found) == page else ""
+        self._heard.clear()
+        for rows in core.mirror.brokers.values():
+            for row in rows.values():
+                self._watch.expect(_who(row))
+        self._watch.advance(seconds)
+        self._compare()
+
+    def _compare(self) -> None:
+        """Note which broker groups are in another state than before."""
+        states = {group: self.state(group) for group in self._core.mirror.brokers}
+        self._core.mirror.new_brokers.update(
+            group for group in states.keys() | self._states.keys() if states.get(group) != self._states.get(group)
+        )
+        self._states = states
+
+    def views(self) -> list[BrokerView]:
+        load = self._core.mirror.load
+        return [
+            BrokerView(
+                row.broker_group,
+                row.broker,
+                row.address,
+                _state(row.wished),
+                self._state_of(row),
+                row.epoch,
+                load.get(row.broker_group, 0),
+            )
+            for _, rows in sorted(self._core.mirror.brokers.items())
+            for _, row in sorted(rows.items())
+        ]
+
+    def addresses(self, group: str) -> list[str]:
+        """Where the group can be reached: those that live, or all if none seems to."""
+        rows = [row for _, row in sorted(self._core.mirror.brokers.get(group, {}).items())]
+        return [row.address for row in rows if self._lives(row)] or [row.address for row in rows]
+
+    def state(self, group: str) -> State:
+        """What can be asked of the group: all that any of its brokers allows."""
+        allowed = "".join(self._state_of(row) for row in self._core.mirror.brokers.get(group, {}).values())
+        return _state("".join(letter for letter in "RW" if letter in allowed.replace("NRW", "")))
+
+    def available(self, groups: Sequence[str] | None = None) -> list[str]:
+        """Groups that new partitions can go to, those with the fewest first; of these, if some are named.
+
+        Only such as have been heard of for certain: a subject's partitions stay where they are for good.
+        """
+        known = self._core.mirror.brokers
+        for group in groups or ():
+            if group not in known:
+                raise InvalidArgument(f"there is no broker group {group!r}")
+        fit = [
+            group
+            for group, rows in known.items()
+            if (groups is None or group in groups)
+            and self.state(group) == "RW"
+            and any(self._watch.is_certain(_who(row)) for row in rows.values())
+        ]
+        return sorted(fit, key=lambda group: (self._core.mirror.load.get(group, 0), group))
+
+    def _lives(self, row: Broker) -> bool:
+        who = _who(row)
+        return who not in self._watch or self._watch.lives(who)
+
+    def _state_of(self, row: Broker) -> State:
+        if not self._lives(row):
+            return "NRW"
+        both = set(row.wished.replace("NRW", "")) & set(row.reported.replace("NRW", ""))
+        return _state("".join(letter for letter in "RW" if letter in both))
+
+
+def _who(row: Broker) -> str:
+    return f"{_PREFIX}{row.broker_group}/{row.broker}"
+
+
+def _state(letters: str) -> State:
+    return letters if letters in _STATES else "NRW"  # type: ignore[return-value]
+
+
+def _check_state(state: object) -> None:
+    if state not in _STATES:
+        raise InvalidArgument(f"a broker's state is one of {', '.join(_STATES)}, not {state!r}")

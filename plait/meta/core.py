@@ -1,0 +1,63 @@
+"""What all parts of the meta server share: the store, the mirror of it, the clock, and how a change is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from plait.clock import Clock
+from plait.errors import MetaBusy, MetaUnavailable
+from plait.limits import MetaLimits
+from plait.meta.database import Lost
+from plait.meta.mirror import Mirror
+from plait.meta.store import Change, Store
+
+_T = TypeVar("_T")
+
+
+class Core:
+    """One meta server's view of the database."""
+
+    def __init__(self, store: Store, clock: Clock, limits: MetaLimits) -> None:
+        self.store = store
+        self.clock = clock
+        self.limits = limits
+        self.mirror = Mirror()
+        #: The database did not answer; None: it did, when asked last.
+        self.down: MetaUnavailable | None = None
+
+    def refresh(self) -> None:
+        """Take in what others have changed."""
+        with self.noted():
+            self.mirror.take(self.store.news(self.mirror.seen))
+
+    @contextmanager
+    def change(self) -> Iterator[Change]:
+        """Write rows; the mirror has them afterwards. ``Lost``: look again."""
+        with self.noted(), self.store.change() as change:
+            yield change
+        if self.mirror.follows(change):
+            self.mirror.take_own(change)
+        else:
+            self.refresh()
+
+    def decide(self, decision: Callable[[], _T]) -> _T:
+        """Look, decide, and write; all over again when others were faster."""
+        for _ in range(self.limits.attempts):
+            self.refresh()
+            try:
+                return decision()
+            except Lost:
+                continue
+        raise MetaBusy(f"others changed the same thing {self.limits.attempts} times; ask again")
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Remember whether the database answered."""
+        try:
+            yield
+        except MetaUnavailable as error:
+            self.down = error
+            raise
+        self.down = None

@@ -1,0 +1,141 @@
+"""The connection to the meta server's database: SQLite in a file or in memory, or PostgreSQL.
+
+Whatever the database does, callers see one of three things: it worked, ``MetaUnavailable`` (ask again later; it
+reconnects by itself), or ``Lost`` (somebody else was first; look again and decide anew).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+from sqlalchemy.pool import StaticPool
+
+from plait.errors import DamageError, InvalidArgument, MetaUnavailable
+
+#: How long a connection, a statement or a lock is waited for, in seconds: a call that takes longer is of no use.
+WAIT_SECONDS: Final = 5
+
+_WRITES: Final = "plait_writes"
+
+
+def file_url(path: str) -> str:
+    """The URL of a SQLite database in a file, whatever characters its name has."""
+    return sa.URL.create("sqlite", database=path).render_as_string(hide_password=False)
+
+
+class Lost(Exception):
+    """What was to be changed had been changed by somebody else; nothing was written."""
+
+
+class Database:
+    """Transactions on one database; any thread may use it, each transaction one of them."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            parsed = sa.make_url(url)
+        except exc.ArgumentError:
+            raise InvalidArgument(f"{url!r} is no database: use sqlite:///FILE or postgresql://...") from None
+        #: For people: without the password.
+        self.name = parsed.render_as_string(hide_password=True)
+        kind = parsed.get_backend_name()
+        if kind == "sqlite":
+            self._engine = _sqlite(parsed)
+            self._reading = self._engine
+        elif kind == "postgresql":
+            self._engine = _postgresql(parsed)
+            # All statements of a reading transaction see the same moment.
+            self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+        else:
+            raise InvalidArgument(f"{self.name} is no database that Plait can use: SQLite and PostgreSQL are")
+        self._writing = self._engine.execution_options(**{_WRITES: True})
+
+    @property
+    def dialect(self) -> str:
+        """ "sqlite" or "postgresql"."""
+        return self._engine.dialect.name
+
+    @contextmanager
+    def reading(self) -> Iterator[sa.Connection]:
+        """A transaction that sees one moment."""
+        with self._translated(), self._reading.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[sa.Connection]:
+        """A transaction that is carried out as a whole, or not at all if the block raises."""
+        with self._translated(), self._writing.connect() as connection, connection.begin():
+            yield connection
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.IntegrityError as error:
+            raise Lost(str(error.orig)) from error
+        except exc.DBAPIError as error:
+            if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
+                raise self._unavailable(error.orig) from error
+            if type(error) is exc.DatabaseError:
+                raise DamageError(f"the meta database {self.name} is damaged: {error.orig}") from error
+            raise
+        except exc.TimeoutError as error:
+            raise self._unavailable(error) from error
+
+    def _unavailable(self, error: BaseException | None) -> MetaUnavailable:
+        reason = str(error).strip().partition("\n")[0]
+        return MetaUnavailable(f"the meta database {self.name} cannot be used: {reason}")
+
+
+def _sqlite(url: sa.URL) -> sa.Engine:
+    options: dict[str, Any] = {"connect_args": {"check_same_thread": False, "timeout": WAIT_SECONDS}}
+    if url.database in (None, "", ":memory:"):
+        # One connection is the database.
+        options["poolclass"] = StaticPool
+    engine = sa.create_engine(url, **options)
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _: object) -> None:
+        # Transactions begin where we say so, not where the driver guesses.
+        connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sa.Connection) -> None:
+        # A transaction that is going to write takes the lock at once: it could not get it later without a conflict.
+        writes = connection.get_execution_options().get(_WRITES, False)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+    return engine
+
+
+def _postgresql(url: sa.URL) -> sa.Engine:
+    milliseconds = WAIT_SECONDS * 1000
+    settings = {
+        "statement_timeout": milliseconds,
+        "lock_timeout": milliseconds,
+        "idle_in_transaction_session_timeout": 2 * milliseconds,
+        "synchronous_commit": "on",
+    }
+    arguments = {
+        "connect_timeout": WAIT_SECONDS,
+        "tcp_user_timeout": milliseconds,
+        "application_name": "plait",
+        "options": " ".join(f"-c {name}={value}" for name, value in settings.items()),
+    }
+    try:
+        return sa.create_engine(
+            url.set(drivername="postgresql+psycopg"),
+            connect_args=arguments,
+            pool_pre_ping=True,
+            pool_timeout=WAIT_SECONDS,
+        )
+    except ImportError as error:
+        raise InvalidArgument(f"PostgreSQL needs pip install 'plait[postgres]': {error}") from None

@@ -1,0 +1,54 @@
+"""Numbers for each logical partition (LP), and runs of LPs that share one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.limits import LOGICAL_PARTITIONS
+
+#: LPs [first, end).
+Run = tuple[int, int]
+#: LPs [first, end) and a number that all of them have: a partition's index, a fence, an epoch.
+NumberedRun = tuple[int, int, int]
+#: A number for each LP.
+Numbers = NDArray[np.int64]
+
+
+def spread(runs: Sequence[NumberedRun], missing: int = -1) -> Numbers:
+    """The number of each LP; ``missing`` for those in no run."""
+    numbers = np.full(LOGICAL_PARTITIONS, missing, dtype=np.int64)
+    for first, end, number in runs:
+        numbers[first:end] = number
+    return numbers
+
+
+def mark(runs: Sequence[Run]) -> NDArray[np.bool_]:
+    """For each LP whether it is in one of the runs."""
+    marked = np.zeros(LOGICAL_PARTITIONS, dtype=np.bool_)
+    for first, end in runs:
+        marked[first:end] = True
+    return marked
+
+
+def cut(*columns: NDArray[np.generic]) -> list[int]:
+    """Where runs begin in which every column stays the same, and the end of the last one."""
+    changes = np.zeros(LOGICAL_PARTITIONS - 1, dtype=np.bool_)
+    for column in columns:
+        changes |= column[1:] != column[:-1]
+    return [0, *(np.flatnonzero(changes) + 1).tolist(), LOGICAL_PARTITIONS]
+
+
+def runs_where(marked: NDArray[np.bool_]) -> list[Run]:
+    """The runs of LPs that are marked."""
+    edges = np.flatnonzero(np.diff(marked, prepend=False, append=False)).tolist()
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def runs_of(numbers: Numbers) -> list[NumberedRun]:
+    """The runs of LPs with the same number; those with a negative one are left out."""
+    edges = cut(numbers)
+    values = numbers[edges[:-1]].tolist()
+    return [run for run in zip(edges, edges[1:], values, strict=False) if run[2] >= 0]

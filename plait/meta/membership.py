@@ -1,0 +1,261 @@
+"""Members of groups: who is there, and which logical partitions each is to handle.
+
+A heartbeat names all groups that a client is a member of; the difference to what is known are joins and leaves. They
+are written down at once; the new allocation follows in slices of bounded length, so that no heartbeat waits for
+long behind a thousand groups that change at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from plait import names
+from plait.errors import GroupMismatch, GroupNotFound, LimitExceeded, PlaitError, SubjectNotFound
+from plait.meta.allocation import allocate, nobody
+from plait.meta.core import Core
+from plait.meta.database import Lost
+from plait.meta.mirror import GroupKey
+from plait.meta.schema import Group, Member, StoredAllocation
+from plait.meta.settings import GroupSettings, group_settings, text_of
+from plait.meta.store import Change
+from plait.meta.views import AllocationView, Beaten, Share
+from plait.meta.watch import Watch
+
+#: Names of clients among those whose heartbeats are counted.
+_PREFIX = "c/"
+_PREFIX_END = "c0"
+
+#: (subject, group, ordered).
+Membership = tuple[str, str, bool]
+
+
+class Members:
+    """The members of all groups."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+        self._watch = Watch(core.limits.member_lost_seconds)
+        #: Heard of since their counters were written.
+        self._heard: dict[str, None] = {}
+        self._flushed = 0.0
+        #: Counters of clients are read behind this name; "": all are read.
+        self._reading = ""
+
+    # --- heartbeats -----------------------------------------------------------------------------
+
+    def beat(self, client: str, members: Sequence[Membership], *, leaving: bool = False) -> Beaten:
+        """A client lives and is a member of these groups, and of no others."""
+        if self._core.down is not None:
+            raise self._core.down
+        names.check("client", client)
+        wanted = {} if leaving else {(subject, group): ordered for subject, group, ordered in members}
+        limit = self._core.limits.groups_per_client
+        if len(wanted) > limit:
+            raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
+        known = self._core.mirror.memberships.get(client, set())
+        refused: dict[GroupKey, PlaitError] = {}
+        if known != wanted.keys() or not self._agree(wanted):
+            refused = self._core.decide(lambda: self._join(client, wanted))
+        who = _PREFIX + client
+        if client in self._core.mirror.memberships:
+            self._watch.hear(who)
+            self._heard[who] = None
+        elif who in self._watch:
+            self._forget([who])
+        return self._beaten(client, refused)
+
+    def _agree(self, wanted: dict[GroupKey, bool]) -> bool:
+        """All groups are there, and are as the client says."""
+        known = self._core.mirror.ordered
+        return all(known.get(key) == ordered for key, ordered in wanted.items())
+
+    def _join(self, client: str, wanted: dict[GroupKey, bool]) -> dict[GroupKey, PlaitError]:
+        """Write down what is new; what cannot be, and why."""
+        mirror = self._core.mirror
+        known = mirror.memberships.get(client, set())
+        refused: dict[GroupKey, PlaitError] = {}
+        new_groups: list[Group] = []
+        for key, ordered in wanted.items():
+            try:
+                if not self._admit(key, ordered, len(new_groups), joins=key not in known):
+                    new_groups.append(Group(*key, text_of(GroupSettings(ordered=ordered))))
+            except PlaitError as error:
+                refused[key] = error
+        joins = [key for key in wanted if key not in known and key not in refused]
+        leaves = [key for key in known if key not in wanted or key in refused]
+        if joins or leaves:
+            with self._core.change() as change:
+                self._found(change, new_groups)
+                change.put(
+                    *(Member(*key, client, online=True) for key in joins),
+                    *(Member(*key, client, online=False) for key in leaves),
+                )
+        return refused
+
+    def _admit(self, key: GroupKey, ordered: bool, founded: int, *, joins: bool) -> bool:
+        """The client may be a member; False: the group has to be founded."""
+        mirror, limits = self._core.mirror, self._core.limits
+        subject, name = key
+        names.check("subject", subject)
+        names.check("group", name)
+        if mirror.subject(subject) is None:
+            raise SubjectNotFound(
+                f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'"
+            )
+        group = mirror.groups.get(key)
+        if group is None or group.deleted:
+            if len(mirror.groups) + founded >= limits.groups:
+                raise LimitExceeded(f"this cluster has its {limits.groups} groups; delete some or raise the limit")
+            return False
+        if mirror.ordered[key] != ordered:
+            raise GroupMismatch(
+                f"group {name!r} of subject {subject!r} has ordered={not ordered}, this member ordered={ordered}",
+                subject=subject,
+                group=name,
+            )
+        if joins and len(mirror.members.get(key, ())) >= limits.members_per_group:
+            raise LimitExceeded(f"group {name!r} of subject {subject!r} has its {limits.members_per_group} members")
+        return True
+
+    def _found(self, change: Change, groups: Sequence[Group]) -> None:
+        """New groups; one whose name was in use before goes on with higher epochs."""
+        mirror = self._core.mirror
+        before = [
+            (mirror.groups[row.subject, row.name], row) for row in groups if (row.subject, row.name) in mirror.groups
+        ]
+        change.replace(*before)
+        change.insert(*(row for row in groups if (row.subject, row.name) not in mirror.groups))
+        number, body = change.number, nobody(change.number).encode()
+        ordered = [row for row in groups if group_settings(row.settings).ordered]
+        change.put(*(StoredAllocation(row.subject, row.name, number, 0, body) for row in ordered))
+
+    def _beaten(self, client: str, refused: dict[GroupKey, PlaitError]) -> Beaten:
+        mirror = self._core.mirror
+        shares: list[Share] = []
+        versions: dict[str, int] = {}
+        seen = 0
+        for key in sorted(mirror.memberships.get(client, ())):
+            subject, name = key
+            route = mirror.routes[subject]
+            if mirror.ordered[key]:
+                shares.append(Share(subject, name, "exclusive", mirror.allocation(key).lps_of(client)))
+                seen = max(seen, mirror.allocations[key].changed)
+            else:
+                shares.append(Share(subject, name, "shared", []))
+            versions[subject] = route.version
+            seen = max(seen, route.changed)
+        return Beaten(seen, shares, refused, versions)
+
+    # --- who is lost ----------------------------------------------------------------------------
+
+    def watch(self, seconds: float) -> None:
+        """Time has passed under this server's eyes."""
+        for client in self._core.mirror.memberships:
+            self._watch.expect(_PREFIX + client)
+        self._watch.advance(seconds)
+        self._flushed += seconds
+        if self._flushed >= self._core.limits.beat_flush_seconds and not self._core.store.alone:
+            self._flushed = 0.0
+            self._reading = _PREFIX
+
+    def look(self) -> bool:
+        """Note who was heard here, see who was heard elsewhere, give up who was nowhere; whether there are more."""
+        page = self._core.limits.page
+        if self._reading:
+            self._exchange(page)
+        lost = self._watch.lost(page)
+        if lost:
+            self._give_up(lost)
+        return bool(self._reading) or len(lost) == page
+
+    def _exchange(self, page: int) -> None:
+        """Write a page of counters, and read one."""
+        heard = list(self._heard)[:page]
+        with self._core.noted():
+            self._core.store.beat(heard)
+            found = self._core.store.beats(self._reading, _PREFIX_END, page)
+        for who in heard:
+            del self._heard[who]
+        for who, count in found:
+            if who in self._watch:
+                self._watch.see(who, count)
+        if len(found) == page:
+            self._reading = found[-1][0]
+        elif not self._heard:
+            self._reading = ""
+
+    def _give_up(self, lost: Sequence[str]) -> None:
+        """These were silent for a lease, as far as this meta server can tell."""
+        core, mirror = self._core, self._core.mirror
+        clients = [who.removeprefix(_PREFIX) for who in lost]
+        rows = [mirror.members[key][client] for client in clients for key in sorted(mirror.memberships.get(client, ()))]
+        try:
+            with core.change() as change:
+                if not core.store.alone:
+                    counts = change.beats(lost)
+                    moved = {who for who in lost if counts.get(who) != self._watch.count(who)}
+                    for who in moved:
+                        self._watch.hear(who)
+                    rows = [row for row in rows if _PREFIX + row.client not in moved]
+                    lost = [who for who in lost if who not in moved]
+                change.replace(*((row, msgspec.structs.replace(row, online=False)) for row in rows))
+        except Lost:
+            # Somebody else gave them up, or they are back: the next look tells.
+            core.refresh()
+            return
+        self._forget(lost)
+
+    def _forget(self, whos: Sequence[str]) -> None:
+        for who in whos:
+            self._watch.forget(who)
+            self._heard.pop(who, None)
+        if not self._core.store.alone:
+            with self._core.noted():
+                self._core.store.forget_beats(whos)
+
+    # --- allocations ----------------------------------------------------------------------------
+
+    @property
+    def stale(self) -> bool:
+        """There are groups whose members have changed."""
+        return bool(self._core.mirror.stale)
+
+    def allocate(self) -> None:
+        """Bring the allocations of some groups up to date: as many as fit into a slice of time."""
+        core, mirror = self._core, self._core.mirror
+        limits, begin = core.limits, core.clock.monotonic()
+        made = []
+        for key in mirror.stale:
+            before = mirror.allocations[key]
+            after = allocate(list(mirror.members[key]), mirror.allocation(key))
+            row = StoredAllocation(*key, after.epoch, mirror.touched[key], after.encode())
+            # What heartbeats will ask for.
+            after.lps_of("")
+            made.append((before, row, after))
+            if len(made) == limits.slice_groups or core.clock.monotonic() - begin >= limits.slice_seconds:
+                break
+        if not made:
+            return
+        try:
+            with core.change() as change:
+                change.replace(*((before, row) for before, row, _ in made))
+        except Lost:
+            core.refresh()
+            return
+        for _, row, after in made:
+            if mirror.allocations[row.subject, row.name].body == row.body:
+                mirror.remember((row.subject, row.name), after)
+
+    def view(self, subject: str, name: str) -> AllocationView:
+        mirror, key = self._core.mirror, (subject, name)
+        group = mirror.groups.get(key)
+        if group is None or group.deleted:
+            raise GroupNotFound(f"group {name!r} has never consumed subject {subject!r}")
+        clients = sorted(mirror.members.get(key, ()))
+        if not mirror.ordered[key]:
+            return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})
+        allocation = mirror.allocation(key)
+        members = {client: allocation.lps_of(client) for client in clients}
+        return AllocationView(subject, name, "exclusive", allocation.epoch, members)

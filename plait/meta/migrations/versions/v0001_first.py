@@ -1,0 +1,88 @@
+"""The first schema."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0001"
+down_revision = None
+
+
+def _name(column: str, *, key: bool = False) -> sa.Column[str]:
+    text = sa.Text().with_variant(sa.Text(collation="C"), "postgresql")
+    return sa.Column(column, text, primary_key=key, nullable=False)
+
+
+def _number(column: str) -> sa.Column[int]:
+    return sa.Column(column, sa.BigInteger, nullable=False)
+
+
+def _flag(column: str) -> sa.Column[bool]:
+    return sa.Column(column, sa.Boolean, nullable=False)
+
+
+def _body() -> sa.Column[bytes]:
+    return sa.Column("body", sa.LargeBinary, nullable=False)
+
+
+def upgrade() -> None:
+    """Make the tables."""
+    op.create_table(
+        "plait_brokers",
+        _name("broker_group", key=True),
+        _name("broker", key=True),
+        *(_name(column) for column in ("address", "wished", "reported")),
+        *(_number(column) for column in ("epoch", "changed")),
+    )
+    op.create_table(
+        "plait_subjects",
+        _name("name", key=True),
+        _name("settings"),
+        _number("created"),
+        _flag("deleted"),
+        _number("changed"),
+    )
+    op.create_table("plait_routes", _name("subject", key=True), _number("version"), _body(), _number("changed"))
+    op.create_table(
+        "plait_partitions",
+        _name("broker_group", key=True),
+        _name("name", key=True),
+        _name("subject"),
+        _number("told"),
+        _name("state"),
+        _number("changed"),
+    )
+    op.create_table(
+        "plait_groups",
+        _name("subject", key=True),
+        _name("name", key=True),
+        _name("settings"),
+        _flag("deleted"),
+        _number("changed"),
+    )
+    op.create_table(
+        "plait_members",
+        *(_name(column, key=True) for column in ("subject", "name", "client")),
+        _flag("online"),
+        _number("changed"),
+    )
+    op.create_table(
+        "plait_allocations",
+        _name("subject", key=True),
+        _name("name", key=True),
+        *(_number(column) for column in ("epoch", "seen")),
+        _body(),
+        _number("changed"),
+    )
+    for table in ("brokers", "subjects", "routes", "partitions", "groups", "members", "allocations"):
+        op.create_index(f"plait_{table}_changed", f"plait_{table}", ["changed"])
+    op.create_table("plait_beats", _name("who", key=True), _number("count"))
+    cluster = op.create_table(
+        "plait_cluster",
+        _name("name", key=True),
+        _number("number"),
+        sa.Column("text", sa.Text, nullable=False),
+    )
+    facts = [("changes", 0, ""), ("removed", 0, ""), ("id", 0, "")]
+    op.bulk_insert(cluster, [{"name": name, "number": number, "text": text} for name, number, text in facts])

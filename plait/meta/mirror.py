@@ -1,0 +1,222 @@
+"""Everything that the database has, in a meta server's memory, as of one change.
+
+The same method takes in what others have changed and what this server has, in the order of the changes; so what is
+here is always the whole of some moment.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+from plait.meta.allocation import Allocation, decode
+from plait.meta.routes import Place, Route
+from plait.meta.schema import Broker, Group, Member, Partition, Row, StoredAllocation, StoredRoute, Subject
+from plait.meta.settings import group_settings
+from plait.meta.store import Change, News
+
+#: A subject and the name of a group of it.
+GroupKey = tuple[str, str]
+
+_route = msgspec.msgpack.Decoder(Route)
+
+
+class Changes(NamedTuple):
+    """What is new since somebody asked last, so that who waits for it can be told."""
+
+    #: Subjects whose route is another one.
+    subjects: set[str]
+    #: Groups whose allocation is another one.
+    groups: set[GroupKey]
+    #: Broker groups whose state is another one.
+    brokers: set[str]
+    #: Clients that are members of those groups, or of any group of those subjects.
+    clients: set[str]
+    #: There is more to do at once.
+    more: bool
+
+
+class Mirror:
+    """All rows by key, and what is asked of them often."""
+
+    def __init__(self) -> None:
+        #: The last change that is in here; -1: nothing is.
+        self.seen = -1
+        self.new_subjects: set[str] = set()
+        self.new_groups: set[GroupKey] = set()
+        self.new_brokers: set[str] = set()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.brokers: dict[str, dict[str, Broker]] = defaultdict(dict)
+        self.subjects: dict[str, Subject] = {}
+        self.routes: dict[str, StoredRoute] = {}
+        self.partitions: dict[Place, Partition] = {}
+        self.partitions_of: dict[str, set[Place]] = defaultdict(set)
+        #: How many partitions each broker group has.
+        self.load: dict[str, int] = defaultdict(int)
+        self.groups: dict[GroupKey, Group] = {}
+        self.groups_of: dict[str, set[str]] = defaultdict(set)
+        self.ordered: dict[GroupKey, bool] = {}
+        self.allocations: dict[GroupKey, StoredAllocation] = {}
+        #: Members that are online, of each group and of each client.
+        self.members: dict[GroupKey, dict[str, Member]] = defaultdict(dict)
+        self.memberships: dict[str, set[GroupKey]] = defaultdict(set)
+        #: Members that have left and are still in the database.
+        self.left: dict[tuple[str, str, str], Member] = {}
+        #: The last change of each group's members.
+        self.touched: dict[GroupKey, int] = defaultdict(int)
+        #: Groups whose allocation may be older than their members, the longest waiting first.
+        self.stale: dict[GroupKey, None] = {}
+        #: Subjects whose route or partitions may have something left to carry out.
+        self.unsettled: set[str] = set()
+        self.dropping: set[Place] = set()
+        self._decoded: dict[GroupKey, tuple[int, Allocation]] = {}
+
+    def take(self, news: News) -> None:
+        """What the database had to say."""
+        if news.everything:
+            self.new_subjects.update(self.routes)
+            self.new_groups.update(self.allocations)
+            self._clear()
+        for row in news.rows:
+            self._apply(row)
+        self.seen = news.number
+
+    def follows(self, change: Change) -> bool:
+        """The change is the next one: nothing of others came between."""
+        return change.number == self.seen + 1
+
+    def take_own(self, change: Change) -> None:
+        """What this server has changed, if nothing of others came between."""
+        for row in change.rows:
+            self._apply(row)
+        for row in change.removed:
+            self._remove(row)
+        self.seen = change.number
+
+    # --- questions ------------------------------------------------------------------------------
+
+    def subject(self, name: str) -> Subject | None:
+        """A subject that is not deleted."""
+        row = self.subjects.get(name)
+        return None if row is None or row.deleted else row
+
+    def route(self, subject: str) -> Route:
+        return _route.decode(self.routes[subject].body)
+
+    def allocation(self, key: GroupKey) -> Allocation:
+        row = self.allocations[key]
+        known = self._decoded.get(key)
+        if known is None or known[0] != row.changed:
+            known = self._decoded[key] = (row.changed, decode(row.body))
+        return known[1]
+
+    def remember(self, key: GroupKey, allocation: Allocation) -> None:
+        """It was just written: there is no need to decode it."""
+        self._decoded[key] = (self.allocations[key].changed, allocation)
+
+    def clients_of(self, subjects: Iterable[str], groups: Iterable[GroupKey]) -> set[str]:
+        """Members of those groups and of all groups of those subjects."""
+        keys = {*groups, *((subject, name) for subject in subjects for name in self.groups_of.get(subject, ()))}
+        return {client for key in keys for client in self.members.get(key, ())}
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def _apply(self, row: Row) -> None:
+        match row:
+            case Member():
+                self._apply_member(row)
+            case StoredAllocation():
+                key = (row.subject, row.name)
+                self.allocations[key] = row
+                self.new_groups.add(key)
+                self._look_at(key)
+            case StoredRoute():
+                self.routes[row.subject] = row
+                self.new_subjects.add(row.subject)
+                self.unsettled.add(row.subject)
+            case Partition():
+                self._apply_partition(row)
+            case Subject():
+                self.subjects[row.name] = row
+                self.new_subjects.add(row.name)
+            case Group():
+                self.groups[row.subject, row.name] = row
+                self.ordered[row.subject, row.name] = group_settings(row.settings).ordered
+                self.groups_of[row.subject].add(row.name)
+            case Broker():
+                self.brokers[row.broker_group][row.broker] = row
+                self.new_brokers.add(row.broker_group)
+
+    def _apply_member(self, row: Member) -> None:
+        key = (row.subject, row.name)
+        if row.online:
+            self.members[key][row.client] = row
+            self.memberships[row.client].add(key)
+            self.left.pop((*key, row.client), None)
+        else:
+            self.members[key].pop(row.client, None)
+            self._leave(row.client, key)
+            self.left[*key, row.client] = row
+        self.touched[key] = max(self.touched[key], row.changed)
+        self._look_at(key)
+
+    def _leave(self, client: str, key: GroupKey) -> None:
+        of = self.memberships.get(client)
+        if of is not None:
+            of.discard(key)
+            if not of:
+                del self.memberships[client]
+
+    def _look_at(self, key: GroupKey) -> None:
+        allocation = self.allocations.get(key)
+        if allocation is not None and allocation.seen < self.touched[key]:
+            self.stale[key] = None
+        else:
+            self.stale.pop(key, None)
+
+    def _apply_partition(self, row: Partition) -> None:
+        place = Place(row.name, row.broker_group)
+        before = self.partitions.get(place)
+        if before is not None:
+            self.partitions_of[before.subject].discard(place)
+            self.load[place.group] -= before.state == "kept"
+        self.partitions[place] = row
+        self.load[place.group] += row.state == "kept"
+        if row.state == "kept":
+            self.partitions_of[row.subject].add(place)
+            self.unsettled.add(row.subject)
+        if row.state == "dropping":
+            self.dropping.add(place)
+        else:
+            self.dropping.discard(place)
+
+    def _remove(self, row: Row) -> None:
+        match row:
+            case Member():
+                self.left.pop((row.subject, row.name, row.client), None)
+            case StoredAllocation():
+                self.allocations.pop((row.subject, row.name), None)
+                self._decoded.pop((row.subject, row.name), None)
+                self.stale.pop((row.subject, row.name), None)
+            case StoredRoute():
+                self.routes.pop(row.subject, None)
+                self.unsettled.discard(row.subject)
+            case Partition():
+                self.partitions.pop(Place(row.name, row.broker_group), None)
+            case Subject():
+                self.subjects.pop(row.name, None)
+                self.groups_of.pop(row.name, None)
+                self.partitions_of.pop(row.name, None)
+            case Group():
+                self.groups.pop((row.subject, row.name), None)
+                self.ordered.pop((row.subject, row.name), None)
+                self.touched.pop((row.subject, row.name), None)
+                self.members.pop((row.subject, row.name), None)
+                self.groups_of[row.subject].discard(row.name)
+            case Broker():
+                self.brokers[row.broker_group].pop(row.broker, None)

@@ -1,0 +1,178 @@
+"""Routes: told to clients, changed on request, and carried out at the brokers order by order.
+
+The orders are idempotent and name the version of the route that they come from, so several meta servers may give the
+same ones at once, late or twice (see ``plait/meta/routes.py``). What a broker has carried out is written down; what is
+not yet is found again by whoever looks next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from plait.errors import InvalidArgument, NoBroker
+from plait.meta import routes
+from plait.meta.brokers import Brokers
+from plait.meta.core import Core
+from plait.meta.lps import NumberedRun
+from plait.meta.routes import Place, Route
+from plait.meta.settings import SubjectSettings
+from plait.meta.subjects import Subjects, check_count, check_groups, new_places
+from plait.meta.views import Drop, Make, Move, RouteView
+
+
+class Routing:
+    """The routes of all subjects."""
+
+    def __init__(self, core: Core, brokers: Brokers, subjects: Subjects) -> None:
+        self._core = core
+        self._brokers = brokers
+        self._subjects = subjects
+
+    def view(self, subject: str, *, create: bool) -> RouteView:
+        """The newest route; a subject that does not exist is made if ``create`` allows it."""
+        if self._core.mirror.subject(subject) is None and create:
+            self._subjects.create(subject, SubjectSettings(), may_exist=True)
+        settings = self._subjects.settings(subject)
+        route = self._core.mirror.route(subject)
+        groups = sorted({place.group for place in route.partitions})
+        brokers = {group: (self._brokers.addresses(group), self._brokers.state(group)) for group in groups}
+        return RouteView(route, settings, brokers)
+
+    def retarget(self, subject: str, partitions: int | Sequence[Place]) -> Route:
+        """So many partitions, or these, are to take all messages from now on; the route with that target."""
+
+        def decision() -> Route:
+            self._subjects.row(subject)
+            route = self._core.mirror.route(subject)
+            places = self._places(route, partitions) if isinstance(partitions, int) else list(partitions)
+            check_groups(self._core, places)
+            return self._publish(route, routes.retarget(route, places))
+
+        return self._core.decide(decision)
+
+    def _places(self, route: Route, count: int) -> list[Place]:
+        """The present partitions, and more where there are the fewest; or without some where there are the most."""
+        check_count(count)
+        places = [route.partitions[index] for index in sorted(set(routes.target(route).tolist()))]
+        on = Counter(place.group for place in places)
+        while len(places) > count:
+            fullest = max(on, key=lambda group: (on[group], group))
+            last = max((place for place in places if place.group == fullest), key=places.index)
+            places.remove(last)
+            on[fullest] -= 1
+        if len(places) == count:
+            return places
+        fit = self._brokers.available()
+        if not fit:
+            raise NoBroker(f"no broker group is available for more partitions of subject {route.subject!r}")
+        chosen = []
+        for _ in range(count - len(places)):
+            chosen.append(min(fit, key=lambda group: (on[group], fit.index(group))))
+            on[chosen[-1]] += 1
+        # Those that still drain can be used again.
+        draining = [place for place in route.partitions if place not in places]
+        for group in list(chosen):
+            again = next((place for place in draining if place.group == group), None)
+            if again is not None:
+                draining.remove(again)
+                chosen.remove(group)
+                places.append(again)
+        return places + new_places(route.subject, iter(chosen), self._core.mirror.partitions)
+
+    # --- orders to brokers ----------------------------------------------------------------------
+
+    def makes(self, subject: str | None = None) -> list[Make]:
+        """Partitions whose brokers have not carried out what the route wants of them."""
+        found = []
+        for route in self._unsettled(subject):
+            settings = self._subjects.settings(route.subject)
+            for place, gained, lps in zip(route.partitions, route.gained, routes.openings(route), strict=True):
+                if self._core.mirror.partitions[place].told < gained:
+                    found.append(Make(route.subject, route.version, place, lps, settings))
+        return found
+
+    def made(self, make: Make) -> None:
+        """The broker has carried it out, durably."""
+
+        def decision() -> None:
+            row = self._core.mirror.partitions.get(make.place)
+            if row is None or row.subject != make.subject or row.state != "kept" or row.told >= make.version:
+                return
+            with self._core.change() as change:
+                change.replace((row, msgspec.structs.replace(row, told=make.version)))
+
+        self._core.decide(decision)
+
+    def moves(self, subject: str | None = None) -> list[Move]:
+        """Logical partitions that are to be sealed where they are, now that there is a place for them."""
+        found = []
+        for route in self._unsettled(subject):
+            told = [self._core.mirror.partitions[place].told for place in route.partitions]
+            made = [index for index, version in enumerate(told) if version]
+            for partition, lps in routes.moves(route, made):
+                found.append(Move(route.subject, route.version, route.partitions[partition], lps))
+        return found
+
+    def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
+        """The broker has sealed them, durably; (first, end, fence) of each run."""
+
+        def decision() -> None:
+            if self._core.mirror.subject(move.subject) is None:
+                return
+            route = self._core.mirror.route(move.subject)
+            if move.place in route.partitions:
+                index = route.partitions.index(move.place)
+                self._publish(route, routes.sealed(route, move.version, index, fences))
+
+        self._core.decide(decision)
+
+    def retire(self, subject: str, place: Place, below: int) -> None:
+        """What lies below that sequence in the partition is needed by nobody: the route forgets it."""
+
+        def decision() -> None:
+            self._subjects.row(subject)
+            route = self._core.mirror.route(subject)
+            if place not in route.partitions:
+                raise InvalidArgument(f"subject {subject!r} has no partition {place}")
+            self._publish(route, routes.retire(route, route.partitions.index(place), below))
+
+        self._core.decide(decision)
+
+    def drops(self) -> list[Drop]:
+        """Partitions that nothing leads to any more."""
+        partitions = self._core.mirror.partitions
+        return [Drop(partitions[place].subject, place) for place in sorted(self._core.mirror.dropping)]
+
+    def dropped(self, drop: Drop) -> None:
+        """The broker has it no more."""
+
+        def decision() -> None:
+            row = self._core.mirror.partitions.get(drop.place)
+            if row is not None and row.state == "dropping" and row.subject == drop.subject:
+                with self._core.change() as change:
+                    change.replace((row, msgspec.structs.replace(row, state="gone")))
+
+        self._core.decide(decision)
+
+    def _publish(self, before: Route, after: Route) -> Route:
+        if after is not before:
+            with self._core.change() as change:
+                self._subjects.publish(change, after)
+        return after
+
+    def _unsettled(self, subject: str | None) -> Iterable[Route]:
+        """Routes with something left to carry out; those without are not looked at again until they change."""
+        mirror = self._core.mirror
+        for name in sorted(mirror.unsettled) if subject is None else [subject] * (subject in mirror.unsettled):
+            if mirror.subject(name) is None:
+                mirror.unsettled.discard(name)
+                continue
+            route = mirror.route(name)
+            told = [mirror.partitions[place].told for place in route.partitions]
+            if routes.moves(route) or any(a < b for a, b in zip(told, route.gained, strict=True)):
+                yield route
+            else:
+                mirror.unsettled.discard(name)

@@ -1,0 +1,211 @@
+"""The meta server's decisions in one object: plain, blocking, without a clock or a socket of its own.
+
+One thread uses it. Several meta servers may share a database: each has all of it in memory and asks for what has
+changed, and every change is a compare-and-set, so it does not matter which of them a client or a broker talks to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.clock import Clock
+from plait.limits import MetaLimits
+from plait.meta.brokers import Brokers
+from plait.meta.core import Core
+from plait.meta.lps import NumberedRun
+from plait.meta.membership import Members, Membership
+from plait.meta.mirror import Changes
+from plait.meta.routes import Place, Route
+from plait.meta.routing import Routing
+from plait.meta.settings import SubjectSettings
+from plait.meta.store import Store
+from plait.meta.subjects import Subjects
+from plait.meta.sweep import Sweep
+from plait.meta.views import (
+    AllocationView,
+    Beaten,
+    BrokerView,
+    Drop,
+    Make,
+    Move,
+    PartitionFacts,
+    Registered,
+    RouteView,
+    State,
+    SubjectView,
+)
+
+
+class MetaService:
+    """A meta server. Every call raises ``MetaUnavailable`` while the database is down, and works again after."""
+
+    def __init__(self, store: Store, clock: Clock, limits: MetaLimits | None = None) -> None:
+        self._core = Core(store, clock, limits or MetaLimits())
+        self._brokers = Brokers(self._core)
+        self._subjects = Subjects(self._core, self._brokers)
+        self._routing = Routing(self._core, self._brokers, self._subjects)
+        self._members = Members(self._core)
+        self._sweep = Sweep(self._core)
+        self._ticked = clock.monotonic()
+
+    @property
+    def cluster(self) -> str:
+        """The cluster's id."""
+        return self._core.store.cluster
+
+    # --- time -----------------------------------------------------------------------------------
+
+    def tick(self) -> Changes:
+        """Once a second: look who lives, and go on with what has to be done; what has changed since the last call."""
+        now = self._core.clock.monotonic()
+        passed, self._ticked = now - self._ticked, now
+        self._core.refresh()
+        # Longer than usual: this server stood still, or the database was down. Nobody could have been noticed.
+        seconds = min(max(passed, 0.0), self._core.limits.gap_seconds)
+        self._brokers.watch(seconds)
+        self._members.watch(seconds)
+        more = self._members.look()
+        self._sweep.run(seconds)
+        return self._changes(more=more)
+
+    def step(self) -> Changes:
+        """One slice of the work that waits, short enough for heartbeats to pass: to be called while there is ``more``.
+
+        What has changed since the last call.
+        """
+        more = self._members.look()
+        self._members.allocate()
+        return self._changes(more=more)
+
+    def _changes(self, *, more: bool) -> Changes:
+        mirror = self._core.mirror
+        clients = mirror.clients_of(mirror.new_subjects, mirror.new_groups)
+        changes = Changes(
+            mirror.new_subjects, mirror.new_groups, mirror.new_brokers, clients, more=more or self._members.stale
+        )
+        mirror.new_subjects, mirror.new_groups, mirror.new_brokers = set(), set(), set()
+        return changes
+
+    # --- brokers --------------------------------------------------------------------------------
+
+    def register_broker(
+        self,
+        group: str,
+        broker: str,
+        address: str,
+        *,
+        state: State = "RW",
+        epoch: int = 0,
+        partitions: Sequence[PartitionFacts] = (),
+    ) -> Registered:
+        """A broker has started: it says what it has, and learns what it may have missed."""
+        newest = max((facts.newest for facts in partitions), default=0)
+        self._core.refresh()
+        if newest > self._core.mirror.seen:
+            with self._core.noted():
+                self._core.store.advance(newest)
+        self._brokers.register(group, broker, address, state, epoch)
+        unrouted = self._subjects.adopt(group, partitions)
+        return Registered(self.cluster, self._floors(group), unrouted)
+
+    def _floors(self, group: str) -> dict[tuple[str, str], list[NumberedRun]]:
+        mirror = self._core.mirror
+        subjects = {row.subject for place, row in mirror.partitions.items() if place.group == group}
+        keys = ((subject, name) for subject in sorted(subjects) for name in sorted(mirror.groups_of.get(subject, ())))
+        return {key: mirror.allocation(key).floors for key in keys if mirror.ordered[key]}
+
+    def beat_broker(self, group: str, broker: str, state: State) -> bool:
+        """A broker lives and is in that state; False: it is not known here and has to register again."""
+        return self._brokers.beat(group, broker, state)
+
+    def set_broker_state(self, group: str, state: State) -> None:
+        """What the operator wishes of a broker group."""
+        self._brokers.wish(group, state)
+
+    def brokers(self) -> list[BrokerView]:
+        """All brokers, as this meta server sees them."""
+        self._core.refresh()
+        return self._brokers.views()
+
+    # --- subjects -------------------------------------------------------------------------------
+
+    def create_subject(
+        self,
+        name: str,
+        settings: SubjectSettings | None = None,
+        *,
+        partitions: int | Sequence[Place] | None = None,
+        groups: Sequence[str] | None = None,
+    ) -> None:
+        """A new subject; ``SubjectExists``, or ``NoBroker`` while no broker group is there to take it."""
+        self._subjects.create(name, settings or SubjectSettings(), partitions, groups)
+
+    def update_subject(self, name: str, settings: SubjectSettings) -> None:
+        self._subjects.update(name, settings)
+
+    def delete_subject(self, name: str) -> None:
+        self._subjects.delete(name)
+
+    def subjects(self) -> list[SubjectView]:
+        self._core.refresh()
+        return self._subjects.views()
+
+    def subject(self, name: str) -> SubjectView:
+        self._core.refresh()
+        return self._subjects.view(name)
+
+    # --- routes ---------------------------------------------------------------------------------
+
+    def route(self, subject: str, *, create: bool = True) -> RouteView:
+        """Where the subject is; it is made if it does not exist and ``create`` allows it."""
+        self._core.refresh()
+        return self._routing.view(subject, create=create)
+
+    def expand(self, subject: str, partitions: int | Sequence[Place]) -> Route:
+        """So many partitions, or these, are to take the subject's messages; more or fewer than now.
+
+        What follows is carried out order by order: ``pending_makes``, ``pending_moves``.
+        """
+        return self._routing.retarget(subject, partitions)
+
+    def pending_makes(self, subject: str | None = None) -> list[Make]:
+        """Orders to brokers to make partitions and to open them, of one subject or all."""
+        return self._routing.makes(subject)
+
+    def made(self, make: Make) -> None:
+        """A broker has carried it out."""
+        self._routing.made(make)
+
+    def pending_moves(self, subject: str | None = None) -> list[Move]:
+        """Orders to brokers to seal logical partitions."""
+        return self._routing.moves(subject)
+
+    def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
+        """A broker has carried it out: (first, end, fence) of each run of logical partitions."""
+        self._routing.sealed(move, fences)
+
+    def pending_drops(self) -> list[Drop]:
+        """Orders to brokers to drop partitions."""
+        return self._routing.drops()
+
+    def dropped(self, drop: Drop) -> None:
+        """A broker has carried it out."""
+        self._routing.dropped(drop)
+
+    def retire(self, subject: str, place: Place, below: int) -> None:
+        """Rows below that sequence of a partition are expired, or done by every group: the route forgets them."""
+        self._routing.retire(subject, place, below)
+
+    # --- members --------------------------------------------------------------------------------
+
+    def beat_client(self, client: str, members: Sequence[Membership], *, leaving: bool = False) -> Beaten:
+        """A client lives and is a member of these (subject, group, ordered), and of no others.
+
+        Joins and leaves are noted at once; the allocation that follows from them is the work of ``step``.
+        """
+        return self._members.beat(client, members, leaving=leaving)
+
+    def allocation(self, subject: str, group: str) -> AllocationView:
+        """Who is to handle what of a group."""
+        self._core.refresh()
+        return self._members.view(subject, group)

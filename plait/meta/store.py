@@ -1,0 +1,197 @@
+"""Rows in the database, changed by compare-and-set, and found again by what changed.
+
+Every change has a number, one more than that of the change before. It is drawn by updating a row that stays locked to
+the end of the transaction, so changes are committed in the order of their numbers: who has seen all up to one number
+misses nothing when asking for what came after. A row carries the number of the change that wrote it last, and is
+replaced only by who knows that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import Any, Final, NamedTuple, TypeVar
+
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
+from plait.meta.database import Database, Lost
+from plait.meta.migrate import migrate
+from plait.meta.schema import BEATS, CLUSTER, KINDS, Row
+
+_R = TypeVar("_R", bound=Row)
+
+_COUNTER: Final = sa.select(CLUSTER.c.number).where(CLUSTER.c.name == "changes")
+_COUNT: Final = (
+    sa.update(CLUSTER)
+    .where(CLUSTER.c.name == "changes")
+    .values(number=CLUSTER.c.number + 1)
+    .returning(CLUSTER.c.number)
+)
+
+
+class News(NamedTuple):
+    """What changed since a caller looked last."""
+
+    #: All up to this change is known now.
+    number: int
+    rows: list[Row]
+    #: The rows are all there are: what the caller has besides is gone.
+    everything: bool
+
+
+class Change:
+    """A transaction under way; ``number`` is its own, which every row it writes gets."""
+
+    def __init__(self, connection: sa.Connection, number: int) -> None:
+        self._connection = connection
+        self.number = number
+        #: What was written.
+        self.rows: list[Row] = []
+        #: What was removed.
+        self.removed: list[Row] = []
+
+    def insert(self, *rows: Row) -> None:
+        """New rows; ``Lost`` if there is one with that key."""
+        for kind, stamped in self._stamped(rows):
+            self._connection.execute(sa.insert(kind.TABLE), [msgspec.structs.asdict(row) for row in stamped])
+
+    def put(self, *rows: Row) -> None:
+        """Rows that replace whatever is there: for facts that only the newest word counts of."""
+        for kind, stamped in self._stamped(rows):
+            statement = _insert(self._connection, kind.TABLE)
+            statement = statement.on_conflict_do_update(
+                index_elements=list(kind.KEY), set_={field: statement.excluded[field] for field in _content(stamped[0])}
+            )
+            self._connection.execute(statement, [msgspec.structs.asdict(row) for row in stamped])
+
+    def replace(self, *pairs: tuple[_R, _R]) -> None:
+        """(old, new) rows of one kind and key; ``Lost`` unless every old one is what the database has."""
+        if not pairs:
+            return
+        for kind, stamped in self._stamped([new for _, new in pairs]):
+            values = [_expected(old) | _content(new) for (old, _), new in zip(pairs, stamped, strict=True)]
+            result = self._connection.execute(sa.update(kind.TABLE).where(*_still(kind)), values)
+            if result.rowcount != len(values):
+                raise Lost(f"{len(values) - result.rowcount} of {len(values)} rows were changed by others")
+
+    def remove(self, *rows: Row) -> None:
+        """Rows that are of no use to anybody any more; those that somebody has changed since stay."""
+        for kind in KINDS:
+            old = [_expected(row) for row in rows if type(row) is kind]
+            if old:
+                self._connection.execute(sa.delete(kind.TABLE).where(*_still(kind)), old)
+        self.removed += rows
+        newest = max((_changed(row) for row in rows), default=0)
+        statement = sa.update(CLUSTER).where(CLUSTER.c.name == "removed", CLUSTER.c.number < newest)
+        self._connection.execute(statement.values(number=newest))
+
+    def beats(self, whos: Sequence[str]) -> dict[str, int]:
+        """How often each of these was heard of."""
+        statement = sa.select(BEATS.c.who, BEATS.c.count).where(BEATS.c.who.in_(whos))
+        return dict(self._connection.execute(statement).all())
+
+    def _stamped(self, rows: Sequence[Row]) -> Iterator[tuple[type[Row], list[Row]]]:
+        for kind, group in groupby(rows, key=type):
+            stamped = [msgspec.structs.replace(row, changed=self.number) for row in group]
+            self.rows += stamped
+            yield kind, stamped
+
+
+class Store:
+    """The database as the meta server uses it."""
+
+    def __init__(self, database: Database, *, cluster: str, alone: bool | None = None) -> None:
+        """``cluster`` becomes the id of a cluster that has none yet.
+
+        ``alone``: no other meta server uses the database, so heartbeats need not be noted for others. A SQLite file is
+        one server's.
+        """
+        migrate(database)
+        self.database = database
+        self.alone = database.dialect == "sqlite" if alone is None else alone
+        with database.writing() as connection:
+            named = sa.update(CLUSTER).where(CLUSTER.c.name == "id", CLUSTER.c.text == "")
+            connection.execute(named.values(text=cluster))
+            known = sa.select(CLUSTER.c.text).where(CLUSTER.c.name == "id")
+            self.cluster: str = connection.execute(known).scalar_one()
+
+    def close(self) -> None:
+        self.database.close()
+
+    def news(self, seen: int) -> News:
+        """What changed after the change numbered ``seen``; -1: everything."""
+        with self.database.reading() as connection:
+            number = connection.execute(_COUNTER).scalar_one()
+            if number == seen:
+                return News(number, [], everything=False)
+            removed = connection.execute(sa.select(CLUSTER.c.number).where(CLUSTER.c.name == "removed")).scalar_one()
+            # Number before removed, by one who has not heard of its rows: there is nothing left to hear of them by.
+            everything = seen < removed or seen > number
+            rows: list[Row] = []
+            for kind in KINDS:
+                statement = sa.select(*kind.COLUMNS)
+                if not everything:
+                    statement = statement.where(kind.TABLE.c.changed > seen)
+                rows += map(kind.of, connection.execute(statement))
+            return News(number, rows, everything)
+
+    @contextmanager
+    def change(self) -> Iterator[Change]:
+        """Write rows: all of them, or none if the block raises (``Lost`` if others were faster)."""
+        with self.database.writing() as connection:
+            yield Change(connection, connection.execute(_COUNT).scalar_one())
+
+    def advance(self, number: int) -> None:
+        """Changes from now on have higher numbers than this."""
+        with self.database.writing() as connection:
+            statement = sa.update(CLUSTER).where(CLUSTER.c.name == "changes", CLUSTER.c.number < number)
+            connection.execute(statement.values(number=number))
+
+    def beat(self, whos: Sequence[str]) -> None:
+        """These were heard of once more."""
+        if not whos:
+            return
+        with self.database.writing() as connection:
+            statement = _insert(connection, BEATS)
+            statement = statement.on_conflict_do_update(index_elements=["who"], set_={"count": BEATS.c.count + 1})
+            # In one order everywhere, so that two servers do not wait for each other.
+            connection.execute(statement, [{"who": who, "count": 1} for who in sorted(whos)])
+
+    def beats(self, after: str, end: str, limit: int) -> list[tuple[str, int]]:
+        """How often those with names between these two were heard of, in the order of their names."""
+        statement = sa.select(BEATS.c.who, BEATS.c.count).where(BEATS.c.who > after, BEATS.c.who < end)
+        with self.database.reading() as connection:
+            return [(who, count) for who, count in connection.execute(statement.order_by(BEATS.c.who).limit(limit))]
+
+    def forget_beats(self, whos: Sequence[str]) -> None:
+        """These will not be heard of again."""
+        if whos:
+            with self.database.writing() as connection:
+                connection.execute(sa.delete(BEATS).where(BEATS.c.who.in_(whos)))
+
+
+def _insert(connection: sa.Connection, table: sa.Table) -> Any:
+    """An insert that knows what to do where there is a row already: each database has its own."""
+    return (postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert)(table)
+
+
+def _changed(row: Row) -> int:
+    changed: int = row.changed  # type: ignore[attr-defined]
+    return changed
+
+
+def _content(row: Row) -> dict[str, Any]:
+    """The columns that a change may change."""
+    return {field: getattr(row, field) for field in row.__struct_fields__ if field not in row.KEY}
+
+
+def _expected(old: Row) -> dict[str, Any]:
+    """What the database must have for a row to be the one we know; see ``_still``."""
+    return {f"old_{field}": getattr(old, field) for field in (*old.KEY, "changed")}
+
+
+def _still(kind: type[Row]) -> list[sa.ColumnElement[bool]]:
+    return [kind.TABLE.c[field] == sa.bindparam(f"old_{field}") for field in (*kind.KEY, "changed")]

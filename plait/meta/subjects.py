@@ -1,0 +1,238 @@
+"""Subjects: made with a route to broker groups that are there, changed, and deleted with all that belongs to them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import cycle, islice
+
+import msgspec
+
+from plait import names
+from plait.errors import InvalidArgument, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.brokers import Brokers
+from plait.meta.core import Core
+from plait.meta.routes import Place, Route, announced, check_places, default_route
+from plait.meta.schema import Partition, StoredRoute, Subject
+from plait.meta.settings import SubjectSettings, group_settings, subject_settings, text_of
+from plait.meta.store import Change
+from plait.meta.views import PartitionFacts, SubjectView
+
+#: Broker groups that a subject is spread over if nobody says more.
+DEFAULT_GROUPS = 2
+#: Subjects that are taken over in one transaction.
+ADOPTED_AT_ONCE = 1_000
+
+
+class Subjects:
+    """The subjects of the cluster."""
+
+    def __init__(self, core: Core, brokers: Brokers) -> None:
+        self._core = core
+        self._brokers = brokers
+
+    def create(
+        self,
+        name: str,
+        settings: SubjectSettings,
+        partitions: int | Sequence[Place] | None = None,
+        groups: Sequence[str] | None = None,
+        *,
+        may_exist: bool = False,
+    ) -> None:
+        """A new subject on ``groups`` (any, if none are named), with so many partitions or with these.
+
+        Without a number it has one partition on each of the named groups, or on two that are available.
+        """
+        names.check("subject", name)
+
+        def decision() -> None:
+            if self._core.mirror.subject(name) is None:
+                self._create(name, settings, self._places(name, partitions, groups), self._core.clock.now())
+            elif not may_exist:
+                raise SubjectExists(f"subject {name!r} exists already")
+
+        self._core.decide(decision)
+
+    def _places(
+        self, subject: str, partitions: int | Sequence[Place] | None, groups: Sequence[str] | None
+    ) -> list[Place]:
+        if partitions is not None and not isinstance(partitions, int):
+            check_groups(self._core, partitions)
+            return list(partitions)
+        fit = self._brokers.available(groups)
+        if not fit:
+            wanted = f"of {', '.join(groups)}" if groups else f"of {len(self._core.mirror.brokers)} that are known"
+            raise NoBroker(
+                f"no broker group is available for subject {subject!r}: {wanted}, none is there to be sent to"
+            )
+        count = (len(fit) if groups else min(DEFAULT_GROUPS, len(fit))) if partitions is None else partitions
+        check_count(count)
+        return new_places(subject, islice(cycle(fit), count), self._core.mirror.partitions)
+
+    def _create(self, name: str, settings: SubjectSettings, places: Sequence[Place], created: int) -> None:
+        mirror, limit = self._core.mirror, self._core.limits.subjects
+        if len(mirror.subjects) >= limit:
+            raise LimitExceeded(f"this cluster has its {limit} subjects; delete some or raise the limit")
+        check_places(places)
+        row, before = Subject(name, text_of(settings), created), mirror.subjects.get(name)
+        with self._core.change() as change:
+            if before is None:
+                change.insert(row)
+            else:
+                change.replace((before, row))
+            # Above every version that a subject of this name has had.
+            self.publish(change, default_route(name, places, change.number))
+
+    def publish(self, change: Change, route: Route) -> None:
+        """Write a route, define its new partitions, and give up those that it has no more."""
+        mirror = self._core.mirror
+        row = _stored(route)
+        before = mirror.routes.get(route.subject)
+        if before is None:
+            change.insert(row)
+        else:
+            change.replace((before, row))
+        known = mirror.partitions_of.get(route.subject, set())
+        self._define(change, route.subject, [place for place in route.partitions if place not in known])
+        listed = set(route.partitions)
+        give_up(change, [mirror.partitions[place] for place in sorted(known) if place not in listed])
+
+    def _define(self, change: Change, subject: str, places: Sequence[Place]) -> None:
+        known = self._core.mirror.partitions
+        new = {place: Partition(place.group, place.name, subject) for place in places}
+        for place in places:
+            before = known.get(place)
+            if before is not None and before.state != "gone":
+                dropping = " and is being dropped" if before.state == "dropping" else ""
+                raise InvalidArgument(f"partition {place} is one of subject {before.subject!r}{dropping}")
+        change.replace(*((known[place], row) for place, row in new.items() if place in known))
+        change.insert(*(row for place, row in new.items() if place not in known))
+
+    def update(self, name: str, settings: SubjectSettings) -> None:
+        """Change the settings; brokers hear of it with the next version of the route."""
+
+        def decision() -> None:
+            row = self.row(name)
+            if row.settings == text_of(settings):
+                return
+            with self._core.change() as change:
+                change.replace((row, msgspec.structs.replace(row, settings=text_of(settings))))
+                self.publish(change, announced(self._core.mirror.route(name)))
+
+        self._core.decide(decision)
+
+    def delete(self, name: str) -> None:
+        """The subject and its groups are gone; its partitions go when their brokers hear of it."""
+
+        def decision() -> None:
+            row, mirror = self.row(name), self._core.mirror
+            groups = [mirror.groups[name, group] for group in sorted(mirror.groups_of.get(name, ()))]
+            members = [member for group in groups for member in mirror.members.get((name, group.name), {}).values()]
+            with self._core.change() as change:
+                change.replace((row, msgspec.structs.replace(row, deleted=True)))
+                give_up(change, [mirror.partitions[place] for place in sorted(mirror.partitions_of.get(name, ()))])
+                living = [group for group in groups if not group.deleted]
+                change.replace(*((group, msgspec.structs.replace(group, deleted=True)) for group in living))
+                change.put(*(msgspec.structs.replace(member, online=False) for member in members))
+
+        self._core.decide(decision)
+
+    def adopt(self, group: str, partitions: Sequence[PartitionFacts]) -> list[str]:
+        """Take over what a broker has and nobody knows of: subjects with that one partition.
+
+        A data directory may be older than the meta database. The names of partitions whose subject has a route that
+        leads elsewhere are returned.
+        """
+        for facts in partitions:
+            names.check("subject", facts.subject)
+            names.check_partition(facts.name)
+        for first in range(0, len(partitions), ADOPTED_AT_ONCE):
+            some = partitions[first : first + ADOPTED_AT_ONCE]
+            self._core.decide(lambda some=some: self._adopt(group, some))  # type: ignore[misc]
+        return [facts.name for facts in partitions if Place(facts.name, group) not in self._core.mirror.partitions]
+
+    def _adopt(self, group: str, partitions: Sequence[PartitionFacts]) -> None:
+        mirror = self._core.mirror
+        found: dict[str, PartitionFacts] = {}
+        for facts in partitions:
+            unknown = Place(facts.name, group) not in mirror.partitions and mirror.subject(facts.subject) is None
+            # Of several, the one that is named as the subject.
+            if unknown and (facts.subject not in found or facts.name == facts.subject):
+                found[facts.subject] = facts
+        if not found:
+            return
+        rows = [
+            Subject(name, text_of(facts.settings), facts.created or self._core.clock.now())
+            for name, facts in found.items()
+        ]
+        again = [(mirror.subjects[row.name], row) for row in rows if row.name in mirror.subjects]
+        with self._core.change() as change:
+            change.replace(*again)
+            change.insert(*(row for row in rows if row.name not in mirror.subjects))
+            made = [default_route(name, [Place(each.name, group)], change.number) for name, each in found.items()]
+            stored = [_stored(route) for route in made]
+            change.put(*stored)
+            change.insert(*(Partition(group, each.name, name) for name, each in found.items()))
+
+    # --- views ----------------------------------------------------------------------------------
+
+    def row(self, name: str) -> Subject:
+        """The subject, or ``SubjectNotFound``."""
+        row = self._core.mirror.subject(name)
+        if row is None:
+            raise SubjectNotFound(f"subject {name!r} does not exist; create it with 'plait subject create {name}'")
+        return row
+
+    def settings(self, name: str) -> SubjectSettings:
+        return subject_settings(self.row(name).settings)
+
+    def views(self) -> list[SubjectView]:
+        return [self.view(name) for name, row in sorted(self._core.mirror.subjects.items()) if not row.deleted]
+
+    def view(self, name: str) -> SubjectView:
+        row, mirror = self.row(name), self._core.mirror
+        groups = {group: mirror.groups[name, group] for group in sorted(mirror.groups_of.get(name, ()))}
+        return SubjectView(
+            name,
+            subject_settings(row.settings),
+            row.created,
+            sorted(mirror.partitions_of[name]),
+            {group: group_settings(each.settings).ordered for group, each in groups.items() if not each.deleted},
+        )
+
+
+def _stored(route: Route) -> StoredRoute:
+    return StoredRoute(route.subject, route.version, msgspec.msgpack.encode(route))
+
+
+def give_up(change: Change, partitions: Sequence[Partition]) -> None:
+    """Nothing leads to these any more."""
+    change.replace(*((row, msgspec.structs.replace(row, state="dropping")) for row in partitions))
+
+
+def check_count(count: object) -> None:
+    """How many partitions somebody asks for."""
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= LOGICAL_PARTITIONS:
+        raise InvalidArgument(f"{count!r} partitions: a subject has 1 to {LOGICAL_PARTITIONS}")
+
+
+def check_groups(core: Core, places: Sequence[Place]) -> None:
+    """Named partitions have names that are allowed, on broker groups that there are."""
+    for place in places:
+        names.check_partition(place.name)
+        if place.group not in core.mirror.brokers:
+            raise InvalidArgument(f"there is no broker group {place.group!r}")
+
+
+def new_places(subject: str, groups: Iterator[str], taken: Collection[Place]) -> list[Place]:
+    """A partition on each of the groups: named as the subject, or with the next number that is free there."""
+    places: list[Place] = []
+    next_number: dict[str, int] = {}
+    for group in groups:
+        number = next_number.get(group, 0)
+        while (place := Place(f"{subject}#{number}" if number else subject, group)) in taken:
+            number += 1
+        next_number[group] = number + 1
+        places.append(place)
+    return places

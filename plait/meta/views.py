@@ -1,0 +1,133 @@
+"""What the meta server answers with, and what it asks brokers for."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from plait.errors import PlaitError
+from plait.meta.lps import NumberedRun, Run
+from plait.meta.mirror import GroupKey
+from plait.meta.routes import Place, Route
+from plait.meta.settings import SubjectSettings
+
+#: Whether a broker, or a broker group, can be sent to (W) and consumed from (R).
+State = Literal["RW", "R", "W", "NRW"]
+Strategy = Literal["exclusive", "shared"]
+
+
+class PartitionFacts(msgspec.Struct, frozen=True):
+    """A partition that a broker has, as it says when it registers."""
+
+    name: str
+    subject: str
+    settings: SubjectSettings = SubjectSettings()
+    #: Wall time in microseconds.
+    created: int = 0
+    #: The highest route version or epoch that the broker has heard of there: all that are given out are to be higher,
+    #: even by a meta server whose database was lost.
+    newest: int = 0
+
+
+class Registered(msgspec.Struct, frozen=True):
+    """What a broker learns when it registers."""
+
+    cluster: str
+    #: For each exclusive group of a subject with a partition there: (first, end, epoch) of logical partitions. Lower
+    #: epochs have lost them for good, whatever the broker remembers.
+    floors: dict[GroupKey, list[NumberedRun]]
+    #: Partitions that it has and no route leads to, though their subject has one: nothing is read from them.
+    unrouted: list[str]
+
+
+class BrokerView(msgspec.Struct, frozen=True):
+    """A broker as this meta server sees it."""
+
+    group: str
+    broker: str
+    address: str
+    #: What the operator wishes, and what it is: less if the broker says so, "NRW" if it is lost.
+    wished: State
+    state: State
+    epoch: int
+    partitions: int
+
+
+class SubjectView(msgspec.Struct, frozen=True):
+    """A subject and how far it is spread."""
+
+    name: str
+    settings: SubjectSettings
+    created: int
+    partitions: list[Place]
+    #: The groups that consume it, and whether they are ordered.
+    groups: dict[str, bool]
+
+
+class RouteView(msgspec.Struct, frozen=True):
+    """All that a client needs to send to a subject and to consume it."""
+
+    route: Route
+    settings: SubjectSettings
+    #: Broker group → addresses and state.
+    brokers: dict[str, tuple[list[str], State]]
+
+
+class Make(NamedTuple):
+    """An order: the partition is to take these logical partitions, and to be made if it is not there."""
+
+    subject: str
+    version: int
+    place: Place
+    lps: list[Run]
+    settings: SubjectSettings
+
+
+class Move(NamedTuple):
+    """An order: the partition is to take these logical partitions no more, and to say where their rows end."""
+
+    subject: str
+    version: int
+    place: Place
+    lps: list[Run]
+
+
+class Drop(NamedTuple):
+    """An order: nothing leads to the partition any more; it is to go with all that is in it."""
+
+    subject: str
+    place: Place
+
+
+class Share(NamedTuple):
+    """What one member of a group is to do."""
+
+    subject: str
+    group: str
+    strategy: Strategy
+    #: (first, end, epoch) of logical partitions; only where the strategy is exclusive.
+    lps: list[NumberedRun]
+
+
+class Beaten(NamedTuple):
+    """The answer to a client's heartbeat."""
+
+    #: Another number than before: there is something new.
+    seen: int
+    shares: list[Share]
+    #: Memberships that cannot be, and why.
+    refused: dict[GroupKey, PlaitError]
+    #: Subject → version of its route.
+    routes: dict[str, int]
+
+
+class AllocationView(msgspec.Struct, frozen=True):
+    """The members of a group that are online, and who is to handle what."""
+
+    subject: str
+    group: str
+    strategy: Strategy
+    #: The newest of all; 0 where the strategy is shared.
+    epoch: int
+    members: dict[str, list[NumberedRun]]

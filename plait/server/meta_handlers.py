@@ -1,0 +1,268 @@
+"""Requests to a meta server: routes, heartbeats of clients and brokers, and the management of subjects.
+
+Decisions are made in another thread, so each request is a task; its answer goes to the connection it came from, if that
+is still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait import names
+from plait.errors import InternalError, InvalidArgument, PlaitError
+from plait.meta.routes import Place
+from plait.meta.settings import SubjectSettings
+from plait.meta.views import PartitionFacts, RouteView, State
+from plait.server.meta_host import MetaHost
+from plait.wire import messages as m
+
+if TYPE_CHECKING:
+    from plait.server.connection import Connection
+
+log = logging.getLogger("plait.meta")
+
+
+class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
+    """A new subject: what it keeps, how it is ordered, and how it is spread."""
+
+    subject: str
+    retention_seconds: float | None = None
+    retention_bytes: int | None = None
+    order: str = "best_tried"
+    #: How many partitions; None: one on each of two broker groups.
+    partitions: int | None = None
+    #: The broker groups they are on; None: any.
+    groups: list[str] | None = None
+
+
+class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
+    """Names a subject."""
+
+    subject: str
+
+
+class ExpandSubject(msgspec.Struct, forbid_unknown_fields=True):
+    """How many partitions are to take its messages, or which (as name@group)."""
+
+    subject: str
+    partitions: int | list[str]
+
+
+class OfGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """Names a group of a subject."""
+
+    subject: str
+    group: str
+
+
+class RegisterBroker(msgspec.Struct, forbid_unknown_fields=True):
+    """A broker has started; what it has comes page by page."""
+
+    group: str
+    broker: str
+    address: str
+    state: State
+    epoch: int
+    partitions: list[PartitionFacts]
+
+
+class BeatBroker(msgspec.Struct, forbid_unknown_fields=True):
+    """A broker lives."""
+
+    group: str
+    broker: str
+    state: State
+
+
+class WishState(msgspec.Struct, forbid_unknown_fields=True):
+    """What the operator wants of a broker group."""
+
+    group: str
+    state: State
+
+
+class Nothing(msgspec.Struct, forbid_unknown_fields=True):
+    """No arguments."""
+
+
+def route_found(subject: str, view: RouteView, metas: list[str]) -> m.RouteFound:
+    """A route as clients get it."""
+    route = view.route
+    return m.RouteFound(
+        subject,
+        route.version,
+        view.settings.order,
+        [(place.name, place.group) for place in route.partitions],
+        [(each.first, each.end, [(span.partition, span.fence) for span in each.spans]) for each in route.histories],
+        {group: (addresses, state) for group, (addresses, state) in view.brokers.items()},
+        metas,
+    )
+
+
+class MetaHandlers:
+    """See the module."""
+
+    def __init__(self, host: MetaHost, addresses: Callable[[], list[str]]) -> None:
+        self._host = host
+        #: Of all meta servers, as far as they are known here.
+        self._addresses = addresses
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._operations: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {
+            "subject.create": (CreateSubject, self._create),
+            "subject.delete": (OfSubject, self._delete),
+            "subject.names": (Nothing, self._names),
+            "subject.route": (OfSubject, self._route),
+            "subject.expand": (ExpandSubject, self._expand),
+            "broker.register": (RegisterBroker, self._register),
+            "broker.beat": (BeatBroker, self._beat_broker),
+            "broker.state": (WishState, self._wish),
+            "broker.list": (Nothing, self._broker_groups),
+            "broker.describe": (Nothing, self._brokers),
+            "group.allocation": (OfGroup, self._allocation),
+        }
+
+    def takes(self, message: m.Message) -> bool:
+        """Whether the request is for a meta server."""
+        if isinstance(message, m.Admin):
+            return message.operation in self._operations
+        return isinstance(message, m.FindRoute | m.Beat)
+
+    def handle(self, connection: Connection, correlation: int, message: m.Message) -> None:
+        """Serve a request; it is answered later."""
+        poll = connection.begin_poll(correlation, None)
+
+        async def answer() -> None:
+            try:
+                result = await self.serve(message)
+            except PlaitError as error:
+                if connection.end_poll(poll):
+                    connection.fail(correlation, error)
+            except Exception as error:
+                log.exception("a request of %s failed", connection.client)
+                if connection.end_poll(poll):
+                    connection.fail(correlation, InternalError(f"the meta server failed ({type(error).__name__})"))
+            else:
+                if connection.end_poll(poll):
+                    connection.answer(correlation, result)
+
+        task = asyncio.get_running_loop().create_task(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def stop(self) -> None:
+        """Nobody is answered any more."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def serve(self, message: m.Message) -> m.Message:
+        """The answer to a request."""
+        if isinstance(message, m.FindRoute):
+            names.check("subject", message.subject)
+            view = await self._host.route(message.subject, create=message.create)
+            return route_found(message.subject, view, self._addresses())
+        if isinstance(message, m.Beat):
+            return await self._beat(message)
+        assert isinstance(message, m.Admin)
+        kind, call = self._operations[message.operation]
+        try:
+            request = msgspec.convert(message.arguments, kind)
+        except msgspec.ValidationError as error:
+            raise InvalidArgument(f"{message.operation}: {error}") from None
+        return m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(await call(request))))
+
+    async def _beat(self, beat: m.Beat) -> m.Beaten:
+        beaten = await self._host.beat(beat.client, beat.members, beat.seen, beat.wait, leaving=beat.leaving)
+        for error in beaten.refused.values():
+            raise error
+        return m.Beaten(
+            beaten.seen,
+            [(each.subject, each.group, each.strategy, each.lps) for each in beaten.shares],
+            self._addresses(),
+            beaten.routes,
+        )
+
+    # --- management -----------------------------------------------------------------------------
+
+    async def _create(self, request: CreateSubject) -> dict[str, Any]:
+        names.check("subject", request.subject)
+        settings = SubjectSettings(request.retention_seconds, request.retention_bytes, request.order)  # type: ignore[arg-type]
+        await self._host.change(
+            lambda s: s.create_subject(request.subject, settings, partitions=request.partitions, groups=request.groups)
+        )
+        return await self._route(OfSubject(request.subject))
+
+    async def _delete(self, request: OfSubject) -> None:
+        await self._host.delete_subject(request.subject)
+
+    async def _names(self, _: Nothing) -> list[str]:
+        return await self._host.call(lambda s: [view.name for view in s.subjects()])
+
+    async def _route(self, request: OfSubject) -> dict[str, Any]:
+        view = await self._host.route(request.subject, create=False)
+        route = view.route
+        return {
+            "subject": route.subject,
+            "version": route.version,
+            "order": view.settings.order,
+            "partitions": [str(place) for place in route.partitions],
+            "histories": route_found(route.subject, view, []).histories,
+            "target": route.target,
+            "brokers": view.brokers,
+        }
+
+    async def _expand(self, request: ExpandSubject) -> dict[str, Any]:
+        wanted = request.partitions
+        places = wanted if isinstance(wanted, int) else [_place(text) for text in wanted]
+        await self._host.change(lambda s: s.expand(request.subject, places))
+        return await self._route(OfSubject(request.subject))
+
+    # --- brokers --------------------------------------------------------------------------------
+
+    async def _register(self, request: RegisterBroker) -> dict[str, Any]:
+        registered = await self._host.change(
+            lambda s: s.register_broker(
+                request.group,
+                request.broker,
+                request.address,
+                state=request.state,
+                epoch=request.epoch,
+                partitions=request.partitions,
+            )
+        )
+        return {
+            "cluster": registered.cluster,
+            "floors": [(*key, runs) for key, runs in registered.floors.items()],
+            "unrouted": registered.unrouted,
+        }
+
+    async def _beat_broker(self, request: BeatBroker) -> bool:
+        return await self._host.call(lambda s: s.beat_broker(request.group, request.broker, request.state))
+
+    async def _wish(self, request: WishState) -> None:
+        await self._host.change(lambda s: s.set_broker_state(request.group, request.state))
+
+    async def _brokers(self, _: Nothing) -> Any:
+        return await self._host.call(lambda s: s.brokers())
+
+    async def _broker_groups(self, _: Nothing) -> dict[str, tuple[list[str], str]]:
+        """Addresses and state by the name of the broker group."""
+        groups: dict[str, tuple[list[str], str]] = {}
+        for view in await self._host.call(lambda s: s.brokers()):
+            groups.setdefault(view.group, ([], view.state))[0].append(view.address)
+        return groups
+
+    async def _allocation(self, request: OfGroup) -> Any:
+        return await self._host.call(lambda s: s.allocation(request.subject, request.group))
+
+
+def _place(text: str) -> Place:
+    name, _, group = text.rpartition("@")
+    if not name:
+        raise InvalidArgument(f"partition {text!r} is not understood; write name@group")
+    return Place(name, group)

@@ -1,0 +1,257 @@
+"""A meta server's doing: its decisions run in a thread of their own, its orders go to brokers, who waits is told.
+
+Decisions are ``MetaService``, which blocks on its database; one thread runs it, so nothing there happens at the same
+time. What brokers are ordered to do (make a partition, seal logical partitions, drop) is idempotent and is found again
+by whoever looks next, so an order that fails is only late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from plait import chance
+from plait.clock import Clock
+from plait.errors import PlaitError, Unavailable
+from plait.limits import MetaLimits
+from plait.meta.database import Database
+from plait.meta.mirror import Changes
+from plait.meta.service import MetaService
+from plait.meta.store import Store
+from plait.meta.views import Beaten, Drop, Make, Move, RouteView
+from plait.storage.catalog import Fence
+
+log = logging.getLogger("plait.meta")
+
+TICK_SECONDS = 1.0
+#: How long a client may wait for news.
+BEAT_WAIT_MAX = 30.0
+#: Orders that are carried out at a time.
+ORDERS_MAX = 64
+
+_T = TypeVar("_T")
+
+
+class Orders(Protocol):
+    """The way to the brokers."""
+
+    async def make(self, address: str, make: Make) -> None:
+        """A partition takes logical partitions, and is made if it is not there."""
+
+    async def seal(self, address: str, move: Move) -> list[Fence]:
+        """A partition takes logical partitions no more; where their rows end, once that is durable."""
+
+    async def drop(self, address: str, drop: Drop) -> None:
+        """A partition goes, with all that is in it."""
+
+    async def close(self) -> None:
+        """No more orders."""
+
+
+class MetaHost:
+    """See the module."""
+
+    def __init__(
+        self, url: str, orders: Orders, clock: Clock, limits: MetaLimits | None = None, *, auto_create: bool = True
+    ) -> None:
+        self._url = url
+        self._orders = orders
+        self._clock = clock
+        self._limits = limits or MetaLimits()
+        self._auto_create = auto_create
+        self._thread = ThreadPoolExecutor(1, "plait-meta")
+        self._service: MetaService | None = None
+        self._store: Store | None = None
+        #: Client → who waits for news of it.
+        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        #: Orders under way, by what they are about.
+        self._busy: set[tuple[Any, ...]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._looking: asyncio.Task[None] | None = None
+        self._look_again = False
+
+    async def start(self) -> None:
+        """Open the database, bring it up to date, and begin to look after the cluster."""
+        self._loop = asyncio.get_running_loop()
+        await self._loop.run_in_executor(self._thread, self._open)
+        self._spawn(self._tick_loop())
+
+    def _open(self) -> None:
+        # Kept if the database has one already.
+        self._store = Store(Database(self._url), cluster=chance.token(8))
+        self._service = MetaService(self._store, self._clock, self._limits)
+
+    async def stop(self) -> None:
+        """Decide nothing more; what was decided is in the database."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._orders.close()
+        await self._loop.run_in_executor(None, self._thread.shutdown)
+        if self._store is not None:
+            self._store.close()
+
+    def _spawn(self, job: Any) -> None:
+        task: asyncio.Task[None] = self._loop.create_task(job)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def call(self, decide: Callable[[MetaService], _T]) -> _T:
+        """Run a decision in the thread; what follows from it is seen to afterwards."""
+        return await self._loop.run_in_executor(self._thread, lambda: decide(self._opened()))
+
+    def _opened(self) -> MetaService:
+        assert self._service is not None
+        return self._service
+
+    async def change(self, decide: Callable[[MetaService], _T]) -> _T:
+        """The same, for what changes something that others wait for."""
+        result = await self.call(decide)
+        self.look_soon()
+        return result
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def route(self, subject: str, *, create: bool) -> RouteView:
+        """The subject's route; a new subject's partitions are made before it is told."""
+        create = create and self._auto_create
+        view, makes = await self.call(lambda s: (s.route(subject, create=create), s.pending_makes(subject)))
+        if makes:
+            await asyncio.gather(*(self._make(make) for make in makes))
+            view = await self.call(lambda s: s.route(subject, create=False))
+            self.look_soon()
+        return view
+
+    async def delete_subject(self, subject: str) -> None:
+        """The subject is gone; its partitions go before that is told, where their brokers can be reached."""
+        await self.call(lambda s: s.delete_subject(subject))
+        drops = await self.call(lambda s: s.pending_drops())
+        await asyncio.gather(*(self._drop(drop) for drop in drops if drop.subject == subject))
+        self.look_soon()
+
+    async def beat(
+        self, client: str, members: list[tuple[str, str, bool]], seen: int, wait: float, *, leaving: bool
+    ) -> Beaten:
+        """A client lives; answered when there is something new for it, or when it has waited long enough."""
+        deadline = self._loop.time() + min(max(wait, 0.0), BEAT_WAIT_MAX)
+        while True:
+            # Before the look: what changes meanwhile is not missed.
+            news = self._wait_for(client)
+            try:
+                beaten = await self.change(lambda s: s.beat_client(client, members, leaving=leaving))
+                left = deadline - self._loop.time()
+                if leaving or beaten.seen != seen or beaten.refused or left <= 0:
+                    return beaten
+                await asyncio.wait([news], timeout=left)
+            finally:
+                self._wait_no_more(client, news)
+
+    def _wait_for(self, client: str) -> asyncio.Future[None]:
+        news: asyncio.Future[None] = self._loop.create_future()
+        self._waiting.setdefault(client, []).append(news)
+        return news
+
+    def _wait_no_more(self, client: str, news: asyncio.Future[None]) -> None:
+        waiting = self._waiting.get(client, [])
+        if news in waiting:
+            waiting.remove(news)
+            if not waiting:
+                del self._waiting[client]
+
+    # --- what follows ---------------------------------------------------------------------------
+
+    async def _tick_loop(self) -> None:
+        while True:
+            try:
+                changes = await self.call(lambda s: s.tick())
+                self._tell(changes)
+                self.look_soon()
+            except PlaitError as error:
+                log.warning("%s", error)
+            await asyncio.sleep(TICK_SECONDS)
+
+    def look_soon(self) -> None:
+        """Something has changed: see to what follows."""
+        if self._looking is not None and not self._looking.done():
+            self._look_again = True
+            return
+        self._looking = self._loop.create_task(self._look())
+        self._tasks.add(self._looking)
+        self._looking.add_done_callback(self._tasks.discard)
+
+    async def _look(self) -> None:
+        try:
+            while True:
+                self._look_again = False
+                changes, makes, moves, drops = await self.call(_work)
+                self._tell(changes)
+                for make in makes:
+                    self._order(("make", make.place, make.version), self._make(make))
+                for move in moves:
+                    self._order(("move", move.place, move.version), self._seal(move))
+                for drop in drops:
+                    self._order(("drop", drop.place), self._drop(drop))
+                if not changes.more and not self._look_again:
+                    return
+        except PlaitError as error:
+            log.warning("%s", error)
+
+    def _tell(self, changes: Changes) -> None:
+        for client in changes.clients & self._waiting.keys():
+            for news in self._waiting[client]:
+                if not news.done():
+                    news.set_result(None)
+
+    def _order(self, what: tuple[Any, ...], job: Any) -> None:
+        """Carry an order out, unless that is under way."""
+        if what in self._busy or len(self._busy) >= ORDERS_MAX:
+            job.close()
+            return
+        self._busy.add(what)
+
+        async def carry_out() -> None:
+            try:
+                await job
+            finally:
+                self._busy.discard(what)
+
+        self._spawn(carry_out())
+
+    async def _make(self, make: Make) -> None:
+        async def order(address: str) -> None:
+            await self._orders.make(address, make)
+            await self.change(lambda s: s.made(make))
+
+        await self._at_broker(make.place.group, order, f"partition {make.place} could not be made")
+
+    async def _seal(self, move: Move) -> None:
+        async def order(address: str) -> None:
+            fences = await self._orders.seal(address, move)
+            await self.change(lambda s: s.sealed(move, fences))
+
+        await self._at_broker(move.place.group, order, f"partition {move.place} could not be sealed")
+
+    async def _drop(self, drop: Drop) -> None:
+        async def order(address: str) -> None:
+            await self._orders.drop(address, drop)
+            await self.change(lambda s: s.dropped(drop))
+
+        await self._at_broker(drop.place.group, order, f"partition {drop.place} could not be dropped")
+
+    async def _at_broker(self, group: str, order: Callable[[str], Any], failed: str) -> None:
+        """An order to the broker of a group; one that fails is found again with the next look."""
+        try:
+            addresses = await self.call(lambda s: [each.address for each in s.brokers() if each.group == group])
+            if not addresses:
+                raise Unavailable(f"broker group {group} is not known")
+            await order(addresses[0])
+        except PlaitError as error:
+            log.warning("%s yet: %s", failed, error)
+
+
+def _work(service: MetaService) -> tuple[Changes, list[Make], list[Move], list[Drop]]:
+    changes = service.step()
+    return changes, service.pending_makes(), service.pending_moves(), service.pending_drops()

@@ -1,0 +1,106 @@
+"""``MetaServer``: a meta server behind a socket, without a broker. Several may share one database."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from plait import names
+from plait.clock import Clock, SystemClock
+from plait.errors import InvalidArgument, PlaitError, ProtocolError, VersionMismatch
+from plait.limits import MetaLimits, ServerLimits
+from plait.server.connection import Connection
+from plait.server.listener import Listener
+from plait.server.meta_handlers import MetaHandlers
+from plait.server.meta_host import MetaHost
+from plait.server.orders import RemoteOrders
+from plait.version import VERSION
+from plait.wire import messages as m
+from plait.wire.packets import Packet
+
+TICK_SECONDS = 1.0
+
+
+class MetaServer(Listener):
+    """Answers routes and heartbeats; looks after subjects, routes and allocations."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 7460,
+        clock: Clock | None = None,
+        limits: ServerLimits | None = None,
+        meta_limits: MetaLimits | None = None,
+        others: Sequence[str] = (),
+        auto_create: bool = True,
+    ) -> None:
+        """``others`` are the addresses of the other meta servers, which clients are told."""
+        super().__init__(host, port, clock or SystemClock(), limits or ServerLimits())
+        self.meta = MetaHost(url, RemoteOrders(), self.clock, meta_limits, auto_create=auto_create)
+        self._others = list(others)
+        self._meta_handlers = MetaHandlers(self.meta, lambda: [self.address, *self._others])
+        self.handlers = self
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Open the database and serve. The port is known afterwards."""
+        await self.bind()
+        try:
+            await self.meta.start()
+        except BaseException:
+            self.end_listening()
+            raise
+        await self.listen()
+        self._task = self.loop.create_task(self._tick_loop())
+
+    async def stop(self) -> None:
+        """Serve no more."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self.end_listening()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._meta_handlers.stop()
+        await self.meta.stop()
+        await self.hang_up()
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.abort_overdue()
+
+    def handle(self, connection: Connection, packet: Packet) -> None:
+        """Serve a request."""
+        message = m.decode(packet.kind, packet.head)
+        if isinstance(message, m.Hello):
+            self._hello(connection, packet.correlation, message)
+            return
+        if not connection.client:
+            raise ProtocolError("the first packet must be a hello")
+        try:
+            if isinstance(message, m.Heartbeat):
+                connection.answer(packet.correlation, m.Done())
+            elif self._meta_handlers.takes(message):
+                self._meta_handlers.handle(connection, packet.correlation, message)
+            else:
+                raise InvalidArgument("this is a meta server; messages are sent to and fetched from brokers")
+        except PlaitError as error:
+            connection.fail(packet.correlation, error)
+
+    def _hello(self, connection: Connection, correlation: int, hello: m.Hello) -> None:
+        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
+            raise VersionMismatch(
+                f"this server speaks protocol {m.PROTOCOL_VERSION}, "
+                f"the client {hello.version_min} to {hello.version_max}"
+            )
+        names.check("client", hello.client)
+        connection.client = hello.client
+        limits = self.limits
+        connection.answer(
+            correlation,
+            m.Welcome(m.PROTOCOL_VERSION, VERSION, "", 0, limits.consumer_lost_seconds, limits.producer_window_frames),
+        )

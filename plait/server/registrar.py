@@ -1,0 +1,110 @@
+"""A broker's standing with the meta servers: registered, heard from every second, and told of epochs (R15).
+
+While no meta server can be reached everything goes on as it is; only locks are not granted before the first word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from plait.broker.ordered import OrderedGroup
+from plait.errors import PlaitError
+
+if TYPE_CHECKING:
+    from plait.server.host import Server
+
+log = logging.getLogger("plait.broker")
+
+BEAT_SECONDS = 1.0
+#: Partitions that one request tells of.
+PAGE = 200
+
+#: Asks a meta server: an operation and its arguments.
+Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+
+class Registrar:
+    """See the module."""
+
+    def __init__(self, server: Server, name: str, ask: Ask) -> None:
+        self._server = server
+        self._name = name
+        self._ask = ask
+        self._task: asyncio.Task[None] | None = None
+        self._registered = False
+
+    async def start(self) -> None:
+        """Register; where that is not possible yet, go on trying."""
+        self._server.broker.leases.waits_for_floors = True
+        await self._step()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Say that nothing can be sent here any more."""
+        await self.abandon()
+        if self._registered:
+            try:
+                await self._ask("broker.beat", self._facts("NRW"))
+            except PlaitError:
+                # They notice by themselves.
+                pass
+
+    async def abandon(self) -> None:
+        """Without a word."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_SECONDS)
+            await self._step()
+
+    async def _step(self) -> None:
+        try:
+            if self._registered and await self._ask("broker.beat", self._facts(self._state())):
+                return
+            await self._register()
+        except PlaitError as error:
+            log.warning("no meta server takes this broker at present: %s", error)
+
+    def _state(self) -> str:
+        broker = self._server.broker
+        return "R" if broker.read_only or broker.low_space else "RW"
+
+    def _facts(self, state: str) -> dict[str, Any]:
+        return {"group": self._server.config.group, "broker": self._name, "state": state}
+
+    async def _register(self) -> None:
+        server = self._server
+        facts = {**self._facts(self._state()), "address": server.address, "epoch": server.broker.epoch}
+        partitions = [self._partition(name) for name in sorted(server.broker.subjects)]
+        pages = [partitions[at : at + PAGE] for at in range(0, len(partitions), PAGE)] or [[]]
+        for page in pages:
+            answer = await self._ask("broker.register", {**facts, "partitions": page})
+        for name in answer["unrouted"]:
+            log.warning("no route leads to partition %s: nothing is read from it", name)
+        server.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer["floors"]})
+        self._registered = True
+
+    def _partition(self, name: str) -> dict[str, Any]:
+        partition = self._server.broker.subjects[name]
+        row = partition.row
+        epochs = [
+            int(group.locks.epoch.max()) for group in partition.groups.values() if isinstance(group, OrderedGroup)
+        ]
+        settings = {
+            "retention_seconds": row.settings.retention_seconds,
+            "retention_bytes": row.settings.retention_bytes,
+            "order": row.settings.order,
+        }
+        return {
+            "name": name,
+            "subject": row.subject,
+            "settings": {key: value for key, value in settings.items() if value is not None},
+            "created": row.created,
+            "newest": max([row.route, *epochs]),
+        }

@@ -1,0 +1,121 @@
+"""A broker's place in its cluster: with a meta server in the same process, with others, or alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
+from plait.limits import MetaLimits
+from plait.meta.database import file_url
+from plait.server.meta_handlers import MetaHandlers
+from plait.server.meta_host import MetaHost
+from plait.server.orders import LocalOrders
+from plait.server.registrar import Registrar
+from plait.wire import messages as m
+from plait.wire.dial import Link, dial
+
+if TYPE_CHECKING:
+    from plait.server.connection import Connection
+    from plait.server.host import Server
+
+#: The meta server's database, beside the broker's logs.
+DATABASE = "meta.db"
+#: A meta server that does not answer within this is given up for another.
+ASK_SECONDS = 3.0
+
+
+def database_in(directory: Path) -> str:
+    """The URL of the meta server's database of a node that has everything in one directory."""
+    return file_url(str(directory.resolve() / DATABASE))
+
+
+class Standing:
+    """See the module."""
+
+    def __init__(self, server: Server, url: str | None, addresses: Sequence[str]) -> None:
+        if url is not None and addresses:
+            raise InvalidArgument("a server has a meta server of its own, or others; not both")
+        self._server = server
+        self._url = url
+        self._addresses = list(addresses)
+        self._host: MetaHost | None = None
+        self._handlers: MetaHandlers | None = None
+        self._registrar: Registrar | None = None
+        self._link: Link | None = None
+        self._turn = 0
+
+    async def start(self) -> None:
+        """Become known; where no meta server can be reached, go on trying."""
+        server = self._server
+        if self._url is not None:
+            limits = MetaLimits(member_lost_seconds=server.limits.lease_seconds)
+            self._host = MetaHost(
+                self._url, LocalOrders(server), server.clock, limits, auto_create=server.config.auto_create
+            )
+            await self._host.start()
+            self._handlers = MetaHandlers(self._host, lambda: [server.address])
+            self._registrar = Registrar(server, server.config.group, self._ask_here)
+        elif self._addresses:
+            self._registrar = Registrar(server, server.config.group, self._ask_there)
+        if self._registrar is not None:
+            await self._registrar.start()
+        if self._host is not None:
+            self._host.look_soon()
+
+    async def stop(self) -> None:
+        if self._registrar is not None:
+            await self._registrar.stop()
+        await self.abandon()
+
+    async def abandon(self) -> None:
+        """End without a word."""
+        if self._registrar is not None:
+            await self._registrar.abandon()
+        if self._handlers is not None:
+            await self._handlers.stop()
+        if self._host is not None:
+            await self._host.stop()
+        self._host = self._handlers = self._registrar = None
+        if self._link is not None:
+            self._link.abort()
+
+    def take(self, connection: Connection, correlation: int, message: m.Message) -> bool:
+        """Serve a request that is a meta server's; False: it is not, or there is none here."""
+        if self._handlers is not None:
+            if self._handlers.takes(message):
+                self._handlers.handle(connection, correlation, message)
+                return True
+        elif self._addresses and isinstance(message, m.FindRoute | m.Beat):
+            raise InvalidArgument(f"this is a broker; ask a meta server: {', '.join(self._addresses)}")
+        return False
+
+    async def _ask_here(self, operation: str, arguments: dict[str, Any]) -> Any:
+        assert self._handlers is not None
+        answer = await self._handlers.serve(m.Admin(operation, arguments))
+        assert isinstance(answer, m.AdminReply)
+        return msgspec.msgpack.decode(answer.result)
+
+    async def _ask_there(self, operation: str, arguments: dict[str, Any]) -> Any:
+        """Ask one meta server after another until one answers."""
+        last: PlaitError = Unavailable("no meta server could be reached")
+        for _ in self._addresses:
+            try:
+                if self._link is None or self._link.closed:
+                    address = self._addresses[self._turn % len(self._addresses)]
+                    self._turn += 1
+                    self._link = await dial(address, f"%broker-{self._server.config.group}", ASK_SECONDS)
+                async with asyncio.timeout(ASK_SECONDS):
+                    answer: m.AdminReply = await self._link.request(m.Admin(operation, arguments))
+                return msgspec.msgpack.decode(answer.result)
+            except TimeoutError:
+                assert self._link is not None
+                self._link.abort()
+                last = Timeout(f"the meta server did not answer within {ASK_SECONDS:g} s")
+            except Unavailable as error:
+                last = error
+        raise last

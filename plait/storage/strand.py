@@ -1,0 +1,253 @@
+"""Strands: how far an ordered group has come with some logical partitions, or with one key.
+
+A group's position in a partition is that of its strands, which hold every row between them: most often one strand a
+consumer, with the logical partitions that it owns; and one for each key that failed and holds its place, so that it
+costs nothing but itself. A strand's ranges are of *its* rows: [100, 200) are those of its rows that lie there, whatever
+else does. So it is split without looking at a row: both halves keep the ranges.
+
+What is handed out is not recorded; a strand that is replayed has been told what was settled, and takes everything else
+for not handed out.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from plait.frame.lp import Hashes, Lps, LpSet, lp_set, runs_of
+from plait.storage.ranges import Range, Ranges
+from plait.storage.waiting import Due, Waiting
+
+
+class StrandState(msgspec.Struct, array_like=True):
+    """A strand in a checkpoint."""
+
+    id: int
+    lps: list[tuple[int, int]]
+    #: The hash of the one key that it is of; None: of all but ``without``.
+    key: int | None
+    without: list[int]
+    next: int
+    returned: list[Range]
+    waiting: list[Due]
+    parked: bool
+
+
+class Strand:
+    """See the module."""
+
+    __slots__ = (
+        "held",
+        "id",
+        "key",
+        "leaving",
+        "limit",
+        "lps",
+        "next",
+        "owner",
+        "parked",
+        "returned",
+        "waiting",
+        "without",
+    )
+
+    def __init__(self, number: int, lps: LpSet, start: int, key: int | None = None) -> None:
+        self.id = number
+        #: Its logical partitions; that of its key, if it is of one.
+        self.lps = lps
+        self.key = key
+        #: Keys that have strands of their own.
+        self.without: set[int] = set()
+        #: Everything below was handed out at least once, or skipped.
+        self.next = start
+        #: In its owner's hands, by the tag under which it was handed out: rows that were handed out together.
+        self.held: dict[int, Ranges] = {}
+        #: Unacked and in nobody's hands: handed out again before anything new.
+        self.returned = Ranges()
+        #: The same, and not due yet.
+        self.waiting = Waiting()
+        #: The consumer that has the lock; 0: nobody has.
+        self.owner = 0
+        #: Somebody else is to have it: its owner gets nothing new.
+        self.leaving = False
+        #: Its owner wants what is below only; 0: all.
+        self.limit = 0
+        #: A dead letter holds the key's place until somebody decides what becomes of it.
+        self.parked = False
+
+    @property
+    def whole(self) -> bool:
+        """Every row of the partition is its own."""
+        return self.key is None and not self.without and bool(self.lps.all())
+
+    def chooses(self, lps: Lps, hashes: Hashes | None) -> npt.NDArray[np.bool_]:
+        """Which rows are its own."""
+        if self.key is not None:
+            return np.zeros(len(lps), bool) if hashes is None else hashes == np.uint64(self.key)
+        chosen = self.lps[lps]
+        if self.without and hashes is not None:
+            chosen &= ~np.isin(hashes, np.fromiter(self.without, np.uint64, len(self.without)))
+        return chosen
+
+    # --- events ---------------------------------------------------------------------------------
+
+    def pulled(self, start: int, end: int, attempt: int, tag: int) -> None:
+        """[start, end) went to its owner for the ``attempt``-th time."""
+        self._take(start, end)
+        held = self.held.get(tag)
+        if held is None:
+            held = self.held[tag] = Ranges()
+        held.add(start, end, attempt)
+
+    def until(self, end: int) -> int:
+        """What is wanted of [.., end) ends here."""
+        return min(end, self.limit) if self.limit else end
+
+    def in_hands(self, tag: int, start: int, end: int) -> list[Range]:
+        """What its owner was handed under a tag, in [start, end)."""
+        held = self.held.get(tag)
+        return [] if held is None else held.overlap(start, end)
+
+    def let_go(self, tag: int, start: int, end: int) -> None:
+        """None of that is in its owner's hands any more."""
+        held = self.held.get(tag)
+        if held is not None:
+            held.remove(start, end)
+            if not held:
+                del self.held[tag]
+
+    def settled(self, start: int, end: int) -> None:
+        """[start, end) is done, or dead."""
+        self._take(start, end)
+
+    def given_back(self, start: int, end: int, attempt: int, due: int = 0) -> None:
+        """[start, end) failed, or nobody began with it: it is handed out again when ``due`` (0: at once)."""
+        self._take(start, end)
+        if due:
+            self.waiting.add(start, end, attempt, due)
+        else:
+            self.returned.add(start, end, attempt)
+
+    def skipped(self, start: int, end: int) -> int:
+        """[start, end) can never be handed out; how many sequences, of whomever, were not done yet."""
+        lost = [*self.returned.remove(start, end), *self.waiting.remove(start, end)]
+        count = sum(piece.end - piece.start for piece in lost)
+        if start <= self.next < end:
+            count += end - self.next
+            self.next = end
+        return count
+
+    def reset(self, sequence: int) -> None:
+        """Go on from ``sequence``, whatever was before."""
+        self.next = sequence
+        self.held.clear()
+        self.returned.clear()
+        self.waiting.clear()
+        self.parked = False
+
+    def _take(self, start: int, end: int) -> None:
+        """[start, end) is nowhere; what the scan jumps over was not told of and is handed out again."""
+        if end > self.next:
+            if start > self.next:
+                self.returned.add(self.next, start, 0)
+            self.next = end
+        if self.returned:
+            self.returned.remove(start, end)
+        if self.waiting:
+            self.waiting.remove(start, end)
+
+    def return_due(self, now: int) -> bool:
+        """What has waited long enough may be handed out; whether there is anything."""
+        self.waiting.release(now)
+        while (due := self.waiting.pop_released()) is not None:
+            for piece in due:
+                self.returned.add(*piece)
+        return bool(self.returned)
+
+    # --- splitting and joining ------------------------------------------------------------------
+
+    def split(self, number: int, lps: LpSet, key: int | None = None) -> Strand:
+        """A strand of its own for some of its logical partitions, or for one key."""
+        part = Strand(number, lps, self.next, key)
+        part.held = {tag: Ranges(held) for tag, held in self.held.items()}
+        part.returned = Ranges(self.returned)
+        part.waiting = Waiting(self.waiting)
+        part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
+        if key is None:
+            self.lps = self.lps & ~lps
+            part.without = {each for each in self.without if lps[each % len(lps)]}
+            self.without -= part.without
+        else:
+            self.without.add(key)
+        return part
+
+    def alike(self, other: Strand) -> bool:
+        """They have come equally far: one strand would do."""
+        return (
+            self.next == other.next
+            and self.owner == other.owner
+            and self.leaving == other.leaving
+            and self.limit == other.limit
+            and not (self.parked or other.parked or self.waiting or other.waiting)
+            and list(self.returned) == list(other.returned)
+            and self._hands() == other._hands()
+        )
+
+    def _hands(self) -> dict[int, list[Range]]:
+        return {tag: list(held) for tag, held in self.held.items()}
+
+    def join(self, other: Strand) -> None:
+        """Take over the rows of another one, which has come equally far."""
+        if other.key is None:
+            self.lps = self.lps | other.lps
+            self.without |= other.without
+        else:
+            self.without.discard(other.key)
+
+    # --- what follows ---------------------------------------------------------------------------
+
+    @property
+    def floor(self) -> int:
+        """Everything of it that is below is done."""
+        firsts = [each.first for each in (*self.held.values(), self.returned) if each]
+        if self.waiting:
+            firsts.append(self.waiting.first)
+        return min([self.next, *firsts])
+
+    def begun(self, start: int, end: int) -> list[Range]:
+        """What was handed out and is not done in [start, end); in no order."""
+        pieces = [*self.returned.overlap(start, end), *self.waiting.overlap(start, end)]
+        for held in self.held.values():
+            pieces += held.overlap(start, end)
+        return pieces
+
+    def all_held(self) -> list[Range]:
+        """What is in its owner's hands."""
+        return [piece for held in self.held.values() for piece in held]
+
+    def dump(self) -> StrandState:
+        """For a checkpoint: what is held was not recorded, so a start takes it for returned."""
+        returned = Ranges(self.returned)
+        for piece in self.all_held():
+            returned.add(*piece)
+        return StrandState(
+            self.id,
+            runs_of(self.lps),
+            self.key,
+            sorted(self.without),
+            self.next,
+            list(returned),
+            list(self.waiting),
+            self.parked,
+        )
+
+    @classmethod
+    def load(cls, state: StrandState) -> Strand:
+        """The state of a checkpoint."""
+        strand = cls(state.id, lp_set(state.lps), state.next, state.key)
+        strand.without = set(state.without)
+        strand.returned = Ranges(state.returned)
+        strand.waiting = Waiting(state.waiting)
+        strand.parked = state.parked
+        return strand

@@ -1,0 +1,354 @@
+"""``check``: does a ``History`` keep Plait's promises? What does not is a list of violations, each with its reason.
+
+Kinds, each told per group where it is about handling:
+
+- ``lost``: certainly sent, and never handled with success, though everything was to be drained.
+- ``invented``: handled, but never sent, not yet sent, certainly not stored, or with another key.
+- ``stored_twice``: one message was handled from two places, or from another than its receipt names.
+- ``send_order``: a producer's messages have places against the order of its calls, or two have one place.
+- ``order``: messages of a key were first handled with success against the order of sending, or one was begun with
+  before an earlier one was.
+- ``overlap``: two handlings of a key at one time.
+- ``epoch``: an epoch was seen after a higher one.
+- ``owners``: two consumers handled under one epoch of a logical partition.
+- ``duplicate``: handled again, or by two at a time, without a fault that excuses it.
+- ``redelivered``: handled again although its ack was confirmed, without a fault that excuses that.
+
+*Sent earlier* means: by the same producer in an earlier call, or the one send was over before the other began. So
+concurrent senders of one key have no order among themselves. A send of unknown fate counts once it is handled, and
+only in the order of its own producer.
+
+What a fault excuses: a duplicate, if it hit everybody or one of the two consumers since the message was sent; a
+redelivery, if it did so before the ack was confirmed, or if it lets the broker forget; an overlap, if it hit the
+consumer that was first while that handled. It excuses no disorder, no loss and no epoch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from math import inf
+from typing import Literal, NamedTuple
+
+from plait.testing.history import Broken, Handling, History, Key, Send, Value
+
+Kind = Literal[
+    "lost", "invented", "stored_twice", "send_order", "order", "overlap", "epoch", "owners", "duplicate", "redelivered"
+]
+
+
+class Violation(NamedTuple):
+    """A promise that was not kept."""
+
+    kind: Kind
+    text: str
+    key: Key
+    value: Value
+    time: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.time:.6f} s: {self.text}"
+
+
+def check(
+    history: History,
+    strict: bool = True,
+    *,
+    ordered: bool = True,
+    drained: bool = True,
+    groups: Iterable[str] | None = None,
+) -> list[Violation]:
+    """What is wrong with the history, nothing if it is right.
+
+    ``strict=False``: order is demanded only of keys none of whose sends or handlings failed. ``ordered=False``: nor of
+    any, as for shared consumers. ``drained=False``: what was not handled may still come. ``groups``: who has to have
+    handled everything (None: those that handled anything).
+    """
+    sends: dict[Value, Send] = {}
+    for send in history.sends:
+        if sends.setdefault(send.value, send) is not send:
+            raise ValueError(f"{send.value!r} was sent twice in this history: give every message a value of its own")
+    excuses = _Excuses(history.faults)
+    by_group: dict[str, list[Handling]] = {group: [] for group in groups or ()}
+    for handling in history.handlings:
+        by_group.setdefault(handling.group, []).append(handling)
+    found = list(_send_order(history.sends))
+    for group, handlings in (by_group or {"": []}).items():
+        dead = {value for name, value in history.dead if name == group}
+        first_done = _first_done(handlings)
+        found += _invented(sends, handlings)
+        found += _stored_twice(sends, handlings)
+        found += _repeated(sends, handlings, excuses)
+        if drained:
+            found += _lost(history.sends, first_done, dead, group)
+        if ordered:
+            found += _order(_in_order(history.sends, handlings, first_done, dead, strict=strict), handlings, first_done)
+            found += _overlap(handlings, excuses)
+            found += _epochs(handlings)
+    return found
+
+
+class _Excuses:
+    """Whether a fault lies in a stretch of time, by whom it hit."""
+
+    def __init__(self, faults: Iterable[Broken]) -> None:
+        self._by_consumer = _by_consumer(faults)
+        self._forgetting = _by_consumer(fault for fault in faults if fault.forgets)
+
+    def hit(self, consumer: str | None, since: float, until: float) -> bool:
+        """A fault of that consumer (None: of everybody) reaches into the stretch."""
+        return _reaches(self._by_consumer.get(consumer), since, until)
+
+    def forgot(self, since: float, until: float) -> bool:
+        return any(_reaches(faults, since, until) for faults in self._forgetting.values())
+
+
+_Faults = tuple[list[float], list[float]]
+
+
+def _by_consumer(faults: Iterable[Broken]) -> dict[str | None, _Faults]:
+    """Their beginnings in order, and the latest end up to each of them."""
+    sorted_faults: dict[str | None, list[Broken]] = defaultdict(list)
+    for fault in sorted(faults, key=lambda fault: fault.time):
+        sorted_faults[fault.consumer].append(fault)
+    return {
+        consumer: ([fault.time for fault in some], list(accumulate((fault.until for fault in some), max)))
+        for consumer, some in sorted_faults.items()
+    }
+
+
+def _reaches(faults: _Faults | None, since: float, until: float) -> bool:
+    if faults is None:
+        return False
+    begun = bisect_right(faults[0], until)
+    return begun > 0 and faults[1][begun - 1] >= since
+
+
+# --- each message by itself ---------------------------------------------------------------------
+
+
+def _first_done(handlings: Iterable[Handling]) -> dict[Value, float]:
+    """When each message was first handled with success."""
+    first: dict[Value, float] = {}
+    for handling in handlings:
+        if handling.outcome == "ok" and handling.ended is not None:
+            before = first.get(handling.value)
+            if before is None or handling.ended < before:
+                first[handling.value] = handling.ended
+    return first
+
+
+def _lost(sends: Iterable[Send], first_done: dict[Value, float], dead: set[Value], group: str) -> Iterator[Violation]:
+    for send in sends:
+        if send.outcome == "ok" and send.value not in first_done and send.value not in dead:
+            who = f" by {group}" if group else ""
+            yield _violation("lost", send, f"sent by {send.producer or 'somebody'} and never handled{who}")
+
+
+def _invented(sends: dict[Value, Send], handlings: Iterable[Handling]) -> Iterator[Violation]:
+    for handling in handlings:
+        send = sends.get(handling.value)
+        if send is None:
+            yield _violation("invented", handling, "was never sent")
+        elif send.key != handling.key:
+            yield _violation("invented", handling, f"was sent with key {send.key!r}")
+        elif send.outcome == "failed":
+            yield _violation("invented", handling, f"its send has failed: {send.error}")
+        elif handling.begun < send.begun:
+            yield _violation("invented", handling, f"was sent only at {send.begun:.6f} s")
+
+
+def _stored_twice(sends: dict[Value, Send], handlings: Iterable[Handling]) -> Iterator[Violation]:
+    places = {value: send.place for value, send in sends.items() if send.place is not None}
+    for handling in handlings:
+        if handling.place is not None:
+            known = places.setdefault(handling.value, handling.place)
+            if known != handling.place:
+                yield _violation("stored_twice", handling, f"from {handling.place}, but it is known at {known}")
+
+
+def _send_order(sends: Iterable[Send]) -> Iterator[Violation]:
+    last: dict[tuple[str, str], Send] = {}
+    taken: dict[tuple[str, int], Send] = {}
+    for send in sends:
+        if send.outcome != "ok" or send.place is None:
+            continue
+        other = taken.setdefault(send.place, send)
+        if other is not send:
+            yield _violation("send_order", send, f"{other.value!r} is at {send.place} as well")
+            continue
+        partition, sequence = send.place
+        before = last.get((send.producer, partition))
+        if before is not None and before.place is not None and before.place[1] > sequence:
+            text = f"at {send.place}, but {before.value!r}, sent before it, at {before.place}"
+            yield _violation("send_order", send, text)
+        else:
+            last[send.producer, partition] = send
+
+
+def _repeated(sends: dict[Value, Send], handlings: Iterable[Handling], excuses: _Excuses) -> Iterator[Violation]:
+    earlier: dict[Value, list[Handling]] = {}
+    for handling in handlings:
+        before = earlier.setdefault(handling.value, [])
+        for first in before:
+            violation = _again(sends.get(handling.value), first, handling, excuses)
+            if violation is not None:
+                yield violation
+                break
+        before.append(handling)
+
+
+def _again(send: Send | None, first: Handling, second: Handling, excuses: _Excuses) -> Violation | None:
+    """What is wrong with a second handling of one message."""
+    over = first.ended is None or first.ended <= second.begun
+    if first.outcome != "ok" and over:
+        # It failed, or nobody knows: it has to come again.
+        return None
+    since = first.begun if send is None else send.begun
+    hit = (None, first.consumer, second.consumer)
+    if first.ack == "ok" and first.acked is not None and first.acked < second.begun:
+        if excuses.forgot(since, second.begun) or any(excuses.hit(who, since, first.acked) for who in hit):
+            return None
+        text = f"handled by {second.consumer} although {first.consumer}'s ack was confirmed at {first.acked:.6f} s"
+        return _violation("redelivered", second, text)
+    if first.ack == "failed" or any(excuses.hit(who, since, second.begun) for who in hit):
+        return None
+    how = "after" if over else "while"
+    text = (
+        f"handled by {second.consumer} {how} {first.consumer} did, from {first.begun:.6f} s on, and nothing was wrong"
+    )
+    return _violation("duplicate", second, text)
+
+
+# --- the messages of a key ----------------------------------------------------------------------
+
+
+class _InOrder:
+    """The messages of one key in the order of sending, which is partial."""
+
+    def __init__(self) -> None:
+        #: Of each producer, in the order of its calls.
+        self.by_producer: dict[str, list[Send]] = defaultdict(list)
+        #: Those whose end is known.
+        self.ended: list[Send] = []
+
+
+def _in_order(
+    sends: Iterable[Send],
+    handlings: Iterable[Handling],
+    first_done: dict[Value, float],
+    dead: set[Value],
+    *,
+    strict: bool,
+) -> dict[Key, _InOrder]:
+    """The messages that order is demanded of, by key."""
+    let_be: set[Key] = {None}
+    begun = {handling.value for handling in handlings}
+    if not strict:
+        let_be.update(send.key for send in sends if send.outcome != "ok")
+        let_be.update(handling.key for handling in handlings if handling.outcome != "ok")
+    keys: dict[Key, _InOrder] = defaultdict(_InOrder)
+    for send in sends:
+        if send.key in let_be or send.value in dead or send.outcome == "failed":
+            continue
+        if send.outcome == "unknown" and send.value not in begun and send.value not in first_done:
+            continue
+        keys[send.key].by_producer[send.producer].append(send)
+        if send.outcome == "ok" and send.ended is not None:
+            keys[send.key].ended.append(send)
+    return keys
+
+
+def _order(
+    keys: dict[Key, _InOrder], handlings: Iterable[Handling], first_done: dict[Value, float]
+) -> Iterator[Violation]:
+    """Nothing is begun with before all that was sent earlier was handled with success.
+
+    That is the order of first successes as well: who succeeds has begun.
+    """
+    # Of each message: when the last of those before it was done, and which that is.
+    ready: dict[Value, tuple[float, Send]] = {}
+    for key in keys.values():
+        for sends in key.by_producer.values():
+            _after_own(sends, first_done, ready)
+        if len(key.by_producer) > 1:
+            _after_others(key, first_done, ready)
+    for handling in handlings:
+        after = ready.get(handling.value)
+        if after is not None and handling.begun < after[0]:
+            done, send = after
+            state = "is not handled yet" if done == inf else f"was done only at {done:.6f} s"
+            yield _violation("order", handling, f"{handling.consumer} began with it, but {send.value!r} {state}")
+
+
+def _after_own(sends: list[Send], first_done: dict[Value, float], ready: dict[Value, tuple[float, Send]]) -> None:
+    latest, which = -inf, sends[0]
+    for send in sends:
+        if latest > -inf:
+            ready[send.value] = (latest, which)
+        done = first_done.get(send.value, inf)
+        if done > latest:
+            latest, which = done, send
+
+
+def _after_others(key: _InOrder, first_done: dict[Value, float], ready: dict[Value, tuple[float, Send]]) -> None:
+    by_end = sorted(key.ended, key=_end)
+    ends = [_end(send) for send in by_end]
+    latest = list(accumulate(((first_done.get(send.value, inf), send) for send in by_end), _later))
+    for sends in key.by_producer.values():
+        for send in sends:
+            before = bisect_left(ends, send.begun)
+            if before:
+                known = ready.get(send.value)
+                ready[send.value] = latest[before - 1] if known is None else _later(known, latest[before - 1])
+
+
+def _end(send: Send) -> float:
+    assert send.ended is not None
+    return send.ended
+
+
+def _later(one: tuple[float, Send], other: tuple[float, Send]) -> tuple[float, Send]:
+    return other if other[0] > one[0] else one
+
+
+def _overlap(handlings: Iterable[Handling], excuses: _Excuses) -> Iterator[Violation]:
+    active: dict[Key, list[Handling]] = {}
+    for handling in handlings:
+        if handling.key is None:
+            continue
+        others = [other for other in active.get(handling.key, ()) if (other.ended or 0.0) > handling.begun]
+        for other in others:
+            if not excuses.hit(other.consumer, other.begun, handling.begun):
+                until = f"until {other.ended:.6f} s" if other.ended is not None else ""
+                text = f"{handling.consumer} began while {other.consumer} had {other.value!r} of that key {until}"
+                yield _violation("overlap", handling, text)
+                break
+        others.append(handling)
+        active[handling.key] = others
+
+
+def _epochs(handlings: Iterable[Handling]) -> Iterator[Violation]:
+    highest: dict[int | str | None, Handling] = {}
+    owners: dict[tuple[int | str | None, int], str] = {}
+    for handling in handlings:
+        if handling.epoch is None or (handling.lp is None and handling.key is None):
+            continue
+        # A key stands for its logical partition where that is not known; as text, so as not to be taken for one.
+        slot = handling.lp if handling.lp is not None else f"key {handling.key}"
+        before = highest.get(slot)
+        if before is not None and before.epoch is not None and handling.epoch < before.epoch:
+            text = f"epoch {handling.epoch} of {handling.consumer} after {before.epoch} of {before.consumer} ({slot})"
+            yield _violation("epoch", handling, text)
+        else:
+            highest[slot] = handling
+        owner = owners.setdefault((slot, handling.epoch), handling.consumer)
+        if owner != handling.consumer:
+            text = f"{handling.consumer} and {owner} both handled under epoch {handling.epoch} ({slot})"
+            yield _violation("owners", handling, text)
+
+
+def _violation(kind: Kind, about: Send | Handling, text: str) -> Violation:
+    return Violation(kind, f"{about.value!r} of key {about.key!r}: {text}", about.key, about.value, about.begun)

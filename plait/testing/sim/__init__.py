@@ -1,0 +1,25 @@
+"""A deterministic simulation of several processes: shipped asyncio code on simulated time, network, disks and clocks.
+
+``Simulation`` is the world, ``Process`` what lives in it, ``Faults`` what goes wrong there.
+"""
+
+from plait.testing.sim.clock import SimClock
+from plait.testing.sim.faults import Fault, FaultKind, Faults, play
+from plait.testing.sim.loop import SimLoop
+from plait.testing.sim.network import Network
+from plait.testing.sim.process import Main, Process
+from plait.testing.sim.simulation import Simulation, SimulationFailed
+
+__all__ = [
+    "Fault",
+    "FaultKind",
+    "Faults",
+    "Main",
+    "Network",
+    "Process",
+    "SimClock",
+    "SimLoop",
+    "Simulation",
+    "SimulationFailed",
+    "play",
+]

@@ -1,0 +1,146 @@
+"""``Faults``: a script of what goes wrong in a simulation, drawn from a seed.
+
+A script is made before the run and is plain data: it can be printed, cut down to find the fault that matters, and
+played. Every fault ends by itself or by the end of the script, after which nothing is wrong any more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from plait.testing.sim.process import Process
+from plait.testing.sim.simulation import Simulation
+
+FaultKind = Literal["kill", "power_loss", "crash_at", "pause", "cut", "cut_one_way", "jump"]
+
+
+class Fault(NamedTuple):
+    """One thing that goes wrong."""
+
+    kind: FaultKind
+    #: Virtual seconds after the beginning of the script.
+    at: float
+    #: How long it lasts: until a killed process is started again, a paused one goes on, a cut is mended.
+    seconds: float
+    process: str
+    #: Whom a cut is from.
+    other: str = ""
+    #: Seconds that a clock jumps, or the disk operations until a crash.
+    amount: float = 0.0
+
+    @property
+    def end(self) -> float:
+        """When it is over, as ``at`` is counted."""
+        return self.at + self.seconds
+
+    def __str__(self) -> str:
+        rest = f" from {self.other}" if self.other else ""
+        rest += f" by {self.amount:g}" if self.amount else ""
+        return f"{self.at:.3f} s: {self.kind} {self.process}{rest} for {self.seconds:.3f} s"
+
+
+class Faults:
+    """Draws scripts. Each kind's weight says how often it comes; 0 or absent: never.
+
+    Any of ``processes`` may be hit; ``disks`` are those of them that write to one and can crash while they do,
+    ``pairs`` those that can be cut from each other. Some faults last up to ``long_seconds``, which should be longer
+    than any time-out that matters (a lost consumer, a lease); most are over soon.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        processes: Sequence[str],
+        pairs: Sequence[tuple[str, str]] = (),
+        *,
+        disks: Sequence[str] = (),
+        weights: dict[FaultKind, float] | None = None,
+        every_seconds: float = 2.0,
+        long_seconds: float = 12.0,
+        jump_seconds: float = 3600.0,
+    ) -> None:
+        self._random = rng
+        self._processes = processes
+        self._pairs = pairs
+        self._disks = disks
+        chosen = weights or {"kill": 3, "crash_at": 1, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
+        possible = {"cut": bool(pairs), "cut_one_way": bool(pairs), "crash_at": bool(disks)}
+        self._weights = {kind: weight for kind, weight in chosen.items() if possible.get(kind, True)}
+        self._every_seconds = every_seconds
+        self._long_seconds = long_seconds
+        self._jump_seconds = jump_seconds
+
+    def script(self, seconds: float) -> list[Fault]:
+        """Faults over that long, in order of time; none lasts beyond it."""
+        draw = self._random
+        kinds, weights = list(self._weights), list(self._weights.values())
+        found: list[Fault] = []
+        at = draw.expovariate(1.0 / self._every_seconds)
+        while at < seconds:
+            kind = draw.choices(kinds, weights)[0]
+            found.append(self._fault(kind, at, seconds - at))
+            at += draw.expovariate(1.0 / self._every_seconds)
+        return found
+
+    def _fault(self, kind: FaultKind, at: float, left: float) -> Fault:
+        draw = self._random
+        # Mostly short ones; every fourth may be long enough for somebody to be given up.
+        longest = self._long_seconds if draw.random() < 0.25 else self._long_seconds / 10
+        lasts = min(draw.uniform(0.0, longest), left)
+        if kind in ("cut", "cut_one_way"):
+            one, other = draw.choice(self._pairs)
+            if draw.random() < 0.5:
+                one, other = other, one
+            return Fault(kind, at, lasts, one, other)
+        process = draw.choice(self._disks if kind == "crash_at" else self._processes)
+        if kind == "jump":
+            return Fault(kind, at, 0.0, process, amount=draw.uniform(-self._jump_seconds, self._jump_seconds))
+        if kind == "crash_at":
+            return Fault(kind, at, lasts, process, amount=draw.randrange(20))
+        return Fault(kind, at, lasts, process)
+
+
+def play(
+    simulation: Simulation, script: Iterable[Fault], on_fault: Callable[[Fault], object] = lambda _: None
+) -> float:
+    """Let the faults happen; the virtual time at which the last is over. ``on_fault`` is told when each begins."""
+    end = simulation.now
+    for fault in script:
+        simulation.call_later(fault.at, _begin, simulation, fault, on_fault)
+        end = max(end, simulation.now + fault.end)
+    return end
+
+
+def _begin(simulation: Simulation, fault: Fault, on_fault: Callable[[Fault], object]) -> None:
+    process = simulation.processes[fault.process]
+    on_fault(fault)
+    match fault.kind:
+        case "kill" | "power_loss":
+            process.kill(power_loss=fault.kind == "power_loss")
+            simulation.call_later(fault.seconds, _start, process)
+        case "crash_at":
+            if process.alive:
+                process.crash_at(int(fault.amount))
+            # Whether or not it did so many by then.
+            simulation.call_later(fault.seconds, _end_crash, process)
+        case "pause":
+            process.pause()
+            simulation.call_later(fault.seconds, process.resume)
+        case "jump":
+            process.jump(fault.amount)
+        case "cut" | "cut_one_way":
+            other = simulation.processes[fault.other]
+            simulation.network.cut(process, other, both=fault.kind == "cut")
+            simulation.call_later(fault.seconds, simulation.network.mend, process, other)
+
+
+def _start(process: Process) -> None:
+    if not process.alive:
+        process.start()
+
+
+def _end_crash(process: Process) -> None:
+    process.disk.on_operation = None
+    _start(process)

@@ -1,0 +1,40 @@
+"""What happened in a simulation: the last events to be read, and a digest of all of them to be compared.
+
+Two runs with equal digests went the same way, event by event and byte by byte.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from zlib import crc32
+
+#: Events that can be printed after a failure.
+TRACE_SIZE = 400
+
+
+class Trace:
+    """A bounded ring of lines."""
+
+    def __init__(self, size: int = TRACE_SIZE) -> None:
+        self._events: deque[tuple[float, str, str]] = deque(maxlen=size)
+        self._digest = 0
+        self.count = 0
+
+    @property
+    def digest(self) -> str:
+        """Of every event so far."""
+        return f"{self.count}-{self._digest:08x}"
+
+    def add(self, time: float, process: str, text: str) -> None:
+        """An event worth reading."""
+        self._events.append((time, process, text))
+        self.mix(f"{time!r} {process} {text}".encode())
+
+    def mix(self, data: bytes) -> None:
+        """Something that only counts for the digest."""
+        self._digest = crc32(data, self._digest)
+        self.count += 1
+
+    def lines(self) -> list[str]:
+        """The last events, oldest first."""
+        return [f"{time:12.6f}  {process:<12} {text}" for time, process, text in self._events]

@@ -1,0 +1,426 @@
+"""A simulated TCP connection: two ``Endpoint``s, which are asyncio transports, and a ``Pipe`` each way between them.
+
+The pipe is the kernels' part. It takes as many bytes as the window allows, brings them in order after the network's
+latency, holds them while the network is cut and tries again when it is not, and gives up after a time. It goes on
+while a process is paused, and says goodbye for one that was killed: with an end of stream, or with a reset when there
+was something left to read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+from zlib import crc32
+
+if TYPE_CHECKING:
+    from plait.testing.sim.loop import SimLoop
+    from plait.testing.sim.network import Network
+    from plait.testing.sim.simulation import Later
+
+#: Write buffers as asyncio has them.
+HIGH_DEFAULT = 64 * 1024
+#: What ``Protocol.data_received`` gets at most.
+READ_MAX = 256 * 1024
+#: Two deliveries of one pipe are never at the same instant.
+INSTANT = 1e-9
+
+FIN = "end of stream"
+RESET = "reset"
+
+
+class Segment:
+    """What one turn wrote, on its way; or the end."""
+
+    __slots__ = ("data", "end", "written")
+
+    def __init__(self, written: float, data: bytes = b"", end: str = "") -> None:
+        self.written = written
+        self.data = [data]
+        self.end = end
+
+
+class Pipe:
+    """From one endpoint to the other."""
+
+    def __init__(self, network: Network, source: Endpoint, target: Endpoint, window: int) -> None:
+        self._network = network
+        self._source = source
+        self._target = target
+        self._window = window
+        #: Bytes that were taken from the writer and not given to the reader.
+        self.outstanding = 0
+        self._last: Segment | None = None
+        self._arrival = 0.0
+        #: What came to a cut and waits to be sent again.
+        self._held: deque[Segment] = deque()
+        self._retrying = False
+
+    @property
+    def room(self) -> int:
+        """How much it takes now."""
+        return max(self._window - self.outstanding, 0)
+
+    def push(self, data: bytes) -> None:
+        """Bytes leave; those of one instant go together."""
+        self.outstanding += len(data)
+        last, now = self._last, self._network.simulation.now
+        if last is not None and last.written == now and not last.end:
+            last.data.append(data)
+        else:
+            self._send(Segment(now, data))
+
+    def end(self, how: str) -> None:
+        """Nothing comes after it."""
+        self._send(Segment(self._network.simulation.now, end=how))
+
+    def _send(self, segment: Segment) -> None:
+        simulation = self._network.simulation
+        self._last = segment
+        latency = self._network.latency()
+        self._arrival = max(self._arrival + INSTANT, simulation.now + latency)
+        simulation.call_later(self._arrival - simulation.now, self._arrived, segment)
+
+    def _arrived(self, segment: Segment) -> None:
+        if segment is self._last:
+            self._last = None
+        if self._held or self._network.is_cut(self._source.process, self._target.process):
+            self._held.append(segment)
+            self._network.holds(self)
+            self._source.unanswered()
+            return
+        self._deliver(segment)
+
+    def retry(self) -> None:
+        """The network may be whole again: what is held is sent again, not quite at once."""
+        if self._held and not self._retrying:
+            self._retrying = True
+            self._network.simulation.call_later(self._network.retry_pause(), self._retry)
+
+    def drop(self) -> None:
+        """What is held is not sent again."""
+        self._held.clear()
+
+    def _retry(self) -> None:
+        self._retrying = False
+        if self._network.is_cut(self._source.process, self._target.process):
+            if self._held:
+                self._network.holds(self)
+            return
+        held, self._held = self._held, deque()
+        for segment in held:
+            self._deliver(segment)
+
+    def _deliver(self, segment: Segment) -> None:
+        source, target = self._source, self._target
+        if not target.takes:
+            if not target.process.powered:
+                source.unanswered()
+            elif segment.end != RESET:
+                # Nobody has that connection any more.
+                target.out.end(RESET)
+            return
+        if self._network.is_cut(target.process, source.process):
+            # It came, but that does not get back.
+            source.unanswered()
+        if segment.end:
+            target.ended(segment.end)
+        else:
+            target.arrived(b"".join(segment.data))
+
+
+class Endpoint(asyncio.Transport):
+    """One end of a connection, as its process has it."""
+
+    def __init__(self, network: Network, loop: SimLoop, name: tuple[str, int], peer: tuple[str, int]) -> None:
+        super().__init__({"sockname": name, "peername": peer})
+        self._network = network
+        self.loop = loop
+        self.process = loop.process
+        #: The way to the peer; set when both ends exist.
+        self.out: Pipe = cast(Pipe, None)
+        self.into: Pipe = cast(Pipe, None)
+        self._protocol: asyncio.BaseProtocol | None = None
+        #: The socket exists.
+        self.kernel_open = True
+        self._unread: deque[memoryview] = deque()
+        self._unread_size = 0
+        #: How the stream has ended, once everything is read.
+        self._end = ""
+        self._error: OSError | None = None
+        self._giving_up: Later | None = None
+        self._buffer: deque[bytes] = deque()
+        self._buffer_size = 0
+        self._high, self._low = HIGH_DEFAULT, HIGH_DEFAULT // 4
+        self._writing_paused = False
+        self._write_scheduled = False
+        self._write_ended = False
+        self._reading_paused = False
+        self._read_scheduled = False
+        self._closing = False
+
+    def __repr__(self) -> str:
+        return f"<simulated connection {self.get_extra_info('sockname')} to {self.get_extra_info('peername')}>"
+
+    @property
+    def takes(self) -> bool:
+        """Bytes that come are for somebody."""
+        return self.kernel_open and self._error is None
+
+    def begin(self, protocol: asyncio.BaseProtocol) -> None:
+        """The process has the connection."""
+        self._protocol = protocol
+        protocol.connection_made(self)
+        self._look()
+
+    # --- the kernel's side ----------------------------------------------------------------------
+
+    def arrived(self, data: bytes) -> None:
+        """Bytes came."""
+        self._network.simulation.trace.mix(b"%s %d %d" % (self.process.label, len(data), crc32(data)))
+        self._unread.append(memoryview(data))
+        self._unread_size += len(data)
+        self._look()
+
+    def ended(self, how: str) -> None:
+        """The peer's kernel said goodbye, or that it knows nothing of this."""
+        if how == RESET:
+            self.broke(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"))
+        else:
+            self._end = how
+            self._look()
+
+    def broke(self, error: OSError) -> None:
+        """The connection is no more; the process notices when it reads or writes."""
+        self._answered()
+        self._error = error
+        self._look()
+        if self._buffer:
+            self.loop.call_soon(self._fatal, error)
+
+    def unanswered(self) -> None:
+        """What was sent is not confirmed: one day that is given up."""
+        if self._giving_up is None:
+            seconds = self._network.give_up_pause()
+            self._giving_up = self._network.simulation.call_later(seconds, self._give_up)
+
+    def _answered(self) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+
+    def _give_up(self) -> None:
+        self._giving_up = None
+        self.out.drop()
+        if self.kernel_open:
+            self._network.simulation.log(self.process.name, f"{self!r} times out")
+            self.broke(TimeoutError(errno.ETIMEDOUT, "Connection timed out"))
+
+    def healed(self) -> None:
+        """Both ways are whole again."""
+        self._answered()
+        self._write_soon()
+
+    def vanish(self, *, silent: bool) -> None:
+        """The process is dead; ``silent``: and its machine too."""
+        if self.kernel_open:
+            self._buffer.clear()
+            self._buffer_size = 0
+            self._close_kernel(silent=silent)
+
+    def _close_kernel(self, *, silent: bool = False) -> None:
+        self.kernel_open = False
+        self._answered()
+        self._network.closed(self)
+        if silent:
+            self.out.drop()
+        if silent or self._error is not None:
+            return
+        if self._unread_size or self._network.random.random() < self._network.reset_odds:
+            self.out.end(RESET)
+        elif not self._write_ended:
+            self.out.end(FIN)
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Let the process read, if there is something and it wants to."""
+        if self._read_scheduled or self._reading_paused or self._closing or self._protocol is None:
+            return
+        if self._unread or self._end or self._error is not None:
+            self._read_scheduled = True
+            self.loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._read_scheduled = False
+        if self._reading_paused or self._closing:
+            return
+        if self._unread:
+            self._read_some()
+            self._look()
+        elif self._error is not None:
+            self._fatal(self._error)
+        elif self._end:
+            self._end = ""
+            assert isinstance(self._protocol, asyncio.Protocol | asyncio.BufferedProtocol)
+            if not self._protocol.eof_received():
+                self.close()
+
+    def _read_some(self) -> None:
+        wanted = self._network.chunk(min(self._unread_size, READ_MAX))
+        protocol = self._protocol
+        if isinstance(protocol, asyncio.BufferedProtocol):
+            buffer = memoryview(cast(Any, protocol.get_buffer(-1))).cast("B")
+            wanted = min(wanted, len(buffer))
+            position = 0
+            while position < wanted:
+                piece = self._take(wanted - position)
+                buffer[position : position + len(piece)] = piece
+                position += len(piece)
+            self._was_read(wanted)
+            protocol.buffer_updated(wanted)
+        else:
+            assert isinstance(protocol, asyncio.Protocol)
+            pieces: list[memoryview] = []
+            left = wanted
+            while left:
+                pieces.append(self._take(left))
+                left -= len(pieces[-1])
+            self._was_read(wanted)
+            protocol.data_received(b"".join(pieces))
+
+    def _take(self, size: int) -> memoryview:
+        first = self._unread[0]
+        if len(first) <= size:
+            return self._unread.popleft()
+        self._unread[0] = first[size:]
+        return first[:size]
+
+    def _was_read(self, size: int) -> None:
+        self._unread_size -= size
+        self.into.outstanding -= size
+        self._network.window_opened(self)
+
+    def is_reading(self) -> bool:
+        return not self._reading_paused and not self._closing
+
+    def pause_reading(self) -> None:
+        self._reading_paused = True
+
+    def resume_reading(self) -> None:
+        self._reading_paused = False
+        self._look()
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._write_ended:
+            raise RuntimeError("Cannot call write() after write_eof()")
+        if not data or self._closing or not self.kernel_open:
+            return
+        if self._error is not None:
+            self.loop.call_soon(self._fatal, self._error)
+            return
+        piece = bytes(data)
+        if not self._buffer:
+            room = self.out.room
+            if room:
+                self.out.push(piece[:room])
+                piece = piece[room:]
+        if piece:
+            self._buffer.append(piece)
+            self._buffer_size += len(piece)
+            if self._buffer_size > self._high and not self._writing_paused:
+                self._writing_paused = True
+                assert self._protocol is not None
+                self._protocol.pause_writing()
+
+    def writelines(self, list_of_data: Any) -> None:
+        self.write(b"".join(list_of_data))
+
+    def write_room(self) -> None:
+        """The peer has read some: the kernel takes more."""
+        self._write_soon()
+
+    def _write_soon(self) -> None:
+        if self._buffer and not self._write_scheduled:
+            self._write_scheduled = True
+            self.loop.call_soon(self._write_more)
+
+    def _write_more(self) -> None:
+        self._write_scheduled = False
+        while self._buffer and (room := self.out.room):
+            piece = self._buffer.popleft()
+            if len(piece) > room:
+                self._buffer.appendleft(piece[room:])
+                piece = piece[:room]
+            self._buffer_size -= len(piece)
+            self.out.push(piece)
+        if self._writing_paused and self._buffer_size <= self._low:
+            self._writing_paused = False
+            assert self._protocol is not None
+            self._protocol.resume_writing()
+        if not self._buffer:
+            if self._closing:
+                self.loop.call_soon(self._lost, None)
+            elif self._write_ended:
+                self.out.end(FIN)
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def write_eof(self) -> None:
+        if not self._write_ended and not self._closing:
+            self._write_ended = True
+            if not self._buffer:
+                self.out.end(FIN)
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        if high is None:
+            high = HIGH_DEFAULT if low is None else 4 * low
+        self._high, self._low = high, high // 4 if low is None else low
+
+    def get_write_buffer_limits(self) -> tuple[int, int]:
+        return self._low, self._high
+
+    def get_write_buffer_size(self) -> int:
+        return self._buffer_size
+
+    # --- ending ---------------------------------------------------------------------------------
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        assert self._protocol is not None
+        return self._protocol
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            if not self._buffer:
+                self.loop.call_soon(self._lost, None)
+
+    def abort(self) -> None:
+        self._fatal(None)
+
+    def _fatal(self, error: Exception | None) -> None:
+        if self._buffer:
+            self._buffer.clear()
+            self._buffer_size = 0
+        elif self._closing:
+            # On its way already.
+            return
+        self._closing = True
+        self.loop.call_soon(self._lost, error)
+
+    def _lost(self, error: Exception | None) -> None:
+        if not self.kernel_open:
+            return
+        self._close_kernel()
+        if self._protocol is not None:
+            self._protocol.connection_lost(error)

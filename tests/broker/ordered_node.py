@@ -1,0 +1,176 @@
+"""Ordered consumers in a test's hands: what a client does with locks, rows and acks, step by step.
+
+An ``Owner`` keeps the rules of a client: it handles a row only while it has the lock of its logical partition, a key's
+rows one after another, gives back what it has not begun with when a lock leaves, and names what it holds when it comes
+back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from plait.broker.group import Failure
+from plait.broker.leases import Leased
+from plait.broker.ordered import OrderedGroup
+from plait.client.rows import hash_keys
+from plait.frame.columns import Column
+from plait.frame.lp import key_hashes, lps_of
+from plait.frame.view import frames_in
+from plait.storage.catalog import SubjectSettings
+from tests.support.broker_node import Node, Producer, Sent
+
+SUBJECT, GROUP = "orders", "billing"
+
+
+class Held(NamedTuple):
+    """A row in an owner's hands."""
+
+    sequence: int
+    #: Where the next row of its frame is.
+    end: int
+    key: str
+    lp: int
+    body: bytes
+    tag: int
+    epoch: int
+    attempt: int
+
+
+def make_subject(node: Node, order: str = "strict") -> None:
+    node.broker.create_subject(SUBJECT, SubjectSettings(order=order))
+    node.turn()
+
+
+def keyed(node: Node, producer: Producer, rows: list[tuple[str, bytes]], subject: str = SUBJECT) -> Sent:
+    """One frame of (key, body) rows; an empty key: none."""
+    keys = [key for key, _ in rows]
+    sent = node.submit(
+        producer.frame(subject, *(body for _, body in rows), keys=keys, key_hashes=hash_keys(keys, len(keys)))
+    )
+    node.turn()
+    return sent
+
+
+class Owner:
+    """One ordered consumer."""
+
+    def __init__(self, node: Node, client: str, **settings: Any) -> None:
+        self.node = node
+        self.client = client
+        self.settings = settings
+        self.wants: list[tuple[int, int, int, int]] = []
+        self.rows: list[Held] = []
+        self.rights: dict[int, int] = {}
+        self.lease_until = 0.0
+        self.leased: Leased | None = None
+        self.attach()
+
+    def attach(self) -> None:
+        holds = [(row.sequence, row.sequence + 1, row.epoch) for row in self.rows]
+        self.consumer = self.node.attach(
+            SUBJECT, GROUP, self.client, ordered=True, holds=holds, token=7, **self.settings
+        )
+        self.rows = [row._replace(tag=0, end=row.sequence + 1) for row in self.rows]
+
+    @property
+    def group(self) -> OrderedGroup:
+        group = self.consumer.group
+        assert isinstance(group, OrderedGroup)
+        return group
+
+    @property
+    def valid(self) -> bool:
+        return self.node.clock.monotonic() < self.lease_until
+
+    def lease(self, wants: Sequence[tuple[int, ...]] | None = None) -> Leased:
+        """Ask for locks, and do what follows from the answer."""
+        if wants is not None:
+            self.wants = [(each[0], each[1], each[2], each[3] if len(each) > 3 else 0) for each in wants]
+        asked = self.node.clock.monotonic()
+        leased = self.node.broker.leases.ask(self.consumer, self.wants, [], [])
+        self.node.turn()
+        self.leased = leased
+        self.lease_until = asked + leased.seconds
+        self.rights = {lp: epoch for first, end, epoch in leased.owned for lp in range(first, end)}
+        self.give_back([row for row in self.rows if row.lp not in self.rights])
+        return leased
+
+    def pull(self, count: int = 1000) -> list[Held]:
+        pulled = self.node.pull(self.consumer, count)
+        [delivery] = pulled.answers
+        rows: list[Held] = []
+        if delivery is not None and delivery.count:
+            frames = frames_in(b"".join(delivery.parts))
+            for frame, (first, last, attempt), tag in zip(frames, delivery.ranges, delivery.tags, strict=True):
+                sequences = frame.sequences()
+                hashes = key_hashes(frame)
+                lps = lps_of(sequences, hashes).tolist()
+                numbers = sequences.tolist()
+                assert (numbers[0], numbers[-1] + 1) == (first, last)
+                keys = frame.binary(Column.KEY).to_pylist() if frame.has(Column.KEY) else [b""] * frame.count
+                bodies = frame.binary(Column.BODY).to_pylist()
+                ends = [*numbers[1:], numbers[-1] + 1]
+                rows += [
+                    Held(*values, tag, frame.epoch, attempt)
+                    for values in zip(numbers, ends, [key.decode() for key in keys], lps, bodies, strict=True)
+                ]
+        self.rows += rows
+        return rows
+
+    def pull_all(self) -> list[Held]:
+        """Until nothing comes."""
+        rows: list[Held] = []
+        while some := self.pull():
+            rows += some
+        return rows
+
+    def first_of(self, key: str) -> Held:
+        return next(row for row in sorted(self.rows) if row.key == key)
+
+    def ready(self) -> list[Held]:
+        """The rows that may be handled now: the first of each key, where the lock is certain."""
+        seen: set[str] = set()
+        ready = []
+        for row in sorted(self.rows):
+            if row.key and row.key in seen:
+                continue
+            seen.add(row.key)
+            if row.lp in self.rights and self.valid:
+                ready.append(row)
+        return ready
+
+    def ack(self, *rows: Held) -> bool:
+        """Neighbours of one frame are acked as one range."""
+        ranges: list[tuple[int, int, int]] = []
+        tags: list[int] = []
+        for row in sorted(rows):
+            if ranges and tags[-1] == row.tag and row.tag and ranges[-1][1:] == (row.sequence, row.epoch):
+                ranges[-1] = (ranges[-1][0], row.end, row.epoch)
+            else:
+                ranges.append((row.sequence, row.end, row.epoch))
+                tags.append(row.tag)
+        for row in rows:
+            self.rows.remove(row)
+        answered: list[bool] = []
+        self.node.broker.ack(self.consumer, ranges, lambda: answered.append(True), tags)
+        self.node.turn()
+        return bool(answered)
+
+    def nack(self, row: Held, delay: float | None = 0.0, **failure: Any) -> None:
+        """It failed; if it holds its key, what is behind it is not ours any more, and that is said too."""
+        self.rows.remove(row)
+        self._nack([row], Failure(delay, **failure))
+        if self.group.strict and row.key:
+            self.give_back([each for each in self.rows if each.key == row.key and each.sequence > row.sequence])
+
+    def give_back(self, rows: list[Held]) -> None:
+        """Nobody began with them."""
+        self.rows = [row for row in self.rows if row not in rows]
+        if rows:
+            self._nack(rows, Failure(0.0, counted=False))
+
+    def _nack(self, rows: list[Held], failure: Failure) -> None:
+        ranges = [(row.sequence, row.sequence + 1 if row.tag == 0 else row.end, row.epoch) for row in rows]
+        self.node.broker.nack(self.consumer, ranges, None, failure, [row.tag for row in rows])
+        self.node.turn()

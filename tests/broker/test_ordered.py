@@ -1,0 +1,324 @@
+"""Ordered groups on a broker: locks, strands, failures that hold one key, parking."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.broker import sealing
+from plait.errors import GroupMismatch, InvalidArgument, StaleRoute
+from plait.frame.lp import lp_of_key
+from plait.retry import Retry
+from plait.storage.catalog import SubjectSettings
+from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed, make_subject
+from tests.support.broker_node import Node, Producer, Sent
+
+ALL = [(0, 1024, 1)]
+
+
+def bodies(rows: list) -> list[bytes]:
+    return [row.body for row in rows]
+
+
+def node_with(order: str = "strict", **settings: object) -> Node:
+    node = Node(**settings)
+    make_subject(node, order)
+    return node
+
+
+def halves(epoch: int = 1) -> tuple[list, list]:
+    return [(0, 512, epoch)], [(512, 1024, epoch)]
+
+
+def keys_by_half() -> tuple[str, str]:
+    low = next(f"k{i}" for i in range(1000) if lp_of_key(f"k{i}") < 512)
+    high = next(f"k{i}" for i in range(1000) if lp_of_key(f"k{i}") >= 512)
+    return low, high
+
+
+def test_everybody_who_waits_is_served_when_rows_come():
+    node = node_with()
+    low, high = keys_by_half()
+    one, two = Owner(node, "c1"), Owner(node, "c2")
+    one.lease(halves()[0])
+    two.lease(halves()[1])
+    waiting = [node.pull(owner.consumer, wait=10) for owner in (one, two)]
+    keyed(node, Producer(5), [(high, b"h")])
+    assert [pulled.answered for pulled in waiting] == [False, True]
+    keyed(node, Producer(6), [(low, b"l")])
+    assert [pulled.bodies for pulled in waiting] == [[b"l"], [b"h"]]
+
+
+def test_without_locks_nothing_is_handed_out():
+    node = node_with()
+    keyed(node, Producer(5), [("a", b"1")])
+    owner = Owner(node, "c1")
+    assert owner.pull() == []
+    owner.lease(ALL)
+    assert bodies(owner.pull()) == [b"1"]
+
+
+def test_each_owner_gets_the_rows_of_its_logical_partitions():
+    node = node_with()
+    low, high = keys_by_half()
+    producer = Producer(5)
+    for number in range(10):
+        keyed(node, producer, [(low, b"l%d" % number), (high, b"h%d" % number)])
+    one, two = Owner(node, "c1"), Owner(node, "c2")
+    one.lease(halves()[0])
+    two.lease(halves()[1])
+    assert bodies(one.pull()) == [b"l%d" % number for number in range(10)]
+    assert bodies(two.pull()) == [b"h%d" % number for number in range(10)]
+
+
+def test_keyless_rows_are_everybodys_and_all_are_handed_out_once():
+    node = node_with()
+    producer = Producer(5)
+    for number in range(40):
+        node.submit(producer.frame(SUBJECT, *(b"%d-%d" % (number, row) for row in range(50))))
+        node.turn()
+    one, two = Owner(node, "c1"), Owner(node, "c2")
+    one.lease(halves()[0])
+    two.lease(halves()[1])
+    got = bodies(one.pull(10_000)), bodies(two.pull(10_000))
+    assert all(got)
+    assert sorted(got[0] + got[1]) == sorted(node.bodies(SUBJECT))
+
+
+def test_acked_rows_never_come_again_after_a_kill():
+    node = node_with()
+    low, high = keys_by_half()
+    producer = Producer(5)
+    for number in range(10):
+        keyed(node, producer, [(low, b"l%d" % number), (high, b"h%d" % number)])
+    one, two = Owner(node, "c1"), Owner(node, "c2")
+    one.lease(halves()[0])
+    two.lease(halves()[1])
+    one.ack(*one.pull()[:7])
+    two.pull()
+    again = node.killed()
+    again.clock.advance(60)
+    again.membership.lose_silent()
+    again.turn()
+    both = Owner(again, "c3")
+    both.lease([(0, 1024, 2)])
+    assert sorted(bodies(both.pull_all())) == sorted([b"l7", b"l8", b"l9", *(b"h%d" % number for number in range(10))])
+
+
+def test_a_lock_passes_on_only_when_nothing_is_in_the_owners_hands():
+    node = node_with()
+    keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
+    old, new = Owner(node, "c1"), Owner(node, "c2")
+    old.lease(ALL)
+    first, second = old.pull()
+    news = old.consumer.news
+    assert new.lease([(0, 1024, 2)]).owned != [(0, 1024, 2)]
+    assert old.consumer.news > news
+    assert new.pull() == []
+    # The lock of the key is in the old owner's hands still; all others have passed on.
+    lp = lp_of_key("a")
+    old.rows.remove(second)
+    rows = [first]
+    leased = node.broker.leases.ask(old.consumer, old.wants, [], [])
+    assert leased.leaving == [(lp, lp + 1)]
+    old.give_back([second])
+    assert new.pull() == []
+    old.rows = rows
+    old.ack(first)
+    new.lease()
+    assert new.leased is not None
+    assert new.leased.owned == [(0, 1024, 2)]
+    assert bodies(new.pull()) == [b"2"]
+
+
+def test_an_owner_that_is_silent_past_its_lease_loses_its_locks_and_its_acks_mean_nothing():
+    node = node_with()
+    keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
+    old = Owner(node, "c1")
+    old.lease(ALL)
+    rows = old.pull()
+    node.clock.advance(node.broker.leases.seconds)
+    assert node.membership.lose_silent() == []
+    new = Owner(node, "c2")
+    assert new.lease([(0, 1024, 2)]).owned != [(0, 1024, 2)]
+    node.clock.advance(node.broker.limits.lease_margin_seconds)
+    assert [consumer.client for consumer, _ in node.membership.lose_silent()] == ["c1"]
+    node.turn()
+    assert new.lease().owned == [(0, 1024, 2)]
+    old.ack(*rows)
+    assert [(row.body, row.attempt) for row in new.pull()] == [(b"1", 2), (b"2", 2)]
+
+
+def test_a_lower_epoch_is_refused():
+    node = node_with()
+    new, old = Owner(node, "c2"), Owner(node, "c1")
+    new.lease([(0, 1024, 5)])
+    leased = old.lease([(0, 1024, 4)])
+    assert (leased.owned, leased.refused) == ([], [(0, 1024, 5)])
+    new.lease([])
+    assert old.lease().refused == [(0, 1024, 5)]
+
+
+def test_after_a_restart_the_owner_goes_on_and_nobody_else_gets_its_locks_within_a_lease():
+    node = node_with()
+    keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
+    old = Owner(node, "c1")
+    old.lease(ALL)
+    old.pull()
+    again = node.killed()
+    new = Owner(again, "c2")
+    assert new.lease([(0, 1024, 2)]).owned == []
+    old.node = again
+    old.attach()
+    assert old.lease([(0, 1024, 1)]).owned != ALL
+    # It has what is in its hands until it is done with it.
+    old.ack(*old.rows) if old.rows else None
+    again.clock.advance(again.broker.leases.longest)
+    again.broker.leases.look()
+    assert new.lease().owned == [(0, 1024, 2)]
+
+
+def test_floors_fence_out_epochs_that_a_power_loss_took_from_the_log():
+    node = node_with()
+    node.broker.leases.waits_for_floors = True
+    owner = Owner(node, "c1")
+    assert owner.lease([(0, 1024, 5)]).owned == []
+    node.broker.leases.set_floors({(SUBJECT, GROUP): [(0, 1024, 7)]})
+    assert owner.lease([(0, 1024, 6)]).owned == []
+    assert owner.lease([(0, 1024, 7)]).owned == [(0, 1024, 7)]
+
+
+def test_a_failed_message_of_a_strict_subject_holds_its_key_alone():
+    node = node_with()
+    producer = Producer(5)
+    keyed(node, producer, [("a", b"a1"), ("b", b"b1"), ("a", b"a2"), ("b", b"b2")])
+    owner = Owner(node, "c1", retry=Retry(first=10, jitter=0))
+    owner.lease(ALL)
+    owner.pull()
+    owner.nack(owner.first_of("a"), None)
+    keyed(node, producer, [("a", b"a3"), ("b", b"b3")])
+    assert bodies(owner.pull()) == [b"b3"]
+    owner.ack(*[row for row in owner.rows if row.key == "b"])
+    node.clock.advance(5)
+    owner.lease()
+    assert owner.pull() == []
+    node.later(6)
+    owner.lease()
+    assert [(row.body, row.attempt) for row in owner.pull()] == [(b"a1", 2)]
+    owner.ack(*owner.rows)
+    assert bodies(owner.pull()) == [b"a2", b"a3"]
+    owner.ack(*owner.rows)
+    keyed(node, producer, [("a", b"a4"), ("b", b"b4")])
+    assert bodies(owner.pull()) == [b"a4", b"b4"]
+    owner.ack(*owner.rows)
+    owner.pull()
+    assert not owner.group.strands.by_key
+
+
+def test_a_failed_message_of_a_best_tried_subject_waits_and_its_key_goes_on():
+    node = node_with("best_tried")
+    keyed(node, Producer(5), [("a", b"a1"), ("a", b"a2")])
+    owner = Owner(node, "c1", retry=Retry(first=10, jitter=0))
+    owner.lease(ALL)
+    owner.pull()
+    owner.nack(owner.first_of("a"), None)
+    assert bodies(owner.rows) == [b"a2"]
+    owner.ack(*owner.rows)
+    node.later(9)
+    owner.lease()
+    node.later(1.5)
+    assert [(row.body, row.attempt) for row in owner.pull()] == [(b"a1", 2)]
+
+
+def parked_key() -> tuple[Node, Owner, Producer]:
+    node = node_with()
+    producer = Producer(5)
+    keyed(node, producer, [("a", b"a1"), ("b", b"b1"), ("a", b"a2")])
+    owner = Owner(node, "c1", retry=Retry(attempts=1))
+    owner.lease(ALL)
+    owner.pull()
+    owner.nack(owner.first_of("a"), None)
+    keyed(node, producer, [("a", b"a3"), ("b", b"b2")])
+    assert bodies(owner.pull()) == [b"b2"]
+    assert [strand.parked for strand in owner.group.strands.by_key.values()] == [True]
+    assert owner.group.pull_log.dead.count == 1
+    owner.ack(*owner.rows)
+    return node, owner, producer
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_out_of_attempts_a_key_is_parked_and_resume_goes_on_with_the_message_that_failed(crash: bool):
+    node, owner, producer = parked_key()
+    if crash:
+        node = owner.node = node.killed()
+        owner.attach()
+        owner.lease()
+    [key] = [strand.key for strand in owner.group.parked()]
+    assert owner.group.resume(key, node.broker, skip=False)
+    node.turn()
+    assert bodies(owner.pull()) == [b"a1"]
+    owner.ack(*owner.rows)
+    assert bodies(owner.pull()) == [b"a2", b"a3"]
+    owner.ack(*owner.rows)
+    keyed(node, producer, [("a", b"a4")])
+    assert bodies(owner.pull()) == [b"a4"]
+    assert owner.group.pull_log.dead.count == 0
+
+
+def test_skip_goes_on_behind_the_message_that_failed_which_stays_a_dead_letter():
+    node, owner, _ = parked_key()
+    [key] = [strand.key for strand in owner.group.parked()]
+    assert owner.group.resume(key, node.broker, skip=True)
+    assert bodies(owner.pull()) == [b"a2", b"a3"]
+    assert owner.group.pull_log.dead.count == 1
+    assert not owner.group.resume(key, node.broker, skip=True)
+
+
+def test_what_is_wanted_up_to_a_fence_is_drained_when_all_below_is_done_and_nothing_behind_it_is_handed_out():
+    node = node_with()
+    producer = Producer(5)
+    keyed(node, producer, [("a", b"1"), ("b", b"2")])
+    fences: list = []
+    sealing.seal(node.broker, SUBJECT, [(0, 1024)], 2, fences.extend)
+    node.turn()
+    assert fences == [(0, 1024, 2)]
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 3, SubjectSettings(order="strict"))
+    keyed(node, producer, [("a", b"3"), ("b", b"4")])
+    owner = Owner(node, "c1")
+    assert owner.lease([(0, 1024, 1, 2)]).drained == []
+    rows = owner.pull_all()
+    assert bodies(rows) == [b"1", b"2"]
+    owner.ack(rows[0])
+    drained = {each for first, end in owner.lease().drained for each in range(first, end)}
+    assert lp_of_key("b") not in drained
+    owner.ack(rows[1])
+    assert owner.lease().drained == [(0, 1024)]
+    assert owner.pull_all() == []
+    owner.lease(ALL)
+    assert bodies(owner.pull_all()) == [b"3", b"4"]
+
+
+def test_a_sealed_partition_refuses_what_is_new_and_knows_what_it_has():
+    node = node_with()
+    producer = Producer(5)
+    sent = keyed(node, producer, [("a", b"1")])
+    sealing.seal(node.broker, SUBJECT, [(lp_of_key("a"), lp_of_key("a") + 1)], 2, lambda _: None)
+    node.turn()
+    again = node.submit(Sent(SUBJECT, sent.data, sent.bodies))
+    node.turn()
+    assert again.sequence == 0
+    refused = keyed(node, producer, [("a", b"2")])
+    assert isinstance(refused.error, StaleRoute)
+    assert refused.error.details["last"] == 1
+    other = next(f"k{i}" for i in range(1000) if lp_of_key(f"k{i}") != lp_of_key("a"))
+    assert keyed(node, Producer(6), [(other, b"3")]).sequence == 1
+    restarted = node.killed()
+    assert isinstance(keyed(restarted, Producer(8), [("a", b"4")]).error, StaleRoute)
+
+
+def test_a_member_that_asks_for_another_order_is_refused_with_both_named():
+    node = node_with()
+    Owner(node, "c1")
+    with pytest.raises(GroupMismatch, match=r"ordered=True.*asks for False"):
+        node.attach(SUBJECT, GROUP, "c2")
+    with pytest.raises(InvalidArgument, match="neither broadcast nor"):
+        node.attach(SUBJECT, "other", "c2", ordered=True, delivery="at_most_once")

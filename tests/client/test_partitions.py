@@ -1,0 +1,247 @@
+"""A consumer of a subject with several partitions, on several brokers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import plait
+from tests.client.cluster import EAGER, Cluster, by_partition, cluster_of
+from tests.client.support import fetch_all, numbers, until
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with cluster_of(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+async def client(cluster: Cluster) -> AsyncIterator[plait.Client]:
+    async with cluster.connect() as connected:
+        yield connected
+
+
+async def test_rows_of_all_partitions_come_and_name_their_place(cluster: Cluster, client: plait.Client) -> None:
+    await cluster.send("g1", 3)
+    await cluster.send("g2", 4, first=10)
+    async with client.consumer("s", group="g") as consumer:
+        found = await fetch_all(consumer, 7)
+        assert by_partition(found) == {"s@g1": [0, 1, 2], "s@g2": [10, 11, 12, 13]}
+        for message in found:
+            message.ack()
+        await consumer.flush()
+    assert [await cluster.lag("g1"), await cluster.lag("g2")] == [0, 0]
+
+
+async def test_a_batch_is_acked_and_nacked_on_each_of_its_brokers(cluster: Cluster, client: plait.Client) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        await cluster.send("g1", 5)
+        await cluster.send("g2", 5)
+        await until(lambda: consumer._buffer.count == 10)
+        batch = await consumer.fetch_arrow(10)
+        await batch.nack([0, 9], delay=60)
+        await batch.ack()
+        assert [await cluster.lag("g1"), await cluster.lag("g2")] == [1, 1]
+
+
+async def test_iteration_goes_over_all_partitions(cluster: Cluster, client: plait.Client) -> None:
+    await cluster.send("g1", 150)
+    await cluster.send("g2", 150, first=150)
+    seen: list[int] = []
+    async with client.consumer("s", group="g") as consumer:
+        async for message in consumer:
+            message.ack()
+            seen.append(int(message.body))
+            if len(seen) == 300:
+                break
+    assert sorted(seen) == list(range(300))
+
+
+async def test_every_broadcast_consumer_gets_all_partitions(cluster: Cluster, client: plait.Client) -> None:
+    async with client.consumer("s") as one, client.consumer("s") as two:
+        await cluster.send("g1", 2)
+        await cluster.send("g2", 2, first=2)
+        for consumer in (one, two):
+            assert sorted(numbers(await fetch_all(consumer, 4))) == [0, 1, 2, 3]
+
+
+async def test_at_most_once_shares_the_demand_and_pulls_nothing_ahead(cluster: Cluster, client: plait.Client) -> None:
+    await cluster.send("g1", 100)
+    await cluster.send("g2", 100, first=100)
+    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
+        found = await fetch_all(consumer, 10)
+        assert len(set(numbers(found))) == 10
+        await until(lambda: not any(pulling.pulls for pulling in consumer._clients))
+        left = await cluster.lag("g1") + await cluster.lag("g2")
+        assert left + 10 + consumer._buffer.count == 200
+        assert consumer._buffer.count <= 5
+
+
+async def test_a_broker_that_is_away_does_not_stop_the_others(cluster: Cluster, client: plait.Client) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        await cluster.send("g1", 2)
+        await cluster.send("g2", 2, first=10)
+        held = await fetch_all(consumer, 4)
+        await cluster.brokers["g2"].kill()
+        await until(lambda: not all(pulling.attached for pulling in consumer._clients))
+        for message in held:
+            message.ack()
+        await cluster.send("g1", 3, first=2)
+        batch = await consumer.fetch(3, wait=20)
+        assert numbers(batch) == [2, 3, 4]
+        # Waits for the broker that has them alone.
+        await batch.ack()
+        await cluster.brokers["g2"].start()
+        await consumer.flush()
+        await cluster.send("g2", 1, first=12)
+        assert numbers(await fetch_all(consumer, 1)) == [12]
+        assert [await cluster.lag("g1"), await cluster.lag("g2")] == [0, 1]
+
+
+async def test_a_consumer_opens_without_a_broker_that_is_away(cluster: Cluster, client: plait.Client) -> None:
+    await cluster.send("g1", 1)
+    await cluster.send("g2", 1, first=1)
+    await cluster.brokers["g2"].kill()
+    async with client.consumer("s", group="g") as consumer:
+        assert numbers(await fetch_all(consumer, 1)) == [0]
+        await cluster.brokers["g2"].start()
+        assert numbers(await fetch_all(consumer, 1)) == [1]
+
+
+async def test_a_consumer_does_not_open_when_all_are_away(cluster: Cluster) -> None:
+    limits = msgspec.structs.replace(EAGER, request_seconds=0.1)
+    async with cluster.connect(limits=limits) as client:
+        await client._router.route("s")
+        for broker in cluster.brokers.values():
+            await broker.kill()
+        await until(lambda: client._node.link is None)
+        with pytest.raises(plait.Unavailable):
+            await client.consumer("s", group="g").__aenter__()
+
+
+async def test_what_one_broker_refuses_is_raised_at_opening(cluster: Cluster, client: plait.Client) -> None:
+    async with (
+        cluster.brokers["g2"].connect() as direct,
+        direct.consumer("s", group="g", delivery="at_most_once"),
+    ):
+        with pytest.raises(plait.GroupMismatch):
+            await client.consumer("s", group="g").__aenter__()
+
+
+async def test_new_partitions_are_consumed_from_their_first_message(cluster: Cluster, client: plait.Client) -> None:
+    cluster.partitions = [("s", "g1")]
+    async with client.consumer("s", group="g", start="latest") as consumer:
+        await cluster.send("g2", 2, subject="s.1")
+        await cluster.change(client, ("s", "g1"), ("s.1", "g2"))
+        found = await fetch_all(consumer, 2)
+        assert by_partition(found) == {"s.1@g2": [0, 1]}
+
+
+async def test_a_partition_that_left_the_route_is_left_when_nothing_of_it_is_in_hand(
+    cluster: Cluster, client: plait.Client
+) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        await cluster.send("g2", 2)
+        held = await fetch_all(consumer, 2)
+        await cluster.change(client, ("s", "g1"))
+        assert len(consumer._clients) == 2
+        for message in held:
+            message.ack()
+        await until(lambda: len(consumer._clients) == 1 and not consumer._leaving)
+        async with cluster.brokers["g2"].connect() as direct:
+            info = await direct.admin.group("s", "g")
+            assert (info.lag, [c for c in info.consumers if c.online]) == (0, [])
+
+
+async def test_a_partition_that_comes_back_meanwhile_stays(cluster: Cluster, client: plait.Client) -> None:
+    async with client.consumer("s", group="g") as consumer:
+        await cluster.send("g2", 1)
+        [message] = await fetch_all(consumer, 1)
+        await cluster.change(client, ("s", "g1"))
+        await cluster.change(client, ("s", "g1"), ("s", "g2"))
+        message.ack()
+        await consumer.flush()
+        await cluster.send("g2", 1, first=1)
+        assert numbers(await fetch_all(consumer, 1)) == [1]
+        assert len(consumer._clients) == 2
+
+
+async def test_a_busy_partition_does_not_starve_another(cluster: Cluster, client: plait.Client) -> None:
+    await cluster.send("g1", 1_000)
+    async with client.consumer("s", group="g", prefetch=100) as consumer:
+        await until(lambda: consumer._buffer.count == 75)
+        await cluster.send("g2", 1_000, first=1_000)
+        # Of 100 each has a quarter for itself, the rest is for whoever has more.
+        await until(lambda: consumer._buffer.count == 100)
+        assert {place: len(rows) for place, rows in by_partition(list(await consumer.fetch(100))).items()} == {
+            "s@g1": 75,
+            "s@g2": 25,
+        }
+
+
+async def test_closing_gives_back_what_was_pulled_ahead_from_each(cluster: Cluster, client: plait.Client) -> None:
+    await cluster.send("g1", 10)
+    await cluster.send("g2", 10)
+    async with client.consumer("s", group="g") as consumer:
+        await until(lambda: consumer._buffer.count == 20)
+    async with client.consumer("s", group="g") as consumer:
+        assert {message.attempt for message in await fetch_all(consumer, 20)} == {1}
+
+
+async def test_acks_are_spooled_for_each_partition(cluster: Cluster, tmp_path: Path) -> None:
+    spool = tmp_path / "spool"
+    impatient = msgspec.structs.replace(EAGER, request_seconds=0.1)
+    async with cluster.connect(client_id="worker", spool=spool, limits=impatient) as client:
+        await cluster.send("g1", 2)
+        await cluster.send("g2", 3)
+        async with client.consumer("s", group="g") as consumer:
+            held = await fetch_all(consumer, 5)
+            for broker in cluster.brokers.values():
+                await broker.kill()
+            await until(lambda: not any(pulling.attached for pulling in consumer._clients))
+            for message in held:
+                message.ack()
+            await until(lambda: len(list(spool.glob("*.words"))) == 2)
+    for broker in cluster.brokers.values():
+        await broker.start()
+    async with cluster.connect(client_id="worker", spool=spool) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        assert [await cluster.lag("g1"), await cluster.lag("g2")] == [0, 0]
+        assert not list(spool.iterdir())
+
+
+async def test_suspension_holds_for_all_partitions(cluster: Cluster, client: plait.Client) -> None:
+    await cluster.send("g1", 3)
+    await cluster.send("g2", 3)
+    async with client.consumer("s", group="g") as consumer:
+        await until(lambda: consumer._buffer.count == 6)
+        consumer._suspend()
+        await consumer.flush()
+        assert consumer._buffer.count == 0
+        async with cluster.connect() as other, other.consumer("s", group="g") as second:
+            assert len(await fetch_all(second, 6)) == 6
+        consumer._resume()
+        assert len(await fetch_all(consumer, 6)) == 6
+
+
+async def test_a_handler_gets_messages_of_all_partitions(cluster: Cluster) -> None:
+    app = plait.App(cluster.brokers["g1"].address, group="g", limits=EAGER)
+    app._new_client = cluster.connect  # type: ignore[method-assign]
+    seen: list[str] = []
+
+    @app.subscriber("s")
+    async def on_message(message: plait.Message) -> None:
+        seen.append(str(message.partition))
+
+    running = asyncio.ensure_future(app.run())
+    await cluster.send("g1", 2)
+    await cluster.send("g2", 2)
+    await until(lambda: len(seen) == 4)
+    app.stop()
+    await running
+    assert sorted(seen) == ["s@g1", "s@g1", "s@g2", "s@g2"]

@@ -1,0 +1,15 @@
+"""Many seeds of the simulated clusters; the ordinary tests run a few of each."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.cluster import Cluster
+from tests.support.deep import Cycles
+
+
+@pytest.mark.deep("sim")
+@pytest.mark.parametrize("flush", ["async", "sync"])
+def test_a_shared_cluster_survives_two_thousand_seeds(seed: int, cycles: Cycles, flush: str):
+    for number in cycles(2000):
+        Cluster(seed + number, flush=flush, seconds=15.0 + number % 4 * 10.0).run()

@@ -1,0 +1,76 @@
+"""Databases for the meta server's tests: every test that asks for ``url`` runs on SQLite and on PostgreSQL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.limits import MetaLimits
+from plait.meta.database import Database
+from plait.meta.migrate import migrate
+from plait.meta.service import MetaService
+from plait.meta.store import Store
+from tests.meta.support import Stores
+from tests.support.postgres import Postgres, name_of
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """One instance for all tests."""
+    instance = Postgres()
+    try:
+        yield instance
+    finally:
+        instance.remove()
+
+
+@pytest.fixture(scope="session")
+def template(postgres: Postgres) -> str:
+    """The name of a database that has the newest schema: copying it is quicker than making it."""
+    url = postgres.create()
+    database = Database(url)
+    migrate(database)
+    database.close()
+    return name_of(url)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A database with the newest schema and nothing in it."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path}/meta.db"
+        return
+    postgres: Postgres = request.getfixturevalue("postgres")
+    address = postgres.create(request.getfixturevalue("template"))
+    yield address
+    postgres.drop(address)
+
+
+@pytest.fixture
+def stores(url: str) -> Iterator[Stores]:
+    """Makes stores over the test's database, each with connections of its own."""
+    opened: list[Store] = []
+
+    def store(*, alone: bool = False) -> Store:
+        opened.append(Store(Database(url), cluster="test", alone=alone))
+        return opened[-1]
+
+    yield store
+    for each in opened:
+        each.close()
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def service(stores: Stores, clock: ManualClock) -> MetaService:
+    """A meta server with one broker group, g1."""
+    made = MetaService(stores(), clock, MetaLimits())
+    made.register_broker("g1", "b1", "plait://b1:1")
+    return made

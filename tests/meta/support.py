@@ -1,0 +1,76 @@
+"""A meta server's surroundings: brokers that carry out its orders, clients that beat, time that passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from plait.clock import ManualClock
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.lps import NumberedRun
+from plait.meta.routes import Place
+from plait.meta.service import MetaService
+from plait.meta.store import Store
+from plait.meta.views import Beaten, Share
+
+#: Makes a store over the test's database.
+Stores = Callable[..., Store]
+
+
+def settle(service: MetaService) -> None:
+    """Allocate until there is nothing left to."""
+    while service.step().more:
+        pass
+
+
+def converge(service: MetaService, *, without: Iterable[str] = (), fence: int = 10) -> None:
+    """Carry out all orders, but for those to broker groups that cannot be reached."""
+    lost = set(without)
+    while True:
+        makes = [make for make in service.pending_makes() if make.place.group not in lost]
+        moves = [move for move in service.pending_moves() if move.place.group not in lost]
+        for make in makes:
+            service.made(make)
+        for move in moves:
+            service.sealed(move, [(first, end, fence) for first, end in move.lps])
+        if not makes and not moves:
+            return
+
+
+def register(service: MetaService, *groups: str) -> None:
+    for group in groups:
+        service.register_broker(group, f"{group}-1", f"plait://{group}:1")
+
+
+def pass_time(clock: ManualClock, seconds: float, *services: MetaService, beating: Iterable[str] = ()) -> None:
+    """A second at a time; the broker groups in ``beating`` are heard of, by the first meta server."""
+    for _ in range(round(seconds)):
+        clock.advance(1.0)
+        for group in beating:
+            assert services[0].beat_broker(group, f"{group}-1", "RW")
+        for service in services:
+            service.tick()
+            settle(service)
+
+
+def join(service: MetaService, client: str, subject: str = "s", group: str = "g", *, ordered: bool = True) -> Beaten:
+    return service.beat_client(client, [(subject, group, ordered)])
+
+
+def lps(runs: Iterable[NumberedRun]) -> int:
+    return sum(end - first for first, end, _ in runs)
+
+
+def share(beaten: Beaten) -> Share:
+    (only,) = beaten.shares
+    return only
+
+
+def places(service: MetaService, subject: str) -> list[str]:
+    return [str(place) for place in service.route(subject, create=False).route.partitions]
+
+
+def place(text: str) -> Place:
+    return Place(*text.split("@"))
+
+
+ALL = [(0, LOGICAL_PARTITIONS)]

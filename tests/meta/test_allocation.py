@@ -1,0 +1,139 @@
+"""Allocations: fair, sticky, and every change of hands has an epoch of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.allocation import Allocation, allocate, decode
+
+MEMBERS = st.lists(st.sampled_from([f"c{number}" for number in range(40)]), unique=True, max_size=40)
+
+
+def names(count: int) -> list[str]:
+    return [f"client-{number:04}" for number in range(count)]
+
+
+def owner_of(allocation: Allocation) -> list[str | None]:
+    return [allocation.members[owner] if owner >= 0 else None for owner in allocation.owners.tolist()]
+
+
+def check(allocation: Allocation) -> None:
+    """Every LP has exactly one owner while there are members; shares differ by one at most."""
+    owned = sorted((first, end, member) for member in allocation.members for first, end, _ in allocation.lps_of(member))
+    if not allocation.members:
+        assert owned == []
+        return
+    assert [first for first, _, _ in owned] == [0, *(end for _, end, _ in owned[:-1])]
+    assert owned[-1][1] == LOGICAL_PARTITIONS
+    counts = np.bincount(allocation.owners, minlength=len(allocation.members))
+    assert counts.max() - counts.min() <= 1
+    assert allocation.epochs.max() <= allocation.epoch
+
+
+def test_when_one_of_32_leaves_only_its_lps_move():
+    before = allocate(names(32), None)
+    leaver = names(32)[7]
+    after = allocate([name for name in names(32) if name != leaver], before)
+    check(after)
+    moved = [lp for lp, (old, new) in enumerate(zip(owner_of(before), owner_of(after), strict=True)) if old != new]
+    assert {owner_of(before)[lp] for lp in moved} == {leaver}
+    assert len(moved) == 32
+    assert set(after.epochs[moved].tolist()) == {2}
+    assert set(np.delete(after.epochs, moved).tolist()) == {1}
+
+
+def test_who_joins_gets_what_is_needed_and_from_the_richest():
+    three = allocate(["a", "b", "c"], None)
+    counts = {member: sum(end - first for first, end, _ in three.lps_of(member)) for member in "abc"}
+    assert counts == {"a": 342, "b": 341, "c": 341}
+    four = allocate(["a", "b", "c", "d"], three)
+    check(four)
+    moved = int((four.epochs == 2).sum())
+    assert moved == LOGICAL_PARTITIONS // 4 == sum(end - first for first, end, _ in four.lps_of("d"))
+
+
+def test_one_of_two_that_were_equal_keeps_the_larger_share():
+    """33 members: one of them has 32 still, the others give one each."""
+    after = allocate([*names(32), "zoe"], allocate(names(32), None))
+    assert int((after.epochs == 2).sum()) == 31
+
+
+def test_the_same_members_change_nothing():
+    before = allocate(names(5), None)
+    assert allocate(names(5)[::-1], before) is before
+
+
+def test_the_same_input_gives_the_same_output():
+    assert allocate(names(9), allocate(names(4), None)) == allocate(names(9)[::-1], allocate(names(4)[::-1], None))
+
+
+def test_of_more_members_than_lps_some_get_none():
+    before = allocate(names(1500), None)
+    check(before)
+    assert before.lps_of(names(1500)[1499]) == []
+    after = allocate([*names(1500), "zoe"], before)
+    check(after)
+    assert after.epoch == before.epoch
+
+
+def test_who_is_no_member_has_nothing():
+    assert allocate(["a"], None).lps_of("b") == []
+
+
+def test_without_members_nobody_owns_anything_and_epochs_go_on():
+    nobody = allocate([], allocate(["a"], None))
+    check(nobody)
+    assert nobody.epoch == 1
+    again = allocate(["a"], nobody)
+    assert again.lps_of("a") == [(0, LOGICAL_PARTITIONS, 2)]
+
+
+def test_floors_have_each_lps_own_epoch():
+    allocation = allocate(["a", "b"], allocate(["a"], None))
+    assert allocation.floors == [(0, 512, 1), (512, 1024, 2)]
+
+
+@given(st.lists(MEMBERS, min_size=1, max_size=12))
+@settings(max_examples=50, deadline=None)
+def test_through_any_changes_epochs_only_grow_and_only_what_must_move_moves(steps: list[list[str]]):
+    allocation: Allocation | None = None
+    for members in steps:
+        before, allocation = allocation, allocate(members, allocation)
+        check(allocation)
+        assert decode(allocation.encode()) == allocation
+        if before is None:
+            continue
+        old, new = owner_of(before), owner_of(allocation)
+        moved = np.array([a != b for a, b in zip(old, new, strict=True)])
+        assert (allocation.epochs[~moved] == before.epochs[~moved]).all()
+        if members:
+            assert (allocation.epochs[moved] == before.epoch + 1).all()
+            counts = np.bincount([members.index(owner) for owner in old if owner in members], minlength=len(members))
+            small, larger = divmod(LOGICAL_PARTITIONS, len(members))
+            assert moved.sum() == LOGICAL_PARTITIONS - np.minimum(counts, small).sum() - min(
+                larger, (counts > small).sum()
+            )
+
+
+@given(st.lists(MEMBERS, min_size=1, max_size=4))
+@settings(max_examples=20, deadline=None)
+def test_what_the_database_has_reads_back_as_it_was(steps: list[list[str]]):
+    allocation: Allocation | None = None
+    for members in steps:
+        allocation = allocate(members, allocation)
+    assert allocation is not None
+    back = decode(allocation.encode())
+    assert back.members == allocation.members
+    assert back.epoch == allocation.epoch
+    assert (back.owners == allocation.owners).all()
+    assert (back.epochs == allocation.epochs).all()
+
+
+def test_what_the_database_has_is_small():
+    allocation = allocate(names(100), None)
+    for number in range(50):
+        allocation = allocate([*names(100)[number % 7 :], f"late-{number}"], allocation)
+    assert len(allocation.encode()) < 12_000

@@ -1,0 +1,131 @@
+"""Brokers register, live and are lost, without any two clocks being compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, InvalidName, NoBroker
+from plait.meta.service import MetaService
+from plait.meta.views import State
+from tests.meta.support import Stores, join, pass_time, register, settle
+
+
+def state(service: MetaService, group: str) -> str:
+    (view,) = [view for view in service.brokers() if view.group == group]
+    return view.state
+
+
+def test_a_broker_that_beats_is_there(service: MetaService, clock: ManualClock):
+    register(service, "g2")
+    pass_time(clock, 20, service, beating=["g2"])
+    (view,) = [view for view in service.brokers() if view.group == "g2"]
+    assert (view.broker, view.address, view.state, view.wished) == ("g2-1", "plait://g2:1", "RW", "RW")
+
+
+def test_a_silent_broker_is_lost_and_comes_back(service: MetaService, clock: ManualClock):
+    register(service, "g2")
+    service.create_subject("s", groups=["g2"])
+    pass_time(clock, 4, service)
+    assert state(service, "g2") == "RW"
+    clock.advance(1.0)
+    assert service.tick().brokers >= {"g2"}
+    assert state(service, "g2") == "NRW"
+    # Its address stays known: clients may still reach it.
+    assert service.route("s").brokers["g2"] == (["plait://g2:1"], "NRW")
+    with pytest.raises(NoBroker):
+        service.create_subject("t", groups=["g2"])
+    service.beat_broker("g2", "g2-1", "RW")
+    assert state(service, "g2") == "RW"
+    assert service.tick().brokers == {"g2"}
+    assert service.tick().brokers == set()
+
+
+def test_another_meta_server_sees_it_by_its_counter(stores: Stores, clock: ManualClock):
+    first, second = MetaService(stores(), clock), MetaService(stores(), clock)
+    register(first, "g1", "g2")
+    pass_time(clock, 20, first, second, beating=["g1"])
+    assert [state(second, group) for group in ("g1", "g2")] == ["RW", "NRW"]
+
+
+def test_a_pause_of_the_meta_server_makes_nobody_lost(service: MetaService, clock: ManualClock):
+    register(service, "g2")
+    join_all = [("s", "g", True)]
+    service.create_subject("s")
+    service.beat_client("c1", join_all)
+    clock.advance(1000.0)
+    service.tick()
+    assert state(service, "g2") == "RW"
+    assert service.allocation("s", "g").members.keys() == {"c1"}
+
+
+def test_a_jump_of_the_wall_clock_makes_nobody_lost(service: MetaService, clock: ManualClock):
+    clock.jump(86_400.0)
+    service.tick()
+    assert state(service, "g1") == "RW"
+
+
+@pytest.mark.parametrize(
+    ("wished", "reported", "seen"),
+    [("RW", "R", "R"), ("R", "RW", "R"), ("W", "R", "NRW"), ("NRW", "RW", "NRW"), ("RW", "RW", "RW"), ("W", "RW", "W")],
+)
+def test_its_state_is_what_both_it_and_the_operator_allow(
+    service: MetaService, wished: State, reported: State, seen: str
+):
+    service.set_broker_state("g1", wished)
+    assert service.beat_broker("g1", "b1", reported)
+    assert state(service, "g1") == seen
+    assert service.brokers()[0].wished == wished
+
+
+def test_what_the_operator_wishes_outlives_a_restart_of_the_broker(service: MetaService):
+    service.set_broker_state("g1", "R")
+    service.register_broker("g1", "b1", "plait://elsewhere:1")
+    view = service.brokers()[0]
+    assert (view.wished, view.address) == ("R", "plait://elsewhere:1")
+
+
+def test_a_broker_that_takes_no_sends_gets_no_new_subject(service: MetaService):
+    service.beat_broker("g1", "b1", "R")
+    with pytest.raises(NoBroker):
+        service.create_subject("s")
+
+
+def test_an_unknown_broker_has_to_register(service: MetaService):
+    assert not service.beat_broker("g9", "b1", "RW")
+
+
+def test_a_second_broker_of_a_group_is_refused_while_the_first_lives(service: MetaService, clock: ManualClock):
+    with pytest.raises(InvalidArgument, match=r"'g1' has a broker, 'b1' at plait://b1:1"):
+        service.register_broker("g1", "b2", "plait://b2:1")
+    pass_time(clock, 6, service)
+    service.register_broker("g1", "b2", "plait://b2:1")
+    assert [view.broker for view in service.brokers()] == ["b2"]
+    assert not service.beat_broker("g1", "b1", "RW")
+
+
+def test_wrong_names_and_states_are_refused(service: MetaService):
+    with pytest.raises(InvalidName, match="broker group name"):
+        service.register_broker("a b", "b1", "plait://b1:1")
+    with pytest.raises(InvalidArgument, match="one of RW, R, W, NRW, not 'X'"):
+        service.beat_broker("g1", "b1", "X")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
+        service.set_broker_state("g9", "R")
+
+
+def test_it_learns_below_which_epochs_nothing_is_to_be_granted(service: MetaService):
+    """Each logical partition has a floor of its own: one that never moved is still handled under its first epoch."""
+    service.create_subject("s")
+    service.create_subject("t")
+    service.beat_client("c1", [("s", "g", True), ("s", "shared", False)])
+    settle(service)
+    join(service, "c2")
+    settle(service)
+    registered = service.register_broker("g1", "b1", "plait://b1:1")
+    assert registered.cluster == "test"
+    (floors,) = registered.floors.values()
+    assert registered.floors.keys() == {("s", "g")}
+    epochs = [epoch for _, _, epoch in floors]
+    assert epochs == [service.allocation("s", "g").epoch - 1, service.allocation("s", "g").epoch]
+    assert [(first, end) for first, end, _ in floors] == [(0, 512), (512, 1024)]
+    assert service.register_broker("g2", "g2-1", "plait://g2:1").floors == {}

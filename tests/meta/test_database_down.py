@@ -1,0 +1,91 @@
+"""The database goes away and comes back: calls say so, and work again, without a restart of the meta server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import MetaUnavailable
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.database import Database
+from plait.meta.service import MetaService
+from plait.meta.settings import SubjectSettings
+from plait.meta.store import Store
+from tests.meta.support import join, lps, pass_time, place, register, settle, share
+from tests.support.postgres import Postgres
+
+
+@pytest.fixture
+def down() -> Iterator[Postgres]:
+    """An instance of the test's own, which it may stop."""
+    instance = Postgres()
+    try:
+        yield instance
+    finally:
+        instance.remove()
+
+
+CALLS: dict[str, Callable[[MetaService], object]] = {
+    "tick": lambda service: service.tick(),
+    "brokers": lambda service: service.brokers(),
+    "register": lambda service: service.register_broker("g2", "b1", "plait://b2:1"),
+    "beat_broker": lambda service: service.beat_broker("g1", "g1-1", "RW"),
+    "broker state": lambda service: service.set_broker_state("g1", "R"),
+    "create": lambda service: service.create_subject("new"),
+    "update": lambda service: service.update_subject("s", SubjectSettings(order="strict")),
+    "delete": lambda service: service.delete_subject("s"),
+    "subjects": lambda service: service.subjects(),
+    "subject": lambda service: service.subject("s"),
+    "route": lambda service: service.route("s"),
+    "expand": lambda service: service.expand("s", 2),
+    "retire": lambda service: service.retire("s", place("s@g1"), 1),
+    "beat_client": lambda service: join(service, "c1"),
+    "allocation": lambda service: service.allocation("s", "g"),
+}
+
+
+def test_every_call_says_so_and_works_again_afterwards(down: Postgres):
+    clock = ManualClock()
+    store = Store(Database(down.create()), cluster="test")
+    service = MetaService(store, clock)
+    register(service, "g1")
+    service.create_subject("s")
+    join(service, "c1")
+    settle(service)
+    before = service.allocation("s", "g")
+    down.stop()
+    failed = {}
+    for name, call in CALLS.items():
+        with pytest.raises(MetaUnavailable, match="the meta database postgresql://") as caught:
+            call(service)
+        failed[name] = caught.value
+    assert all(error.retryable for error in failed.values())
+    # However long it takes, nobody is lost: nobody could have been noticed.
+    for _ in range(30):
+        clock.advance(1.0)
+        with pytest.raises(MetaUnavailable):
+            service.tick()
+    down.start()
+    service.tick()
+    settle(service)
+    assert service.allocation("s", "g") == before
+    assert lps(share(join(service, "c1")).lps) == LOGICAL_PARTITIONS
+    assert [view.state for view in service.brokers()] == ["RW"]
+    service.create_subject("t")
+    # And who does not come back is lost then.
+    pass_time(clock, 12, service, beating=["g1"])
+    assert service.allocation("s", "g").members == {}
+    store.close()
+
+
+def test_a_connection_that_was_cut_is_not_noticed_once_the_database_is_back(down: Postgres):
+    store = Store(Database(down.create()), cluster="test")
+    service = MetaService(store, ManualClock())
+    register(service, "g1")
+    service.create_subject("s")
+    down.stop()
+    down.start()
+    assert service.route("s").route.partitions == (place("s@g1"),)
+    store.close()

@@ -1,0 +1,245 @@
+"""Members of groups: what each is told to do, and what becomes of those who fall silent."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import GroupMismatch, GroupNotFound, InvalidName, LimitExceeded, SubjectNotFound
+from plait.limits import LOGICAL_PARTITIONS, MetaLimits
+from plait.meta.service import MetaService
+from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
+
+
+@pytest.fixture
+def subject(service: MetaService) -> MetaService:
+    service.create_subject("s")
+    return service
+
+
+def test_the_only_member_gets_everything(subject: MetaService):
+    first = join(subject, "c1")
+    assert (share(first).strategy, share(first).lps) == ("exclusive", [])
+    assert subject.step().clients == {"c1"}
+    beaten = join(subject, "c1")
+    assert beaten.seen > first.seen
+    ((first_lp, end, _),) = share(beaten).lps
+    assert (first_lp, end) == (0, LOGICAL_PARTITIONS)
+    assert beaten.routes == {"s": subject.route("s").route.version}
+    assert beaten.refused == {}
+
+
+def test_nothing_new_means_the_same_number(subject: MetaService):
+    join(subject, "c1")
+    settle(subject)
+    before = join(subject, "c1")
+    assert join(subject, "c1") == before
+    assert not subject.tick().clients
+    join(subject, "c2")
+    settle(subject)
+    assert join(subject, "c1").seen > before.seen
+
+
+def test_a_new_route_is_news_to_members(subject: MetaService):
+    before = join(subject, "c1")
+    settle(subject)
+    register(subject, "g2")
+    subject.expand("s", 2)
+    assert subject.step().clients == {"c1"}
+    after = join(subject, "c1")
+    assert after.seen > before.seen
+    assert after.routes["s"] == before.routes["s"] + 1
+
+
+def test_an_unordered_group_is_shared(subject: MetaService):
+    beaten = join(subject, "c1", ordered=False)
+    assert share(beaten) == ("s", "g", "shared", [])
+    assert not subject.step().more
+    view = subject.allocation("s", "g")
+    assert (view.strategy, view.epoch, view.members) == ("shared", 0, {"c1": []})
+
+
+def test_members_that_join_and_leave_move_only_what_must(subject: MetaService):
+    for client in ("c1", "c2", "c3"):
+        join(subject, client)
+    settle(subject)
+    before = subject.allocation("s", "g").members
+    assert sorted(lps(runs) for runs in before.values()) == [341, 341, 342]
+    assert subject.beat_client("c2", [], leaving=True).shares == []
+    settle(subject)
+    after = subject.allocation("s", "g").members
+    assert after.keys() == {"c1", "c3"}
+    for client in after:
+        assert set(before[client]) <= set(after[client])
+
+
+def test_a_heartbeat_names_all_groups_of_a_client(subject: MetaService):
+    both = subject.beat_client("c1", [("s", "g", True), ("s", "h", True)])
+    assert [each.group for each in both.shares] == ["g", "h"]
+    one = subject.beat_client("c1", [("s", "h", True)])
+    assert [each.group for each in one.shares] == ["h"]
+    settle(subject)
+    assert subject.allocation("s", "g").members == {}
+
+
+def test_a_member_that_differs_is_refused_with_both_values(subject: MetaService):
+    join(subject, "c1", ordered=True)
+    beaten = subject.beat_client("c2", [("s", "g", False), ("s", "h", False)])
+    error = beaten.refused["s", "g"]
+    assert isinstance(error, GroupMismatch)
+    assert "ordered=True" in error.message
+    assert "ordered=False" in error.message
+    assert [each.group for each in beaten.shares] == ["h"]
+
+
+def test_a_member_that_changes_its_mind_is_out(subject: MetaService):
+    join(subject, "c1", ordered=True)
+    settle(subject)
+    assert ("s", "g") in join(subject, "c1", ordered=False).refused
+    settle(subject)
+    assert subject.allocation("s", "g").members == {}
+
+
+def test_what_cannot_be_a_membership_is_refused_by_itself(subject: MetaService):
+    beaten = subject.beat_client("c1", [("nowhere", "g", True), ("s", "bad name", True), ("s", "g", True)])
+    assert isinstance(beaten.refused["nowhere", "g"], SubjectNotFound)
+    assert isinstance(beaten.refused["s", "bad name"], InvalidName)
+    assert [each.group for each in beaten.shares] == ["g"]
+    with pytest.raises(InvalidName, match="client name"):
+        subject.beat_client("a b", [])
+    with pytest.raises(GroupNotFound, match="'nobody' has never consumed subject 's'"):
+        subject.allocation("s", "nobody")
+
+
+def test_limits_hold(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock, MetaLimits(groups=2, members_per_group=1, groups_per_client=3))
+    register(service, "g1")
+    service.create_subject("s")
+    beaten = service.beat_client("c1", [("s", "a", False), ("s", "b", False), ("s", "c", False)])
+    assert {type(error) for error in beaten.refused.values()} == {LimitExceeded}
+    assert "2 groups" in beaten.refused["s", "c"].args[0]
+    assert "its 1 members" in service.beat_client("c2", [("s", "a", False)]).refused["s", "a"].args[0]
+    with pytest.raises(LimitExceeded, match="4 groups, the limit is 3"):
+        service.beat_client("c1", [("s", name, False) for name in "abcd"])
+
+
+def test_a_silent_client_is_lost_after_its_lease(subject: MetaService, clock: ManualClock):
+    join(subject, "c1")
+    join(subject, "c2")
+    settle(subject)
+    for _ in range(9):
+        join(subject, "c1")
+        pass_time(clock, 1, subject)
+    assert subject.allocation("s", "g").members.keys() == {"c1", "c2"}
+    join(subject, "c1")
+    pass_time(clock, 1, subject)
+    view = subject.allocation("s", "g")
+    assert view.members.keys() == {"c1"}
+    assert lps(view.members["c1"]) == LOGICAL_PARTITIONS
+    # Back again, under a new epoch.
+    join(subject, "c2")
+    settle(subject)
+    assert {epoch for _, _, epoch in subject.allocation("s", "g").members["c2"]} == {view.epoch + 1}
+
+
+def test_a_client_that_talks_to_another_meta_server_is_not_lost(stores: Stores, clock: ManualClock):
+    first, second = MetaService(stores(), clock), MetaService(stores(), clock)
+    register(first, "g1")
+    first.create_subject("s")
+    join(first, "c1")
+    join(first, "gone")
+    pass_time(clock, 1, first, second)
+    before = first.allocation("s", "g").members["c1"]
+    for _ in range(30):
+        assert join(second, "c1").refused == {}
+        pass_time(clock, 1, first, second)
+    assert first.allocation("s", "g").members.keys() == {"c1"}
+    assert set(before) < set(first.allocation("s", "g").members["c1"])
+
+
+def test_clients_of_a_meta_server_that_died_are_lost_or_found_elsewhere(stores: Stores, clock: ManualClock):
+    first, second = MetaService(stores(), clock), MetaService(stores(), clock)
+    register(first, "g1")
+    first.create_subject("s")
+    join(first, "c1")
+    join(first, "c2")
+    pass_time(clock, 3, first, second)
+    for _ in range(15):
+        join(second, "c2")
+        pass_time(clock, 1, second)
+    assert second.allocation("s", "g").members.keys() == {"c2"}
+
+
+def test_many_clients_are_watched_page_by_page(stores: Stores, clock: ManualClock):
+    limits = MetaLimits(page=7)
+    first, second = MetaService(stores(), clock, limits), MetaService(stores(), clock, limits)
+    register(first, "g1")
+    first.create_subject("s")
+    clients = [f"c{number:02}" for number in range(40)]
+    for _ in range(14):
+        for client in clients[:25] if clock.monotonic() > 1003 else clients:
+            join(first, client)
+        pass_time(clock, 1, first, second)
+    assert second.allocation("s", "g").members.keys() == set(clients[:25])
+    pass_time(clock, 12, second)
+    assert second.allocation("s", "g").members == {}
+
+
+def test_allocations_are_made_in_slices(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock, MetaLimits(slice_groups=4))
+    register(service, "g1")
+    for number in range(10):
+        service.create_subject(f"s{number}")
+    service.step()
+    memberships = [(f"s{number}", "g", True) for number in range(10)]
+    service.beat_client("c1", memberships)
+    slices = []
+    while True:
+        changes = service.step()
+        slices.append(len(changes.groups))
+        if not changes.more:
+            break
+    # The groups are founded before the first slice.
+    assert slices == [10, 4, 2]
+    assert all(lps(each.lps) == LOGICAL_PARTITIONS for each in service.beat_client("c1", memberships).shares)
+
+
+def test_a_slice_ends_when_its_time_is_over(stores: Stores):
+    class Slow(ManualClock):
+        """Every look at it takes a while."""
+
+        def monotonic(self) -> float:
+            self.advance(0.001)
+            return super().monotonic()
+
+    service = MetaService(stores(), Slow(), MetaLimits(slice_seconds=0.0025))
+    register(service, "g1")
+    for number in range(9):
+        service.create_subject(f"s{number}")
+    service.beat_client("c1", [(f"s{number}", "g", True) for number in range(9)])
+    service.tick()
+    slices = [service.step()]
+    while slices[-1].more:
+        slices.append(service.step())
+    assert [len(each.groups) for each in slices] == [3, 3, 3]
+
+
+def test_a_heartbeat_that_says_nothing_new_does_not_touch_the_database(
+    subject: MetaService, monkeypatch: pytest.MonkeyPatch
+):
+    join(subject, "c1")
+    settle(subject)
+    database = subject._core.store.database
+    monkeypatch.setattr(database, "reading", None)
+    monkeypatch.setattr(database, "writing", None)
+    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
+
+
+def test_a_meta_server_that_starts_anew_knows_who_has_what(subject: MetaService, stores: Stores, clock: ManualClock):
+    join(subject, "c1")
+    join(subject, "c2")
+    settle(subject)
+    other = MetaService(stores(), clock)
+    assert other.allocation("s", "g") == subject.allocation("s", "g")
+    assert share(join(other, "c1")) == share(join(subject, "c1"))
+    assert not other.step().more

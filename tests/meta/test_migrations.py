@@ -1,0 +1,86 @@
+"""The schema: made by migrations, by one of several that start at once, and never turned back."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+
+from plait.errors import VersionMismatch
+from plait.meta.database import Database
+from plait.meta.migrate import VERSION_TABLE, VERSIONS, migrate
+from plait.meta.schema import metadata
+from plait.meta.store import Store
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database with nothing in it."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/meta.db"
+    return str(request.getfixturevalue("postgres").create())
+
+
+def test_migrations_lead_to_the_tables_that_the_code_knows(empty: str):
+    database = Database(empty)
+    migrate(database)
+    with database.reading() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": VERSION_TABLE})
+        assert compare_metadata(context, metadata) == []
+    database.close()
+
+
+def test_the_versions_are_those_of_the_migrations():
+    config = Config()
+    config.set_main_option("script_location", "plait.meta:migrations")
+    scripts = ScriptDirectory.from_config(config)
+    assert tuple(script.revision for script in scripts.walk_revisions())[::-1] == VERSIONS
+
+
+def test_several_meta_servers_may_start_at_once(empty: str):
+    count = 4
+    together = Barrier(count)
+
+    def start(number: int) -> str:
+        database = Database(empty)
+        together.wait()
+        store = Store(database, cluster=f"cluster-{number}")
+        database.close()
+        return store.cluster
+
+    with ThreadPoolExecutor(count) as pool:
+        assert len(set(pool.map(start, range(count)))) == 1
+
+
+def test_a_database_of_a_newer_plait_is_refused_untouched(empty: str):
+    database = Database(empty)
+    Store(database, cluster="x")
+    with database.writing() as connection:
+        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+        connection.execute(sa.text("DROP TABLE plait_beats"))
+    with pytest.raises(VersionMismatch, match="schema 9999, this Plait knows up to"):
+        Store(database, cluster="x")
+    with database.reading() as connection:
+        assert not sa.inspect(connection).has_table("plait_beats")
+        assert connection.scalar(sa.text(f"SELECT version_num FROM {VERSION_TABLE}")) == "9999"
+    database.close()
+
+
+def test_a_migration_that_fails_leaves_nothing_behind(empty: str, monkeypatch: pytest.MonkeyPatch):
+    database = Database(empty)
+    with database.writing() as connection:
+        connection.execute(sa.text("CREATE TABLE plait_cluster (other INTEGER)"))
+    with pytest.raises(Exception, match="plait_cluster"):
+        migrate(database)
+    with database.reading() as connection:
+        assert [name for name in sa.inspect(connection).get_table_names() if name.startswith("plait_")] == [
+            "plait_cluster"
+        ]
+    database.close()

@@ -1,0 +1,165 @@
+"""Changes of the number of partitions, carried out order by order."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, NoBroker
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.lps import mark
+from plait.meta.routes import current, moves, openings, spans, target
+from plait.meta.service import MetaService
+from tests.meta.support import ALL, Stores, converge, place, places, register
+
+
+@pytest.fixture
+def spread(service: MetaService) -> MetaService:
+    """A subject on two of three broker groups."""
+    register(service, "g2", "g3")
+    service.create_subject("s", groups=["g1", "g2"])
+    converge(service)
+    return service
+
+
+def test_more_partitions_are_made_before_anything_moves(spread: MetaService):
+    spread.expand("s", 3)
+    assert places(spread, "s") == ["s@g1", "s@g2", "s@g3"]
+    assert spread.pending_moves() == []
+    (make,) = spread.pending_makes()
+    assert (str(make.place), make.lps) == ("s@g3", [])
+    spread.made(make)
+    assert {str(move.place) for move in spread.pending_moves("s")} == {"s@g1", "s@g2"}
+
+
+def test_what_moved_is_opened_where_it_went(spread: MetaService):
+    spread.expand("s", 3)
+    spread.made(spread.pending_makes()[0])
+    move = spread.pending_moves()[0]
+    before = spread.route("s").route
+    spread.sealed(move, [(first, end, 42) for first, end in move.lps])
+    after = spread.route("s").route
+    assert after.version == before.version + 1
+    lp = move.lps[0][0]
+    assert [(str(after.partitions[span.partition]), span.fence) for span in spans(after, lp)] == [
+        (str(move.place), 42),
+        ("s@g3", None),
+    ]
+    (make,) = spread.pending_makes()
+    assert (str(make.place), make.lps) == ("s@g3", move.lps)
+    converge(spread)
+    assert spread.pending_makes() == spread.pending_moves() == []
+    route = spread.route("s").route
+    assert (current(route) == target(route)).all()
+
+
+def test_lps_of_a_group_that_cannot_be_reached_stay_until_it_can(spread: MetaService):
+    spread.expand("s", 4)
+    converge(spread, without=["g2"])
+    route = spread.route("s").route
+    assert {str(move.place) for move in spread.pending_moves()} == {"s@g2"}
+    at_g2 = route.partitions.index(place("s@g2"))
+    assert (current(route) == at_g2).sum() == LOGICAL_PARTITIONS // 2
+    converge(spread)
+    route = spread.route("s").route
+    assert (current(route) == at_g2).sum() == LOGICAL_PARTITIONS // 4
+
+
+def test_several_changes_in_a_row_just_change_the_target(spread: MetaService):
+    for count in (5, 1, 7, 3):
+        spread.expand("s", count)
+        converge(spread, without=["g3"])
+    converge(spread)
+    route = spread.route("s").route
+    assert len(set(target(route).tolist())) == 3
+    assert (current(route) == target(route)).all()
+
+
+def test_fewer_partitions_leave_the_others_listed_while_they_drain(spread: MetaService):
+    spread.expand("s", 1)
+    converge(spread)
+    assert places(spread, "s") == ["s@g1", "s@g2"]
+    assert openings(spread.route("s").route)[0] == ALL
+    spread.retire("s", place("s@g2"), 10)
+    assert places(spread, "s") == ["s@g1"]
+    (drop,) = spread.pending_drops()
+    assert str(drop.place) == "s@g2"
+    spread.dropped(drop)
+    # The name is free again.
+    spread.expand("s", [place("s@g1"), place("s@g2")])
+    converge(spread)
+    assert places(spread, "s") == ["s@g1", "s@g2"]
+
+
+def test_a_partition_that_drains_is_used_again_rather_than_another_made(spread: MetaService):
+    spread.expand("s", 1)
+    converge(spread)
+    spread.set_broker_state("g3", "R")
+    spread.expand("s", 2)
+    converge(spread)
+    assert places(spread, "s") == ["s@g1", "s@g2"]
+
+
+def test_partitions_can_be_named(spread: MetaService):
+    spread.expand("s", [place("s@g1"), place("other@g3")])
+    converge(spread)
+    assert places(spread, "s") == ["s@g1", "s@g2", "other@g3"]
+    with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
+        spread.expand("s", [place("s@g9")])
+    with pytest.raises(InvalidArgument, match="named twice"):
+        spread.expand("s", [place("s@g1"), place("s@g1")])
+    with pytest.raises(InvalidArgument, match="1025 partitions"):
+        spread.expand("s", 1025)
+
+
+def test_what_belongs_to_another_subject_is_refused(spread: MetaService):
+    spread.create_subject("t", groups=["g3"])
+    with pytest.raises(InvalidArgument, match="t@g3 is one of subject 't'"):
+        spread.expand("s", [place("s@g1"), place("t@g3")])
+
+
+def test_without_a_broker_nothing_is_added(spread: MetaService):
+    for group in ("g1", "g2", "g3"):
+        spread.set_broker_state(group, "R")
+    with pytest.raises(NoBroker, match="more partitions of subject 's'"):
+        spread.expand("s", 3)
+    spread.expand("s", 1)
+
+
+def test_a_report_that_comes_twice_or_late_changes_nothing(spread: MetaService):
+    spread.expand("s", 3)
+    spread.made(spread.pending_makes()[0])
+    move = spread.pending_moves()[0]
+    fences = [(first, end, 42) for first, end in move.lps]
+    spread.sealed(move, fences)
+    version = spread.route("s").route.version
+    spread.sealed(move, fences)
+    assert spread.route("s").route.version == version
+    (make,) = spread.pending_makes()
+    spread.delete_subject("s")
+    spread.sealed(move, fences)
+    spread.made(make)
+    assert spread.subjects() == []
+    assert len(spread.pending_drops()) == 3
+
+
+def test_another_meta_server_goes_on_where_one_stopped(spread: MetaService, stores: Stores, clock: ManualClock):
+    spread.expand("s", 3)
+    spread.made(spread.pending_makes()[0])
+    move = spread.pending_moves()[0]
+    spread.sealed(move, [(first, end, 42) for first, end in move.lps])
+    other = MetaService(stores(), clock)
+    other.tick()
+    converge(other)
+    route = spread.route("s").route
+    assert moves(route) == []
+    spread.tick()
+    assert spread.pending_moves() == spread.pending_makes() == []
+
+
+def test_a_thousand_partitions(spread: MetaService):
+    spread.expand("s", LOGICAL_PARTITIONS)
+    assert len(spread.pending_makes()) == LOGICAL_PARTITIONS - 2
+    route = spread.route("s").route
+    assert sorted(target(route).tolist()) == list(range(LOGICAL_PARTITIONS))
+    assert not mark(openings(route)[5]).any()

@@ -1,0 +1,239 @@
+"""The store: changes in one order, compare-and-set, and news that misses nothing."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import pytest
+import sqlalchemy as sa
+
+from plait.errors import DamageError, InvalidArgument, MetaUnavailable
+from plait.meta.database import Database, Lost
+from plait.meta.schema import KINDS, Broker, Member, Subject
+from plait.meta.store import Store
+from tests.meta.support import Stores
+
+SUBJECT = Subject("s", "{}", 1)
+
+
+def write(store: Store, *rows: Subject) -> list[Subject]:
+    with store.change() as change:
+        change.insert(*rows)
+    return [row for row in change.rows if isinstance(row, Subject)]
+
+
+def test_what_is_written_is_news_to_others_once(stores: Stores):
+    one, two = stores(), stores()
+    start = two.news(-1)
+    (row,) = write(one, SUBJECT)
+    news = two.news(start.number)
+    assert (news.rows, news.number, news.everything) == ([row], start.number + 1, False)
+    assert two.news(news.number).rows == []
+
+
+def test_who_knows_the_row_replaces_it_and_nobody_else(stores: Stores):
+    store = stores()
+    (row,) = write(store, SUBJECT)
+    with store.change() as change:
+        change.replace((row, msgspec.structs.replace(row, settings="1")))
+    with pytest.raises(Lost), store.change() as change:
+        change.replace((row, msgspec.structs.replace(row, settings="2")))
+    (found,) = store.news(-1).rows
+    assert isinstance(found, Subject)
+    assert found.settings == "1"
+
+
+def test_a_change_is_carried_out_as_a_whole_or_not_at_all(stores: Stores):
+    store = stores()
+    row, other = write(store, SUBJECT, Subject("t", "{}", 1))
+    number = store.news(-1).number
+    stale = msgspec.structs.replace(other, changed=77)
+
+    def partly() -> None:
+        with store.change() as change:
+            change.insert(Subject("u", "{}", 1))
+            change.replace((row, msgspec.structs.replace(row, settings="1")), (stale, stale))
+
+    with pytest.raises(Lost):
+        partly()
+    assert store.news(-1).number == number
+    assert store.news(number).rows == []
+
+
+def test_a_row_that_is_there_is_not_inserted(stores: Stores):
+    store = stores()
+    write(store, SUBJECT)
+    with pytest.raises(Lost):
+        write(store, SUBJECT)
+
+
+def test_the_newest_word_counts_of_a_fact(stores: Stores):
+    store = stores()
+    for online in (True, False, True):
+        with store.change() as change:
+            change.put(Member("s", "g", "c1", online), Member("s", "g", "c2", online=False))
+    rows = [row for row in store.news(-1).rows if isinstance(row, Member)]
+    assert {row.client: row.online for row in rows} == {"c1": True, "c2": False}
+    assert {row.changed for row in rows} == {store.news(-1).number}
+
+
+def test_who_has_not_heard_of_what_was_removed_hears_everything(stores: Stores):
+    store = stores()
+    start = store.news(-1).number
+    row, other = write(store, SUBJECT, Subject("t", "{}", 1))
+    aware = store.news(-1).number
+    with store.change() as change:
+        change.remove(row)
+    assert store.news(start).everything
+    assert store.news(start).rows == [other]
+    assert not store.news(aware).everything
+    assert store.news(aware).rows == []
+
+
+def test_what_was_changed_meanwhile_is_not_removed(stores: Stores):
+    store = stores()
+    (row,) = write(store, SUBJECT)
+    with store.change() as change:
+        change.replace((row, msgspec.structs.replace(row, settings="1")))
+    with store.change() as change:
+        change.remove(row)
+    assert len(store.news(-1).rows) == 1
+
+
+def test_a_database_that_was_put_back_is_read_anew(stores: Stores):
+    """Restored from a copy, its changes have lower numbers than those that were seen."""
+    store = stores()
+    write(store, SUBJECT)
+    news = store.news(1_000)
+    assert news.everything
+    assert len(news.rows) == 1
+
+
+def test_numbers_can_be_advanced_but_not_turned_back(stores: Stores):
+    store = stores()
+    store.advance(1_000)
+    store.advance(10)
+    (row,) = write(store, SUBJECT)
+    assert row.changed == 1_001
+
+
+def test_counters_count(stores: Stores):
+    store = stores()
+    for whos in (["b/1", "c/1", "c/2"], ["c/2"], []):
+        store.beat(whos)
+    assert store.beats("c/", "c0", 10) == [("c/1", 1), ("c/2", 2)]
+    assert store.beats("c/", "c0", 1) == [("c/1", 1)]
+    assert store.beats("c/1", "c0", 10) == [("c/2", 2)]
+    store.forget_beats(["c/1"])
+    assert store.beats("b/", "c0", 10) == [("b/1", 1), ("c/2", 2)]
+
+
+def test_of_many_that_change_one_row_one_wins_each_time_and_nothing_is_lost(stores: Stores):
+    write(stores(), Subject("s", "0", 1))
+    open_stores = [stores() for _ in range(4)]
+
+    def add(store: Store) -> int:
+        lost, left = 0, 25
+        while left:
+            (row,) = store.news(-1).rows
+            assert isinstance(row, Subject)
+            try:
+                with store.change() as change:
+                    change.replace((row, msgspec.structs.replace(row, settings=str(int(row.settings) + 1))))
+                left -= 1
+            except Lost:
+                lost += 1
+        return lost
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, open_stores))
+    (row,) = open_stores[0].news(-1).rows
+    assert isinstance(row, Subject)
+    assert row.settings == "100"
+
+
+def test_changes_are_seen_in_the_order_of_their_numbers(stores: Stores):
+    """Who asks for what came after the last one seen misses nothing, however many write at once."""
+    writers, reader = [stores() for _ in range(3)], stores()
+
+    def fill(number: int) -> None:
+        for at in range(30):
+            write(writers[number], Subject(f"{number}-{at}", "{}", 1))
+
+    seen, found = reader.news(-1).number, []
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(fill, number) for number in range(3)]
+        while not all(each.done() for each in running):
+            news = reader.news(seen)
+            seen, found = news.number, found + news.rows
+        for each in running:
+            each.result()
+    found += reader.news(seen).rows
+    names = [row.name for row in found if isinstance(row, Subject)]
+    assert len(set(names)) == 90
+    assert len(names) == 90
+
+
+def test_the_cluster_keeps_its_first_id(url: str, stores: Stores):
+    assert stores().cluster == "test"
+    database = Database(url)
+    assert Store(database, cluster="another").cluster == "test"
+    database.close()
+
+
+def test_a_database_in_memory_is_one_for_all_who_share_it():
+    database = Database("sqlite://")
+    one, two = Store(database, cluster="a"), Store(database, cluster="b")
+    (row,) = write(one, SUBJECT)
+    assert two.news(-1).rows == [row]
+    assert two.cluster == "a"
+    database.close()
+
+
+def test_sqlite_keeps_its_promises_through_a_crash(tmp_path: Path):
+    database = Database(f"sqlite:///{tmp_path}/meta.db")
+    with database.reading() as connection:
+        assert connection.scalar(sa.text("PRAGMA journal_mode")) == "wal"
+        assert connection.scalar(sa.text("PRAGMA synchronous")) == 2
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [("mysql://h/d", "SQLite and PostgreSQL are"), ("nonsense", "is no database"), ("://", "is no database")],
+)
+def test_other_databases_are_refused(url: str, words: str):
+    with pytest.raises(InvalidArgument, match=words):
+        Database(url)
+
+
+def test_a_password_is_not_shown():
+    database = Database("postgresql://user:secret@127.0.0.1:1/d")
+    assert "secret" not in database.name
+    with pytest.raises(MetaUnavailable) as caught:
+        Store(database, cluster="x")
+    assert "secret" not in caught.value.message
+    assert "127.0.0.1" in caught.value.message
+
+
+def test_a_file_that_cannot_be_opened_is_unavailable(tmp_path: Path):
+    with pytest.raises(MetaUnavailable, match="unable to open database file"):
+        Store(Database(f"sqlite:///{tmp_path}/nowhere/meta.db"), cluster="x")
+
+
+def test_a_file_that_is_no_database_is_damaged(tmp_path: Path):
+    (tmp_path / "meta.db").write_bytes(b"something else " * 100)
+    database = Database(f"sqlite:///{tmp_path}/meta.db")
+    with pytest.raises(DamageError, match="not a database"):
+        Store(database, cluster="x")
+    database.close()
+
+
+def test_rows_name_their_columns():
+    for kind in KINDS:
+        assert {column.name for column in kind.TABLE.columns} == set(kind.__struct_fields__)
+        assert [column.name for column in kind.TABLE.primary_key] == list(kind.KEY)
+        assert kind.__struct_fields__[-1] == "changed"
+    assert Broker.KEY == ("broker_group", "broker")

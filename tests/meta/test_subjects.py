@@ -1,0 +1,226 @@
+"""Subjects and their routes, as clients and operators see them."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, InvalidName, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
+from plait.limits import MetaLimits
+from plait.meta.routes import current, spans
+from plait.meta.service import MetaService
+from plait.meta.settings import SubjectSettings
+from plait.meta.views import PartitionFacts
+from tests.meta.support import ALL, Stores, converge, join, pass_time, place, places, register, settle
+
+
+def test_a_new_subject_is_on_two_broker_groups(service: MetaService):
+    register(service, "g2", "g3")
+    view = service.route("orders")
+    assert [str(each) for each in view.route.partitions] == ["orders@g1", "orders@g2"]
+    assert view.brokers["g2"] == (["plait://g2:1"], "RW")
+    assert view.settings == SubjectSettings()
+    # Those with the fewest partitions are next.
+    assert places(service, "orders") == ["orders@g1", "orders@g2"]
+    assert [each.group for each in service.route("more").route.partitions] == ["g3", "g1"]
+
+
+def test_with_one_broker_group_it_has_one_partition(service: MetaService):
+    assert places(service, service.route("orders").route.subject) == ["orders@g1"]
+
+
+def test_a_route_stays_as_it_is_when_more_groups_come(service: MetaService):
+    before = service.route("orders").route
+    register(service, "g2", "g3")
+    assert service.route("orders").route == before
+
+
+def test_a_subject_that_may_not_be_made_is_not_found(service: MetaService):
+    with pytest.raises(SubjectNotFound, match="'orders' does not exist"):
+        service.route("orders", create=False)
+    with pytest.raises(SubjectNotFound):
+        service.subject("orders")
+    with pytest.raises(SubjectNotFound):
+        service.expand("orders", 2)
+
+
+def test_without_a_broker_no_subject_is_made(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock)
+    with pytest.raises(NoBroker, match="'orders'"):
+        service.route("orders")
+    register(service, "g1")
+    assert places(service, service.route("orders").route.subject) == ["orders@g1"]
+
+
+def test_a_broker_that_was_not_heard_of_gets_no_new_subject(stores: Stores, clock: ManualClock):
+    """It may be long gone: a meta server that has just started does not know yet."""
+    first, second = MetaService(stores(), clock), MetaService(stores(), clock)
+    register(first, "g1")
+    second.tick()
+    with pytest.raises(NoBroker):
+        second.route("orders")
+    pass_time(clock, 2, first, second, beating=["g1"])
+    assert second.route("orders").route.partitions == (place("orders@g1"),)
+
+
+def test_partitions_are_spread_over_the_groups(service: MetaService):
+    register(service, "g2")
+    service.create_subject("orders", partitions=5)
+    assert places(service, "orders") == ["orders@g1", "orders@g2", "orders#1@g1", "orders#1@g2", "orders#2@g1"]
+    service.create_subject("here", groups=["g2"], partitions=2)
+    assert places(service, "here") == ["here@g2", "here#1@g2"]
+    service.create_subject("named", partitions=[place("a@g2"), place("b@g1")])
+    assert places(service, "named") == ["a@g2", "b@g1"]
+
+
+def test_what_cannot_be_made_is_refused_with_the_reason(service: MetaService):
+    service.create_subject("orders")
+    with pytest.raises(SubjectExists, match="'orders'"):
+        service.create_subject("orders")
+    with pytest.raises(InvalidName, match="subject name 'no name'"):
+        service.create_subject("no name")
+    with pytest.raises(InvalidArgument, match="0 partitions"):
+        service.create_subject("x", partitions=0)
+    with pytest.raises(InvalidArgument, match="1025 partitions"):
+        service.create_subject("x", partitions=1025)
+    with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
+        service.create_subject("x", groups=["g9"])
+    with pytest.raises(InvalidArgument, match="no broker group 'g9'"):
+        service.create_subject("x", partitions=[place("x@g9")])
+    with pytest.raises(InvalidArgument, match=r"orders@g1 is one of subject 'orders'"):
+        service.create_subject("x", partitions=[place("orders@g1")])
+    with pytest.raises(InvalidArgument, match="order is 'loose'"):
+        SubjectSettings(order="loose")  # type: ignore[arg-type]
+    assert [view.name for view in service.subjects()] == ["orders"]
+
+
+def test_there_is_a_limit_of_subjects(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock, MetaLimits(subjects=2))
+    register(service, "g1")
+    service.create_subject("a")
+    service.create_subject("b")
+    with pytest.raises(LimitExceeded, match="its 2 subjects"):
+        service.create_subject("c")
+
+
+def test_settings_are_kept_and_brokers_hear_of_new_ones(service: MetaService):
+    strict = SubjectSettings(order="strict", retention_seconds=60.0)
+    service.create_subject("orders", strict)
+    (make,) = service.pending_makes()
+    assert make.settings == strict
+    assert make.lps == ALL
+    service.made(make)
+    assert service.pending_makes() == []
+    service.update_subject("orders", SubjectSettings(order="strict"))
+    (again,) = service.pending_makes()
+    assert again.settings == SubjectSettings(order="strict")
+    assert again.version == make.version + 1
+    # What it had carried out before does not count for it.
+    service.made(make)
+    assert service.pending_makes() == [again]
+    service.made(again)
+    service.update_subject("orders", SubjectSettings(order="strict"))
+    assert service.pending_makes() == []
+
+
+def test_the_view_of_a_subject_names_its_groups(service: MetaService):
+    service.create_subject("s")
+    join(service, "c1")
+    service.beat_client("c2", [("s", "shared", False)])
+    view = service.subject("s")
+    assert view.groups == {"g": True, "shared": False}
+    assert view.partitions == [place("s@g1")]
+
+
+def test_a_deleted_subject_is_gone_with_its_groups(service: MetaService):
+    service.create_subject("s")
+    converge(service)
+    join(service, "c1")
+    settle(service)
+    service.delete_subject("s")
+    assert service.subjects() == []
+    with pytest.raises(SubjectNotFound):
+        service.route("s", create=False)
+    beaten = join(service, "c1")
+    assert isinstance(beaten.refused["s", "g"], SubjectNotFound)
+    assert beaten.shares == []
+    (drop,) = service.pending_drops()
+    assert (drop.subject, str(drop.place)) == ("s", "s@g1")
+    service.dropped(drop)
+    assert service.pending_drops() == []
+
+
+def test_a_subject_that_is_made_anew_has_higher_versions_and_epochs(service: MetaService):
+    service.create_subject("s")
+    join(service, "c1")
+    settle(service)
+    before, epoch = service.route("s").route.version, service.allocation("s", "g").epoch
+    service.delete_subject("s")
+    again = service.route("s").route
+    assert again.version > before
+    # The old partition has not been dropped yet: its name is not free.
+    assert again.partitions == (place("s#1@g1"),)
+    join(service, "c1")
+    settle(service)
+    assert service.allocation("s", "g").epoch > epoch
+
+
+def test_what_a_broker_has_and_nobody_knows_of_is_taken_over(service: MetaService):
+    settings = SubjectSettings(retention_seconds=5.0)
+    facts = [PartitionFacts("old", "old", settings, created=77), PartitionFacts("s#1", "s"), PartitionFacts("s", "s")]
+    registered = service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts)
+    assert registered.unrouted == ["s#1"]
+    view = service.subject("old")
+    assert (view.settings, view.created, view.partitions) == (settings, 77, [place("old@g2")])
+    assert spans(service.route("old").route, 1023)[0].fence is None
+    assert (current(service.route("old").route) == 0).all()
+    # Another broker that has the same subject is not taken for it.
+    registered = service.register_broker("g3", "g3-1", "plait://g3:1", partitions=[PartitionFacts("old", "old")])
+    assert registered.unrouted == ["old"]
+    assert places(service, "old") == ["old@g2"]
+    # And once known, always known.
+    assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts).unrouted == ["s#1"]
+
+
+def test_a_deleted_subject_does_not_come_back_with_its_broker(service: MetaService):
+    service.create_subject("s")
+    converge(service)
+    service.delete_subject("s")
+    service.register_broker("g1", "b1", "plait://b1:1", partitions=[PartitionFacts("s", "s")])
+    assert service.subjects() == []
+    assert len(service.pending_drops()) == 1
+
+
+def test_a_meta_server_whose_database_was_lost_gives_out_higher_numbers_than_brokers_know(service: MetaService):
+    service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[PartitionFacts("s", "s", newest=5_000)])
+    assert service.route("s").route.version > 5_000
+    join(service, "c1")
+    settle(service)
+    assert service.allocation("s", "g").epoch > 5_000
+
+
+def test_many_subjects_are_taken_over(service: MetaService):
+    facts = [PartitionFacts(f"s{number}", f"s{number}") for number in range(2_500)]
+    assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts).unrouted == []
+    assert len(service.subjects()) == 2_500
+
+
+def test_what_was_deleted_is_removed_in_the_end(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock, MetaLimits(clean_seconds=10.0))
+    register(service, "g1")
+    service.create_subject("s")
+    service.create_subject("t")
+    join(service, "c1")
+    settle(service)
+    late = MetaService(stores(), clock)
+    assert [view.name for view in late.subjects()] == ["s", "t"]
+    service.delete_subject("s")
+    service.dropped(service.pending_drops()[0])
+    pass_time(clock, 60, service, beating=["g1"])
+    rows = stores().news(-1).rows
+    assert {type(row).__name__ for row in rows} == {"Broker", "Subject", "StoredRoute", "Partition"}
+    assert len(rows) == 4
+    assert places(service, "t") == ["t@g1"]
+    # A meta server that had not heard of the deletion yet has nothing else either.
+    assert [view.name for view in late.subjects()] == ["t"]
+    late.beat_client("c1", [("s", "g", True)])

@@ -1,0 +1,224 @@
+"""Several meta servers over one database: any of them may be asked anything, at any time."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, MetaBusy, NoBroker, PlaitError, SubjectExists, SubjectNotFound
+from plait.limits import LOGICAL_PARTITIONS, MetaLimits
+from plait.meta.routes import Place, Route, current, spans, target
+from plait.meta.service import MetaService
+from plait.meta.views import Make, Move
+from tests.meta.support import Stores, converge, join, lps, register, settle
+
+STEPS = 250
+
+
+class History:
+    """What the world has seen of one database: none of it may be taken back."""
+
+    def __init__(self) -> None:
+        self.routes: dict[str, Route] = {}
+        #: (subject, group, LP) → the epochs and owners it was proposed under.
+        self.owners: dict[tuple[str, str, int], dict[int, str]] = {}
+        self.epochs: dict[tuple[str, str], int] = {}
+
+    def see_route(self, route: Route) -> None:
+        before = self.routes.get(route.subject)
+        assert before is None or route.version >= before.version
+        if before is not None and before.version == route.version:
+            assert route == before
+        elif before is not None and before.partitions[0] in route.partitions:
+            for lp in (0, 333, 512, 1023):
+                old = [(before.partitions[span.partition], span.fence) for span in spans(before, lp)]
+                new = [(route.partitions[span.partition], span.fence) for span in spans(route, lp)]
+                assert new[: len(old) - 1] == old[:-1]
+                assert new[len(old) - 1][0] == old[-1][0]
+        self.routes[route.subject] = route
+
+    def see_allocation(self, service: MetaService, subject: str, group: str) -> None:
+        view = service.allocation(subject, group)
+        assert view.epoch >= self.epochs.get((subject, group), 0)
+        self.epochs[subject, group] = view.epoch
+        for client, runs in view.members.items():
+            for first, end, epoch in runs:
+                for lp in range(first, end, 64):
+                    known = self.owners.setdefault((subject, group, lp), {})
+                    assert epoch >= max(known, default=0)
+                    assert known.setdefault(epoch, client) == client
+
+
+def hear_brokers(*services: MetaService) -> None:
+    for service in services:
+        for group in ("g1", "g2", "g3"):
+            assert service.beat_broker(group, f"{group}-1", "RW")
+
+
+@pytest.mark.parametrize("run", range(3))
+def test_whatever_is_asked_of_whom_the_world_sees_one_story(stores: Stores, seed: int, run: int):
+    chance = random.Random(seed + run)
+    clock = ManualClock()
+    services = [MetaService(stores(), clock) for _ in range(2)]
+    register(services[0], "g1", "g2", "g3")
+    for service in services:
+        service.tick()
+        hear_brokers(service)
+    history = History()
+    orders: list[tuple[str, Make | Move]] = []
+    members: dict[str, set[str]] = {}
+    services[0].create_subject("s")
+    for _ in range(STEPS):
+        service = chance.choice(services)
+        match chance.randrange(11):
+            case 0:
+                service.expand("s", chance.randint(1, 6))
+            case 1:
+                orders += [("make", make) for make in service.pending_makes("s")]
+                orders += [("move", move) for move in service.pending_moves("s")]
+            case 2 | 3 | 4 if orders:
+                # Carried out by a broker, perhaps late; reported to either of the two, perhaps twice.
+                kind, order = orders[at] if (at := chance.randrange(len(orders))) % 3 else orders.pop(at)
+                if kind == "make":
+                    service.made(order)
+                elif isinstance(order, Move):
+                    service.sealed(order, [(first, end, order.version) for first, end in order.lps])
+            case 5 | 6:
+                client = f"c{chance.randrange(6)}"
+                wanted = {group for group in ("g", "h") if chance.random() < 0.6}
+                members[client] = wanted
+                beaten = service.beat_client(client, [("s", group, True) for group in sorted(wanted)])
+                assert beaten.refused == {}
+            case 7:
+                service.step()
+            case 8:
+                clock.advance(0.3)
+                hear_brokers(*services)
+                for client, wanted in members.items():
+                    service.beat_client(client, [("s", group, True) for group in sorted(wanted)])
+                service.tick()
+            case 9:
+                history.see_route(service.route("s", create=False).route)
+            case _:
+                for group in service.subject("s").groups:
+                    history.see_allocation(service, "s", group)
+    for service in services:
+        service.tick()
+        # A server that had not heard of the last leave yet takes a join for nothing new; the next heartbeat mends it.
+        for client, wanted in members.items():
+            service.beat_client(client, [("s", group, True) for group in sorted(wanted)])
+        settle(service)
+        converge(service)
+        history.see_route(service.route("s").route)
+    routes = [service.route("s").route for service in services]
+    assert routes[0] == routes[1]
+    assert (current(routes[0]) == target(routes[0])).all()
+    for group in services[0].subject("s").groups:
+        views = [service.allocation("s", group) for service in services]
+        assert views[0] == views[1]
+        online = {client for client, groups in members.items() if group in groups}
+        assert views[0].members.keys() == online
+        assert sum(map(lps, views[0].members.values())) == (LOGICAL_PARTITIONS if online else 0)
+
+
+def test_of_those_that_make_the_same_subject_at_once_one_wins(stores: Stores):
+    services = [MetaService(stores(), ManualClock()) for _ in range(4)]
+    register(services[0], "g1", "g2", "g3")
+    for service in services[1:]:
+        service.brokers()
+        hear_brokers(service)
+    together = Barrier(4)
+
+    def create(number: int) -> str:
+        won = ""
+        for at in range(5):
+            together.wait()
+            try:
+                services[number].create_subject(f"s{at}")
+                won += "1"
+            except SubjectExists:
+                won += "0"
+        return won
+
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(create, range(4)))
+    assert [sum(int(result[at]) for result in results) for at in range(5)] == [1] * 5
+    assert len({str(service.subjects()) for service in services}) == 1
+
+
+def test_nothing_is_lost_when_all_change_the_same_route_and_group(stores: Stores):
+    services = [MetaService(stores(), ManualClock(), MetaLimits(attempts=100)) for _ in range(4)]
+    register(services[0], "g1")
+    for service in services:
+        service.brokers()
+        service.beat_broker("g1", "g1-1", "RW")
+    services[0].create_subject("s")
+    first = services[0].route("s").route.version
+    together = Barrier(4)
+
+    def work(number: int) -> int:
+        changes = 0
+        for at in range(6):
+            together.wait()
+            before = services[number].route("s").route
+            after = services[number].expand("s", [Place("s", "g1"), Place(f"s#{number}-{at}", "g1")])
+            changes += after is not before
+            join(services[number], f"c{number}-{at}")
+            services[number].step()
+        return changes
+
+    with ThreadPoolExecutor(4) as pool:
+        changes = sum(pool.map(work, range(4)))
+    # Each one published a version of its own.
+    assert services[1].route("s").route.version == first + changes == first + 24
+    settle(services[2])
+    members = services[2].allocation("s", "g").members
+    assert members.keys() == {f"c{number}-{at}" for number in range(4) for at in range(6)}
+    assert sum(map(lps, members.values())) == LOGICAL_PARTITIONS
+
+
+def test_a_change_that_is_forestalled_again_and_again_is_given_up_with_a_retryable_error(
+    stores: Stores, clock: ManualClock
+):
+    service, other = MetaService(stores(), clock, MetaLimits(attempts=3)), MetaService(stores(), clock)
+    register(service, "g1")
+    service.create_subject("s")
+    other.brokers()
+    other.beat_broker("g1", "g1-1", "RW")
+    number = 0
+
+    def forestall() -> None:
+        nonlocal number
+        number += 1
+        other.expand("s", [Place("s", "g1"), Place(f"s#{number}", "g1")])
+
+    news = service._core.store.news
+
+    def read_and_be_forestalled(seen: int) -> object:
+        found = news(seen)
+        forestall()
+        return found
+
+    service._core.store.news = read_and_be_forestalled  # type: ignore[method-assign, assignment]
+    with pytest.raises(MetaBusy, match="3 times") as caught:
+        service.expand("s", [Place("s", "g1"), Place("s#mine", "g1")])
+    assert caught.value.retryable
+    assert number == 3
+
+
+def test_an_error_of_one_call_leaves_the_others_alone(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock)
+    for call in (
+        lambda: service.create_subject("s"),
+        lambda: service.delete_subject("s"),
+        lambda: service.set_broker_state("g1", "R"),
+    ):
+        with pytest.raises(PlaitError) as caught:
+            call()
+        assert isinstance(caught.value, NoBroker | SubjectNotFound | InvalidArgument)
+    register(service, "g1")
+    service.create_subject("s")

@@ -1,0 +1,250 @@
+"""A broker, producers and shared consumers in a simulation, with faults from a seed and a history of what happened.
+
+All of it is what ships: ``Server``, ``Client``, ``Consumer`` and ``App``. ``Cluster.run`` lets things go wrong for a
+while, mends everything, waits until all that was sent is handled, and judges the history.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+import plait
+from plait.broker import BrokerConfig
+from plait.errors import FlowControl, PlaitError
+from plait.limits import KIB, MIB
+from plait.server import Server
+from plait.testing.checker import Violation, check
+from plait.testing.history import Handling, History
+from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
+
+ADDRESS = "plait://127.0.0.1:7450"
+SUBJECT, GROUP = "orders", "billing"
+#: Small segments and frequent checkpoints, so that a short run has many of both.
+CONFIG = BrokerConfig(
+    message_segment_size=32 * KIB,
+    action_segment_size=16 * KIB,
+    kept_segment_size=16 * KIB,
+    checkpoint_seconds=5.0,
+    disk_used_max=1.0,
+    disk_free_min=1 * MIB,
+)
+#: A lost consumer's messages count as tried: nobody shall run out of attempts here.
+RETRY = plait.Retry(attempts=10_000, first=0.2, longest=2.0)
+WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
+#: What a fault still causes when it is over: a consumer is given up, connections are made again.
+AFTERMATH_SECONDS = 30.0
+#: The longest pause between two reconnects, the lost time, retries and then some.
+DRAIN_SECONDS = 120.0
+
+
+async def serve(process: Process, config: BrokerConfig = CONFIG) -> None:
+    """A broker as a process: its storage never fails for good."""
+    server = Server(process.disk, config, clock=process.clock)
+    await server.start()
+    assert server.failed is not None
+    raise await server.failed
+
+
+class Cluster:
+    """See the module. ``script``: these faults instead of those the seed gives; ``lose``: perhaps one consumer too."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        seconds: float = 15.0,
+        producers: int = 2,
+        consumers: int = 2,
+        flush: Literal["async", "sync"] = "async",
+        script: Sequence[Fault] | None = None,
+        lose: bool = True,
+    ) -> None:
+        self.simulation = sim = Simulation(seed)
+        self.history = History()
+        self.seconds = seconds
+        self.config = msgspec.structs.replace(CONFIG, flush=flush)
+        self.random = random.Random(f"{seed} cluster")
+        self.sending = True
+        self._lose = lose
+        self._number = 0
+        #: Sends that are under way, and the life of the process that they are of.
+        self._sending: dict[int, tuple[Process, int]] = {}
+        #: Sent for certain and not handled yet.
+        self.waiting: set[int] = set()
+        self.done: set[int] = set()
+        self.broker = sim.process("broker", self._serve)
+        self.producers = [sim.process(f"producer-{n}", self._produce) for n in range(producers)]
+        self.consumers = [sim.process(f"consumer-{n}", self._consume) for n in range(consumers)]
+        self.consumers.append(sim.process("app", self._run_app))
+        if script is None:
+            others = [process.name for process in (*self.producers, *self.consumers)]
+            script = Faults(
+                self.random,
+                ["broker", *others],
+                [("broker", other) for other in others],
+                disks=["broker"],
+                # With "async" a machine without power may lose what was acknowledged last.
+                weights=WEIGHTS if flush == "async" else WEIGHTS | {"power_loss": 2},
+                # Retries wait by the broker's wall clock: one that is set back further makes them wait longer.
+                jump_seconds=20.0,
+            ).script(seconds)
+        self.script = script
+
+    def run(self) -> list[Violation]:
+        """Go through it all; what is wrong at the end."""
+        sim = self.simulation
+        with sim:
+            for process in (self.broker, *self.producers, *self.consumers):
+                process.start()
+            play(sim, self.script, self._fault)
+            sim.run_for(self.seconds)
+            if self._lose and self.random.random() < 0.5:
+                self._lose_for_good(self.random.choice(self.consumers))
+            sim.heal()
+            self.sending = False
+            try:
+                sim.run_until(self._drained, seconds=DRAIN_SECONDS, waiting_for="draining")
+            except SimulationFailed as failure:
+                failure.add_note(f"not handled: {sorted(self.waiting)[:20]}")
+                raise
+            # Whoever still has something in its hands shows it now.
+            sim.run_for(20.0)
+            found = check(self.history, ordered=False, groups=[GROUP])
+            assert found == [], "\n".join(map(str, found))
+        return found
+
+    def _drained(self) -> bool:
+        return not self.waiting and not any(process.lives == life for process, life in self._sending.values())
+
+    def _lose_for_good(self, consumer: Process) -> None:
+        """Nobody comes back for what it had: the others get it."""
+        consumer.main = None
+        consumer.kill()
+        self.history.broken("gone", self.simulation.now, consumer=consumer.name)
+        self.history.gone(consumer.name, self.simulation.now)
+
+    def _fault(self, fault: Fault) -> None:
+        """Tell the history what this excuses."""
+        now = self.simulation.now
+        until = now + fault.seconds + AFTERMATH_SECONDS
+        names = {fault.process, fault.other}
+        if fault.kind == "jump" or names & {process.name for process in self.producers}:
+            return
+        consumers = names & {process.name for process in self.consumers}
+        if not consumers:
+            # The broker, and so everybody.
+            self.history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss")
+        for consumer in consumers:
+            self.history.broken(fault.kind, now, until=until, consumer=consumer)
+            if fault.kind in ("kill", "power_loss"):
+                self.history.gone(consumer, now)
+
+    # --- the processes --------------------------------------------------------------------------
+
+    async def _serve(self, process: Process) -> None:
+        await serve(process, self.config)
+
+    async def _produce(self, process: Process) -> None:
+        name = f"{process.name}.{process.lives}"
+        draw = random.Random(f"{self.simulation.seed} {name}")
+        while self.sending:
+            try:
+                async with process.connect(ADDRESS, client_id=name) as client:
+                    while self.sending:
+                        await self._send(process, client, draw)
+                        await self.simulation.sleep(draw.expovariate(1.0 / 0.15))
+            except PlaitError:
+                # No broker: try again.
+                await self.simulation.sleep(1.0)
+
+    async def _send(self, process: Process, client: plait.Client, draw: random.Random) -> None:
+        number = self._number = self._number + 1
+        key = draw.choice([None, "a", "b", "c"])
+        record = self.history.send(key, number, self.simulation.now, producer=client.client_id)
+        body = f"{number}|".encode() + bytes(draw.choice((0, 100, 3000)))
+        self._sending[number] = process, process.lives
+        try:
+            receipt = await client.send(SUBJECT, body, key=key)
+        except FlowControl as error:
+            record.failed(error, self.simulation.now)
+        except PlaitError as error:
+            record.unknown(error, self.simulation.now)
+        else:
+            record.ok((str(receipt.partition), receipt.sequence or 0), self.simulation.now)
+            if number not in self.done:
+                self.waiting.add(number)
+        del self._sending[number]
+
+    async def _consume(self, process: Process) -> None:
+        draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
+        while True:
+            try:
+                async with (
+                    process.connect(ADDRESS, client_id=process.name) as client,
+                    client.consumer(SUBJECT, GROUP, retry=RETRY) as consumer,
+                ):
+                    while True:
+                        batch = await consumer.fetch(draw.choice((1, 5, 50)), wait=draw.uniform(0.0, 2.0))
+                        handled = [await self._handle(process, message, draw) for message in batch]
+                        await self._acked(consumer, [each for each in handled if each is not None])
+            except PlaitError:
+                await self.simulation.sleep(1.0)
+
+    async def _handle(self, process: Process, message: plait.Message, draw: random.Random) -> Handling | None:
+        """The handling if it succeeded."""
+        handling = self._begin(process, message)
+        if draw.random() < 0.3:
+            await self.simulation.sleep(draw.uniform(0.0, 0.3))
+        if draw.random() < 0.1:
+            handling.failed(self.simulation.now)
+            message.nack(delay=draw.uniform(0.0, 0.5))
+            return None
+        self._end(handling)
+        message.ack()
+        return handling
+
+    async def _acked(self, consumer: plait.Consumer, handled: list[Handling]) -> None:
+        try:
+            await consumer.flush()
+        except PlaitError:
+            for handling in handled:
+                handling.ack_unknown(self.simulation.now)
+            raise
+        for handling in handled:
+            handling.ack_ok(self.simulation.now)
+
+    async def _run_app(self, process: Process) -> None:
+        draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
+        app = process.app(ADDRESS, group=GROUP, client_id=process.name)
+
+        @app.subscriber(SUBJECT, concurrency=3, retry=RETRY)
+        async def handle(message: plait.Message) -> None:
+            handling = self._begin(process, message)
+            await self.simulation.sleep(draw.uniform(0.0, 0.2))
+            if draw.random() < 0.1:
+                handling.failed(self.simulation.now)
+                raise plait.RetryLater(draw.uniform(0.0, 0.5))
+            self._end(handling)
+
+        while True:
+            try:
+                await app.run()
+            except PlaitError:
+                await self.simulation.sleep(1.0)
+
+    def _begin(self, process: Process, message: plait.Message) -> Handling:
+        number = int(message.body.split(b"|")[0])
+        place = (str(message.partition), message.sequence)
+        return self.history.handle(
+            process.name, message.key, number, message.attempt, place=place, time=self.simulation.now, group=GROUP
+        )
+
+    def _end(self, handling: Handling) -> None:
+        handling.done(self.simulation.now)
+        number = int(handling.value)
+        self.done.add(number)
+        self.waiting.discard(number)

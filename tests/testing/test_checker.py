@@ -1,0 +1,558 @@
+"""The history checker: each kind of violation is found, and what is allowed is let be."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.testing.checker import Violation, check
+from plait.testing.history import Handling, History, Key, Place, Send, Value
+
+
+def sent(history: History, value: Value, *, key: Key = "k", at: float = 0.0, place: Place | None = None) -> Send:
+    send = history.send(key, value, at, producer="p")
+    send.ok(place, at + 0.1)
+    return send
+
+
+def handled(history: History, value: Value, at: float, *, key: Key = "k", by: str = "c", **more: Any) -> Handling:
+    """Handled with success for 0.5 s, and acked."""
+    handling = history.handle(by, key, value, time=at, **more)
+    handling.done(at + 0.5)
+    handling.ack_ok(at + 0.6)
+    return handling
+
+
+def kinds(history: History, strict: bool = True, **more: Any) -> list[str]:
+    return [violation.kind for violation in check(history, strict, **more)]
+
+
+def test_what_was_sent_and_handled_in_order_is_right():
+    history = History()
+    for number in range(3):
+        sent(history, number, at=number, place=("s", number))
+        handled(history, number, 10.0 + number, place=("s", number), epoch=1, lp=5)
+    assert check(history) == []
+
+
+# --- lost and invented --------------------------------------------------------------------------
+
+
+def test_a_message_that_is_never_handled_is_lost():
+    history = History()
+    sent(history, 1)
+    assert kinds(history) == ["lost"]
+
+
+def test_a_message_whose_handling_failed_for_good_is_lost():
+    history = History()
+    sent(history, 1)
+    history.handle("c", "k", 1, time=1.0).failed(2.0)
+    assert kinds(history) == ["lost"]
+
+
+def test_nothing_is_lost_before_everything_is_drained():
+    history = History()
+    sent(history, 1)
+    assert kinds(history, drained=False) == []
+
+
+@pytest.mark.parametrize("outcome", ["failed", "unknown"])
+def test_a_send_without_success_promises_nothing(outcome: str):
+    history = History()
+    getattr(history.send("k", 1, 0.0), outcome)("gone")
+    assert check(history) == []
+
+
+def test_a_dead_letter_is_not_lost():
+    history = History()
+    sent(history, 1)
+    sent(history, 2, at=1.0)
+    history.handle("c", "k", 1, time=3.0).failed(4.0)
+    history.bury(1)
+    handled(history, 2, 5.0)
+    assert check(history) == []
+
+
+def test_each_group_has_to_handle_everything():
+    history = History()
+    sent(history, 1)
+    handled(history, 1, 1.0, group="a")
+    assert check(history, groups=["a"]) == []
+    assert kinds(history, groups=["a", "b"]) == ["lost"]
+
+
+def test_a_message_that_nobody_sent_is_invented():
+    history = History()
+    handled(history, 1, 1.0)
+    assert kinds(history) == ["invented"]
+
+
+def test_a_message_with_another_key_is_invented():
+    history = History()
+    sent(history, 1, key="k")
+    handled(history, 1, 1.0, key="other")
+    assert kinds(history) == ["invented"]
+
+
+def test_a_message_whose_send_failed_for_certain_is_invented():
+    history = History()
+    history.send("k", 1, 0.0).failed("refused")
+    handled(history, 1, 1.0)
+    assert kinds(history) == ["invented"]
+
+
+def test_a_message_that_is_handled_before_it_is_sent_is_invented():
+    history = History()
+    handled(history, 1, 1.0)
+    sent(history, 1, at=2.0)
+    assert "invented" in kinds(history)
+
+
+def test_a_send_of_unknown_fate_may_be_handled():
+    history = History()
+    history.send("k", 1, 0.0).unknown("time-out")
+    handled(history, 1, 1.0)
+    assert check(history) == []
+
+
+# --- places -------------------------------------------------------------------------------------
+
+
+def test_a_message_at_two_places_is_stored_twice():
+    history = History()
+    sent(history, 1, place=("s", 7))
+    history.handle("c", "k", 1, place=("s", 7), time=1.0).failed(2.0)
+    handled(history, 1, 3.0, place=("s", 8))
+    assert kinds(history) == ["stored_twice"]
+
+
+def test_a_producers_places_follow_its_calls():
+    history = History()
+    sent(history, 1, place=("s", 2))
+    sent(history, 2, place=("s", 1))
+    assert kinds(history, drained=False) == ["send_order"]
+
+
+def test_places_of_two_partitions_have_no_order():
+    history = History()
+    sent(history, 1, place=("a", 2))
+    sent(history, 2, place=("b", 1))
+    assert check(history, drained=False) == []
+
+
+def test_two_receipts_do_not_name_one_place():
+    history = History()
+    sent(history, 1, place=("s", 1))
+    sent(history, 2, place=("s", 1))
+    assert kinds(history, drained=False) == ["send_order"]
+
+
+# --- order --------------------------------------------------------------------------------------
+
+
+def test_a_later_message_that_is_handled_first_is_out_of_order():
+    history = History()
+    sent(history, 1)
+    sent(history, 2, at=1.0)
+    handled(history, 2, 2.0)
+    handled(history, 1, 3.0)
+    assert kinds(history) == ["order"]
+    assert kinds(history, ordered=False) == []
+
+
+def test_a_later_message_that_is_begun_with_before_the_earlier_is_done_is_out_of_order():
+    history = History()
+    sent(history, 1)
+    sent(history, 2, at=1.0)
+    handled(history, 1, 2.0)
+    history.handle("c", "k", 2, time=2.3).failed(2.4)
+    handled(history, 2, 3.0)
+    assert set(kinds(history)) == {"order", "overlap"}
+
+
+def test_a_failed_message_holds_its_key():
+    history = History()
+    sent(history, 1)
+    sent(history, 2, at=1.0)
+    history.handle("c", "k", 1, time=2.0).failed(2.1)
+    handled(history, 2, 3.0)
+    handled(history, 1, 4.0, attempt=2)
+    assert kinds(history) == ["order"]
+
+
+def test_best_tried_goes_on_after_a_failure():
+    history = History()
+    sent(history, 1)
+    sent(history, 2, at=1.0)
+    history.handle("c", "k", 1, time=2.0).failed(2.1)
+    handled(history, 2, 3.0)
+    handled(history, 1, 4.0, attempt=2)
+    assert check(history, strict=False) == []
+
+
+def test_best_tried_keeps_the_order_of_keys_without_a_failure():
+    history = History()
+    sent(history, 1)
+    sent(history, 2, at=1.0)
+    handled(history, 2, 2.0)
+    handled(history, 1, 3.0)
+    assert kinds(history, strict=False) == ["order"]
+
+
+def test_other_keys_and_messages_without_one_have_no_order():
+    history = History()
+    for value, key in [(1, "a"), (2, "b"), (3, None), (4, None)]:
+        sent(history, value, key=key, at=value)
+    for value, key in [(4, None), (3, None), (2, "b"), (1, "a")]:
+        handled(history, value, 20.0 - value, key=key)
+    assert check(history) == []
+
+
+def test_sends_of_two_producers_that_overlap_have_no_order():
+    history = History()
+    one = history.send("k", 1, 0.0, producer="p")
+    other = history.send("k", 2, 0.5, producer="q")
+    one.ok(None, 1.0)
+    other.ok(None, 1.0)
+    handled(history, 2, 2.0)
+    handled(history, 1, 3.0)
+    assert check(history) == []
+
+
+def test_a_send_that_was_over_before_another_producers_began_comes_first():
+    history = History()
+    history.send("k", 1, 0.0, producer="p").ok(None, 0.4)
+    history.send("k", 2, 0.5, producer="q").ok(None, 1.0)
+    handled(history, 2, 2.0)
+    handled(history, 1, 3.0)
+    assert kinds(history) == ["order"]
+
+
+def test_a_send_of_unknown_fate_keeps_its_place_once_it_shows_up():
+    history = History()
+    history.send("k", 1, 0.0).unknown()
+    history.send("k", 2, 1.0).ok(None, 1.1)
+    handled(history, 2, 2.0)
+    assert check(history) == []
+    handled(history, 1, 3.0)
+    assert kinds(history) == ["order"]
+
+
+# --- overlap, epochs, owners --------------------------------------------------------------------
+
+
+def overlapping(by: str) -> History:
+    history = History()
+    sent(history, 1)
+    history.handle("c", "k", 1, time=1.0).done(5.0)
+    handled(history, 1, 2.0, by=by)
+    return history
+
+
+@pytest.mark.parametrize("by", ["c", "d"])
+def test_two_handlings_of_a_key_at_one_time_overlap(by: str):
+    assert "overlap" in kinds(overlapping(by))
+
+
+def test_a_fault_of_the_first_consumer_excuses_an_overlap():
+    history = overlapping("d")
+    history.broken("paused", 1.5, consumer="c")
+    assert check(history) == []
+
+
+def test_a_fault_of_everybody_excuses_no_overlap():
+    history = overlapping("d")
+    history.broken("broker killed", 1.5)
+    assert kinds(history) == ["overlap"]
+
+
+def test_a_dead_consumers_handling_ends_with_it():
+    history = History()
+    sent(history, 1)
+    history.handle("c", "k", 1, time=1.0)
+    history.gone("c", 2.0)
+    handled(history, 1, 3.0, by="d")
+    assert check(history) == []
+    assert history.handlings[0].outcome == "unknown"
+
+
+def test_an_epoch_that_goes_back_is_found():
+    history = History()
+    for number, epoch in enumerate([1, 2, 1]):
+        sent(history, number, key=number)
+        handled(history, number, 10.0 + number, key=number, epoch=epoch, lp=7, by=f"c{epoch}")
+    assert kinds(history) == ["epoch"]
+
+
+def test_epochs_of_other_partitions_are_their_own():
+    history = History()
+    for number, lp in enumerate([1, 2]):
+        sent(history, number, key=number)
+        handled(history, number, 10.0 + number, key=number, epoch=2 - number, lp=lp)
+    assert check(history) == []
+
+
+def test_two_owners_of_one_epoch_are_found():
+    history = History()
+    for number, by in enumerate("cd"):
+        sent(history, number, key=number)
+        handled(history, number, 10.0 + number, key=number, epoch=1, lp=7, by=by)
+    assert kinds(history) == ["owners"]
+
+
+# --- duplicates ---------------------------------------------------------------------------------
+
+
+def twice(ack: str | None) -> History:
+    """Handled by c at 1.0 to 1.5, acked at 1.6 as said, and by d at 3.0."""
+    history = History()
+    sent(history, 1)
+    first = history.handle("c", "k", 1, time=1.0)
+    first.done(1.5)
+    if ack is not None:
+        getattr(first, f"ack_{ack}")(1.6)
+    handled(history, 1, 3.0, by="d")
+    return history
+
+
+@pytest.mark.parametrize(("ack", "kind"), [("ok", "redelivered"), ("unknown", "duplicate"), (None, "duplicate")])
+def test_a_second_handling_needs_a_reason(ack: str | None, kind: str):
+    assert kinds(twice(ack)) == [kind]
+
+
+def test_a_refused_ack_is_a_reason():
+    assert check(twice("failed")) == []
+
+
+@pytest.mark.parametrize("consumer", [None, "c", "d"])
+def test_a_fault_since_the_send_is_a_reason(consumer: str | None):
+    history = twice("unknown")
+    history.broken("killed", 2.0, consumer=consumer)
+    assert check(history) == []
+
+
+def test_a_fault_of_somebody_else_is_none():
+    history = twice("unknown")
+    history.broken("killed", 2.0, consumer="e")
+    assert kinds(history) == ["duplicate"]
+
+
+@pytest.mark.parametrize("at", [-1.0, 3.1])
+def test_a_fault_at_another_time_is_none(at: float):
+    history = twice("unknown")
+    history.broken("killed", at)
+    assert kinds(history) == ["duplicate"]
+
+
+def test_a_fault_that_lasts_until_then_is_a_reason():
+    history = twice("unknown")
+    history.broken("cut off", -1.0, until=0.5, consumer="c")
+    assert check(history) == []
+
+
+def test_a_kill_after_the_confirmed_ack_is_no_reason():
+    history = twice("ok")
+    history.broken("killed", 2.0)
+    assert kinds(history) == ["redelivered"]
+
+
+def test_a_power_loss_after_the_confirmed_ack_is_a_reason():
+    history = twice("ok")
+    history.broken("power lost", 2.0, forgets=True)
+    assert check(history) == []
+
+
+def test_a_fault_before_the_confirmed_ack_is_a_reason():
+    """Given to somebody else meanwhile, who begins with it after the late ack."""
+    history = twice("ok")
+    history.broken("cut off", 1.2, consumer="c")
+    assert check(history) == []
+
+
+def test_a_failed_message_comes_again():
+    history = History()
+    sent(history, 1)
+    history.handle("c", "k", 1, time=1.0).failed(1.5)
+    handled(history, 1, 3.0, by="d", attempt=2)
+    assert check(history) == []
+
+
+def test_two_messages_of_one_value_are_a_mistake_of_the_test():
+    history = History()
+    sent(history, 1)
+    sent(history, 1)
+    with pytest.raises(ValueError, match="sent twice"):
+        check(history)
+
+
+def test_a_violation_says_what_and_when():
+    history = History()
+    sent(history, "m-1", at=2.5)
+    [violation] = check(history)
+    assert str(violation) == "lost at 2.500000 s: 'm-1' of key 'k': sent by p and never handled"
+
+
+# --- generated histories ------------------------------------------------------------------------
+
+
+@st.composite
+def legal(draw: st.DrawFn) -> History:
+    """Strictly ordered: each key is one owner's at a time, under growing epochs, with failures and retries."""
+    history = History()
+    keys = draw(st.lists(st.integers(0, 5), min_size=2, max_size=12))
+    for value, key in enumerate(keys):
+        history.send(key, value, float(value), producer="p").ok(("s", value), value + 0.5)
+    clocks = dict.fromkeys(keys, 100.0)
+    epochs = dict.fromkeys(keys, 1)
+    for value, key in enumerate(keys):
+        for attempt in range(draw(st.integers(1, 3)), 0, -1):
+            if draw(st.booleans()):
+                epochs[key] += 1
+            begun = clocks[key] + draw(st.floats(0.0, 1.0))
+            handling = history.handle(f"c{epochs[key]}", key, value, 1, epochs[key], key, ("s", value), begun)
+            clocks[key] = begun + draw(st.floats(0.1, 1.0))
+            if attempt > 1:
+                handling.failed(clocks[key])
+            else:
+                handling.done(clocks[key])
+                handling.ack_ok(clocks[key])
+    history.handlings.sort(key=lambda handling: handling.begun)
+    return history
+
+
+def successes(history: History) -> list[Handling]:
+    return [handling for handling in history.handlings if handling.outcome == "ok"]
+
+
+def neighbours(history: History) -> list[tuple[Handling, Handling]]:
+    """Successes of one key that follow each other."""
+    found: list[tuple[Handling, Handling]] = []
+    last: dict[Key, Handling] = {}
+    for handling in successes(history):
+        if handling.key in last:
+            found.append((last[handling.key], handling))
+        last[handling.key] = handling
+    return found
+
+
+def lose(history: History, pick: Callable[[Any], Any]) -> str:
+    history.handlings.remove(pick(successes(history)))
+    return "lost"
+
+
+def fail_for_good(history: History, pick: Callable[[Any], Any]) -> str:
+    pick(successes(history)).outcome = "failed"
+    return "lost"
+
+
+def invent(history: History, pick: Callable[[Any], Any]) -> str:
+    pick(history.handlings).value = "nobody's"
+    return "invented"
+
+
+def change_key(history: History, pick: Callable[[Any], Any]) -> str:
+    pick(history.handlings).key = "another"
+    return "invented"
+
+
+def refuse(history: History, pick: Callable[[Any], Any]) -> str:
+    pick(history.sends).outcome = "failed"
+    return "invented"
+
+
+def store_twice(history: History, pick: Callable[[Any], Any]) -> str:
+    pick(history.handlings).place = ("s", 1000)
+    return "stored_twice"
+
+
+def swap_places(history: History, pick: Callable[[Any], Any]) -> str:
+    at = pick(range(len(history.sends) - 1))
+    one, other = history.sends[at], history.sends[at + 1]
+    one.place, other.place = other.place, one.place
+    return "send_order"
+
+
+def repeat(history: History, pick: Callable[[Any], Any]) -> str:
+    again = copy.copy(pick(successes(history)))
+    again.begun = (again.acked or 0.0) + 1.0
+    again.ended = again.begun + 0.1
+    history.handlings.append(again)
+    history.handlings.sort(key=lambda handling: handling.begun)
+    return "redelivered"
+
+
+def lower_epoch(history: History, pick: Callable[[Any], Any]) -> str:
+    last = {handling.lp: handling for handling in history.handlings}
+    handling = pick(list(last.values()))
+    first = next(each for each in history.handlings if each.lp == handling.lp)
+    first.epoch = handling.epoch + 1
+    return "epoch" if first is not handling else ""
+
+
+def other_owner(history: History, pick: Callable[[Any], Any]) -> str:
+    handling = pick(history.handlings)
+    handling.consumer = "somebody"
+    shared = [each for each in history.handlings if (each.lp, each.epoch) == (handling.lp, handling.epoch)]
+    return "owners" if len(shared) > 1 else ""
+
+
+def swap_order(history: History, pick: Callable[[Any], Any]) -> str:
+    pairs = neighbours(history)
+    if not pairs:
+        return ""
+    one, other = pick(pairs)
+    one.value, other.value = other.value, one.value
+    return "order"
+
+
+def overlap(history: History, pick: Callable[[Any], Any]) -> str:
+    pairs = neighbours(history)
+    if not pairs:
+        return ""
+    one, other = pick(pairs)
+    one.ended = other.begun + 0.01
+    return "overlap"
+
+
+MUTATIONS = [
+    lose, fail_for_good, invent, change_key, refuse, store_twice, swap_places, repeat, lower_epoch, other_owner,
+    swap_order, overlap,
+]  # fmt: skip
+
+
+@given(legal())
+def test_a_legal_history_has_no_violation(history: History):
+    assert check(history) == []
+    assert check(history, strict=False) == []
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
+@given(data=st.data())
+def test_each_single_change_of_a_legal_history_is_found(mutation: Any, data: st.DataObject):
+    history = data.draw(legal())
+    expected = mutation(history, lambda some: data.draw(st.sampled_from(some)))
+    if expected:
+        assert expected in kinds(history)
+
+
+def test_a_long_history_is_checked_in_little_time():
+    history = History()
+    count = 100_000
+    for value in range(count):
+        sent(history, value, key=value % 1000, at=value / 1000, place=("s", value))
+    for value in range(count):
+        history.handle("c", value % 1000, value, 1, 1, value % 1000, ("s", value), 200.0 + value / 1000).done(
+            200.0 + value / 1000
+        )
+    begun = time.perf_counter()
+    found: list[Violation] = check(history)
+    assert found == []
+    # 1 s on a slow machine; what grows with the square would take hours.
+    assert time.perf_counter() - begun < 20.0
