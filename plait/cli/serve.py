@@ -33,6 +33,7 @@ from plait.errors import DataDirError, InvalidArgument, StorageFailed
 from plait.limits import ServerLimits
 from plait.server.health import Health
 from plait.server.host import Server
+from plait.server.standing import database_in
 from plait.storage.disk import RealDisk
 from plait.storage.log import SEGMENT_SIZE_MIN
 from plait.version import VERSION
@@ -105,7 +106,7 @@ def _segment_size(text: str) -> int:
 
 async def _serve(data: Path, host: str, port: int, http: int | None, config: BrokerConfig) -> int:
     stop = _stop_on_signals()
-    server = Server(RealDisk(data), config, host=host, port=port)
+    server = Server(RealDisk(data), config, host=host, port=port, meta=database_in(data))
     health = None if http is None else Health(server, http)
     _check_free(host, port)
     _check_free(host, http or 0)

@@ -8,28 +8,44 @@ and brokers need not know of each other.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from plait.client.rights import LpEpochs, no_lps
+import numpy as np
+
+from plait.client.rights import LpEpochs, Numbers, no_lps
 from plait.client.router import SubjectRoute
-from plait.frame.lp import LpSet, runs_with
+from plait.frame.lp import LpSet, lp_set, runs_with
 from plait.limits import LOGICAL_PARTITIONS
 from plait.wire import messages as m
 
 
-def wanted(route: SubjectRoute, mine: LpSet, drained: Sequence[LpSet], parked: Sequence[frozenset[int]]) -> list[LpSet]:
+class Wanted(NamedTuple):
+    """What one partition is asked for."""
+
+    lps: LpSet
+    #: Up to which sequence each is wanted; 0: all that there will be.
+    until: Numbers
+
+
+def wanted(route: SubjectRoute, mine: LpSet, done: Sequence[Numbers], parked: Sequence[frozenset[int]]) -> list[Wanted]:
     """For each partition of the route the logical partitions to ask it for.
 
-    ``drained`` is what each has reported, and ``parked`` the hashes of keys that are parked there: what has such keys
-    stays wanted, so that it is heard when they are resumed.
+    ``done`` is up to where each has reported them done, and ``parked`` the hashes of keys that are parked there: what
+    has such keys stays wanted, so that it is heard when they are resumed.
     """
-    chosen = [no_lps() for _ in route.partitions]
+    chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
     for first, end, spans in route.histories:
         left = mine[first:end].copy()
         for span in spans[:-1]:
-            done = drained[span.partition][first:end]
-            chosen[span.partition][first:end] |= left & (~done | _lps_of(parked[span.partition])[first:end])
-            left &= done
-        chosen[spans[-1].partition][first:end] |= left
+            assert span.fence is not None
+            passed = done[span.partition][first:end] >= span.fence
+            here = left & (~passed | _lps_of(parked[span.partition])[first:end])
+            chosen[span.partition].lps[first:end] |= here
+            chosen[span.partition].until[first:end][here] = span.fence
+            left &= passed
+        last = chosen[spans[-1].partition]
+        last.lps[first:end] |= left
+        last.until[first:end][left] = 0
     return chosen
 
 
@@ -62,6 +78,10 @@ def parked_before(route: SubjectRoute, parked: Sequence[frozenset[int]]) -> list
     return found
 
 
-def grants(lps: LpSet, epochs: LpEpochs) -> list[m.LpGrant]:
-    """What is asked for, as runs of one epoch."""
-    return runs_with(epochs, lps)
+def wants(lps: LpSet, epochs: LpEpochs, until: Numbers) -> list[m.LpWant]:
+    """What is asked for, as runs of one epoch and one end."""
+    return [
+        (low, high, epoch, limit)
+        for first, end, epoch in runs_with(epochs, lps)
+        for low, high, limit in runs_with(until, lp_set([(first, end)]))
+    ]

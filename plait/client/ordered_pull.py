@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from plait.client.delivered import Delivered
-from plait.client.leases import grants
+from plait.client.leases import Wanted, wants
 from plait.client.node import Node
 from plait.client.ordered_buffer import OrderedBuffer
 from plait.client.ordered_delivered import BROKEN, DONE, OrderedDelivered, RowMask
 from plait.client.pull_client import Feed, PullClient, Terms, ignore
-from plait.client.rights import LpEpochs, Rights, no_lps
+from plait.client.rights import LpEpochs, Numbers, Rights, no_lps
 from plait.client.settling import Piece, Settling, nack_pieces
 from plait.client.spool import Spool
 from plait.client.tagged import TaggedPending
@@ -66,6 +66,8 @@ class OrderedPullClient(PullClient):
         #: The locks that are asked for.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: Up to where.
+        self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: Those of them that the route leads on from, once all is done here.
         self.gated: LpSet = no_lps()
         #: Keys that are parked where their rows were before; those that the broker was told, and those that it was
@@ -86,10 +88,16 @@ class OrderedPullClient(PullClient):
 
     # --- locks ----------------------------------------------------------------------------------
 
-    def want(self, lps: LpSet, epochs: LpEpochs, parked: set[int]) -> None:
+    def want(self, wanted: Wanted, epochs: LpEpochs, parked: set[int]) -> None:
         """These locks are wanted, and no others."""
-        changed = bool((lps != self._wanted).any() or (epochs != self._epochs)[lps].any() or parked != self._parked)
-        self._wanted, self._epochs, self._parked = lps, np.where(lps, epochs, 0), parked
+        lps, until = wanted
+        changed = bool(
+            (lps != self._wanted).any()
+            or (epochs != self._epochs)[lps].any()
+            or (until != self._until).any()
+            or parked != self._parked
+        )
+        self._wanted, self._epochs, self._until, self._parked = lps, np.where(lps, epochs, 0), until, parked
         if changed:
             self._withdraw(self.rights.open & ~lps)
             self.ask()
@@ -114,13 +122,17 @@ class OrderedPullClient(PullClient):
             return
         self._asking, self._ask_again = True, False
         parked, self._told_parked = self._told_parked, set(self._parked)
+        asked = Wanted(self._wanted, self._until)
         request = m.Lease(
-            self._session, grants(self._wanted, self._epochs), sorted(self._parked), sorted(parked - self._parked)
+            self._session,
+            wants(asked.lps, self._epochs, asked.until),
+            sorted(self._parked),
+            sorted(parked - self._parked),
         )
-        link.call(request, functools.partial(self._leased, self._session, self.rights.now(), self._wanted))
+        link.call(request, functools.partial(self._leased, self._session, self.rights.now(), asked))
 
     def _leased(
-        self, session: int, sent: float, asked: LpSet, answer: Any, _: memoryview, error: PlaitError | None
+        self, session: int, sent: float, asked: Wanted, answer: Any, _: memoryview, error: PlaitError | None
     ) -> None:
         # At once: rows of the locks may come with the next packet.
         if session != self._session or not self.attached:
@@ -132,7 +144,7 @@ class OrderedPullClient(PullClient):
         for take in early:
             take()
 
-    def _take_leased(self, sent: float, asked: LpSet, answer: Any, error: PlaitError | None) -> None:
+    def _take_leased(self, sent: float, asked: Wanted, answer: Any, error: PlaitError | None) -> None:
         assert self._loop is not None
         if error is not None:
             if isinstance(error, StaleSession | Unavailable):
@@ -142,13 +154,13 @@ class OrderedPullClient(PullClient):
             else:
                 self._feed.failed(error)
             return
-        before = self.rights.drained, self.rights.parked
-        lost = self.rights.granted(answer, sent, asked, self._wanted)
+        before = self.rights.done, self.rights.parked
+        lost = self.rights.granted(answer, sent, asked.lps, asked.until, self._wanted)
         if lost.any():
             self._give_up(self._feed.take_back(self, lost))
         self._renew_later()
         self._buffer.renewed()
-        if (before[0] != self.rights.drained).any() or before[1] != self.rights.parked:
+        if (before[0] != self.rights.done).any() or before[1] != self.rights.parked:
             self._drained()
         if answer.refused:
             self._refused()

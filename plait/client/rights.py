@@ -16,7 +16,9 @@ from plait.frame.lp import LpSet, lp_set
 from plait.limits import LOGICAL_PARTITIONS
 from plait.wire import messages as m
 
-LpEpochs = npt.NDArray[np.int64]
+#: A number for each logical partition.
+Numbers = npt.NDArray[np.int64]
+LpEpochs = Numbers
 
 
 def no_lps() -> LpSet:
@@ -46,8 +48,8 @@ class Rights:
         #: Logical partitions whose rows may be handed out, and the epochs of their locks.
         self.open = no_lps()
         self.epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: All of them is done here, and the route leads on.
-        self.drained = no_lps()
+        #: Up to which sequence each is done here, as far as the route led on from there.
+        self.done: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: Hashes of keys that are parked here.
         self.parked: frozenset[int] = frozenset()
         #: The number of the last news that was looked at.
@@ -71,10 +73,10 @@ class Rights:
         if session == self.session:
             self._until = max(self._until, sent + self.seconds)
 
-    def granted(self, answer: m.Leased, sent: float, asked: LpSet, wanted: LpSet) -> LpSet:
+    def granted(self, answer: m.Leased, sent: float, asked: LpSet, until: Numbers, wanted: LpSet) -> LpSet:
         """What the broker says to a request for the locks ``asked``; those whose rows must not be handed out any more.
 
-        ``wanted`` is what is wanted by now.
+        They were asked for up to ``until``; ``wanted`` is what is wanted by now.
         """
         self.seconds = answer.seconds
         self.renewed(self.session, sent)
@@ -85,8 +87,9 @@ class Rights:
         lost: LpSet = self.open & ~owned
         self.open = owned
         self.epochs = np.where(owned, epochs, self.epochs)
+        drained = lp_set(answer.drained) & asked
+        self.done = np.where(drained, np.maximum(self.done, until), self.done)
         # Nothing is said of what was not asked for.
-        self.drained = (self.drained & ~asked) | lp_set(answer.drained)
         before = {key for key in self.parked if not asked[key % LOGICAL_PARTITIONS]}
         self.parked = frozenset(answer.parked) | before
         return lost

@@ -22,6 +22,11 @@ WAIT_SECONDS: Final = 5
 _WRITES: Final = "plait_writes"
 
 
+def file_url(path: str) -> str:
+    """The URL of a SQLite database in a file, whatever characters its name has."""
+    return sa.URL.create("sqlite", database=path).render_as_string(hide_password=False)
+
+
 class Lost(Exception):
     """What was to be changed had been changed by somebody else; nothing was written."""
 

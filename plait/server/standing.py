@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
 from plait.limits import MetaLimits
+from plait.meta.database import file_url
 from plait.server.meta_handlers import MetaHandlers
 from plait.server.meta_host import MetaHost
 from plait.server.orders import LocalOrders
@@ -21,8 +23,15 @@ if TYPE_CHECKING:
     from plait.server.connection import Connection
     from plait.server.host import Server
 
+#: The meta server's database, beside the broker's logs.
+DATABASE = "meta.db"
 #: A meta server that does not answer within this is given up for another.
 ASK_SECONDS = 3.0
+
+
+def database_in(directory: Path) -> str:
+    """The URL of the meta server's database of a node that has everything in one directory."""
+    return file_url(str(directory.resolve() / DATABASE))
 
 
 class Standing:

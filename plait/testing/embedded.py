@@ -7,8 +7,9 @@ and crashed in place, and on a ``ManualClock`` time passes when the test says so
 
 from __future__ import annotations
 
+import functools
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,7 +21,10 @@ from plait.client.loops import LoopThread
 from plait.clock import Clock, ManualClock, SystemClock
 from plait.errors import Closed, InvalidArgument
 from plait.limits import MIB
+from plait.meta.database import Database
+from plait.meta.migrate import migrate
 from plait.server import Server
+from plait.server.standing import DATABASE, database_in
 from plait.storage.disk import RealDisk
 
 #: Small segments, so that a test's broker takes little disk; the watermarks leave full machines alone.
@@ -29,20 +33,43 @@ TEST_CONFIG = BrokerConfig(
 )
 
 
+@functools.cache
+def _empty_database() -> bytes:
+    """A meta database in which nothing is yet: making one anew takes longer than all the rest of a start."""
+    with tempfile.TemporaryDirectory(prefix="plait-") as directory:
+        database = Database(database_in(Path(directory)))
+        migrate(database)
+        database.close()
+        return (Path(directory) / DATABASE).read_bytes()
+
+
+def _prepare(data: Path) -> None:
+    data.mkdir(parents=True, exist_ok=True)
+    if not (data / DATABASE).exists():
+        (data / DATABASE).write_bytes(_empty_database())
+
+
 class EmbeddedBroker:
     """A broker on the running loop; see the module for the blocking form.
 
     ``data`` is its directory (left out: a temporary one that goes with it); ``clock=ManualClock()`` puts it on
-    virtual time. It keeps its port over ``restart``, so clients find it again.
+    virtual time. It keeps its port over ``restart``, so clients find it again. ``metas`` are the addresses of the meta
+    servers of the cluster it belongs to; left out, it has one of its own, and with none it is a broker alone.
     """
 
     def __init__(
-        self, data: str | Path | None = None, *, config: BrokerConfig | None = None, clock: Clock | None = None
+        self,
+        data: str | Path | None = None,
+        *,
+        config: BrokerConfig | None = None,
+        clock: Clock | None = None,
+        metas: Sequence[str] | None = None,
     ) -> None:
         self._data = None if data is None else Path(data)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self.config = config or TEST_CONFIG
         self.clock = clock or SystemClock()
+        self._metas = metas
         self._server: Server | None = None
         self._port = 0
         self._thread: LoopThread | None = None
@@ -79,7 +106,13 @@ class EmbeddedBroker:
     async def start(self) -> None:
         """Recover the data directory and serve; nothing if it runs already."""
         if self._server is None:
-            server = Server(RealDisk(self.data), self.config, port=self._port, clock=self.clock)
+            meta = None
+            if self._metas is None:
+                _prepare(self.data)
+                meta = database_in(self.data)
+            server = Server(
+                RealDisk(self.data), self.config, port=self._port, clock=self.clock, meta=meta, metas=self._metas or ()
+            )
             await server.start()
             self._server = server
             self._port = server.port

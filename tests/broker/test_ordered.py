@@ -35,6 +35,19 @@ def keys_by_half() -> tuple[str, str]:
     return low, high
 
 
+def test_everybody_who_waits_is_served_when_rows_come():
+    node = node_with()
+    low, high = keys_by_half()
+    one, two = Owner(node, "c1"), Owner(node, "c2")
+    one.lease(halves()[0])
+    two.lease(halves()[1])
+    waiting = [node.pull(owner.consumer, wait=10) for owner in (one, two)]
+    keyed(node, Producer(5), [(high, b"h")])
+    assert [pulled.answered for pulled in waiting] == [False, True]
+    keyed(node, Producer(6), [(low, b"l")])
+    assert [pulled.bodies for pulled in waiting] == [[b"l"], [b"h"]]
+
+
 def test_without_locks_nothing_is_handed_out():
     node = node_with()
     keyed(node, Producer(5), [("a", b"1")])

@@ -147,7 +147,7 @@ async def cluster_of(path: Path, count: int = 2) -> AsyncIterator[Cluster]:
         brokers = {}
         for number in range(1, count + 1):
             config = msgspec.structs.replace(TEST_CONFIG, group=f"g{number}")
-            broker = EmbeddedBroker(path / f"g{number}", config=config)
+            broker = EmbeddedBroker(path / f"g{number}", config=config, metas=())
             brokers[f"g{number}"] = await stack.enter_async_context(broker)
         yield Cluster(brokers)
 

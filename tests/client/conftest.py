@@ -35,8 +35,8 @@ async def client(broker: EmbeddedBroker) -> AsyncIterator[plait.Client]:
 async def brokers(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
     """Two broker groups."""
     async with (
-        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
-        EmbeddedBroker(tmp_path / "2", config=config_of("g2")) as second,
+        EmbeddedBroker(tmp_path / "1", config=config_of("g1"), metas=()) as first,
+        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=()) as second,
     ):
         yield [first, second]
 

@@ -29,7 +29,7 @@ STEPS = st.one_of(
 @pytest.fixture(scope="module")
 def pair() -> Iterator[list[EmbeddedBroker]]:
     """Two broker groups in threads of their own, for all scripts."""
-    first, second = (EmbeddedBroker(config=config_of(group)) for group in ("g1", "g2"))
+    first, second = (EmbeddedBroker(config=config_of(group), metas=()) for group in ("g1", "g2"))
     with first, second:
         yield [first, second]
 
