@@ -31,6 +31,9 @@ from plait.storage.log import Log
 from plait.storage.ranges import Range, Ranges, joined
 from plait.storage.strand import Strand
 
+#: Up to so many strands of an owner are compared at each of its pulls, more at every so many-th.
+JOIN_ALWAYS = 16
+JOIN_EVERY = 8
 #: Behind every sequence.
 LAST = SEQUENCE_MAX
 #: Rows that are known one by one although they may be in nobody's hands any more.
@@ -42,7 +45,7 @@ KEY_ROWS_MAX = 100
 class OrderedGroup(StrandFailures):
     """See the module."""
 
-    __slots__ = ("_tag", "_turn", "frozen_until", "locks")
+    __slots__ = ("_exact_max", "_tag", "_turn", "frozen_until", "locks")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
@@ -53,6 +56,7 @@ class OrderedGroup(StrandFailures):
         self.frozen_until = 0.0
         #: Which of an owner's strands is served first.
         self._turn = 0
+        self._exact_max = EXACT_MAX
         #: The last tag of what came back; those of strands are their numbers.
         self._tag = 0
 
@@ -146,7 +150,6 @@ class OrderedGroup(StrandFailures):
                 strand.owner, strand.leaving, strand.held, strand.limit = 0, False, {}, 0
             for owner in owners:
                 journal.leases.news(self, owner)
-        self._tidy_exact()
 
     def _granted(self, runs: list[tuple[int, int, int, int]], journal: Journal) -> None:
         owners = set()
@@ -166,7 +169,9 @@ class OrderedGroup(StrandFailures):
         taking = Taking(count, size)
         lps = [each for each in self.strands.of(consumer.id) if not each.leaving]
         keys = [each for each in self.strands.keys_of(consumer.id) if not (each.leaving or each.parked)]
-        if len(lps) + len(keys) > 1:
+        self._turn += 1
+        several = len(lps) + len(keys)
+        if several > 1 and (several <= JOIN_ALWAYS or self._turn % JOIN_EVERY == 0):
             self.strands.join_alike([*lps, *keys])
             lps = [each for each in lps if self.strands.get(each.id) is each]
             keys = [each for each in keys if self.strands.get(each.id) is each]
@@ -180,7 +185,6 @@ class OrderedGroup(StrandFailures):
                 abreast.append(strand)
         while taking.more and self._serve_again(lps, taking, journal):
             pass
-        self._turn += 1
         by_next: dict[tuple[int, int], list[Strand]] = {}
         for strand in [*lps, *abreast]:
             if not self._at_limit_of(strand):
@@ -366,8 +370,9 @@ class OrderedGroup(StrandFailures):
         """Some rows are not in somebody's hands any more: what is leaving may go."""
         if any(strand.leaving for strand in self.strands):
             self.pass_on(journal, journal.leases.now())
-        elif len(self._exact) > EXACT_MAX:
+        if len(self._exact) > self._exact_max:
             self._tidy_exact()
+            self._exact_max = EXACT_MAX + 2 * len(self._exact)
 
     def _holding(self, owner: int) -> list[Strand]:
         return [each for each in self.strands if each.owner == owner and each.held]
@@ -382,16 +387,20 @@ class OrderedGroup(StrandFailures):
         tags: Sequence[int] = (),
     ) -> int:
         """(start, end, epoch) ranges failed: they wait, hold their keys, or are dead letters; how many sequences."""
+        clipped = [
+            (*self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch), tag)
+            for (first, last, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
+        ]
         count = 0
+        rows = self._table(journal, [(start, end) for start, end, _ in clipped])
         holding = self._holding(consumer.id)
-        for (first, last, epoch), tag in zip(ranges, tags or repeat(0), strict=False):
-            start, end = self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch)
+        for start, end, tag in clipped:
             for strand, piece in self._reached(consumer.id, holding, tag, start, end):
-                rows = list(self._rows(journal, strand, piece.start, piece.end))
                 strand.let_go(tag, piece.start, piece.end)
                 count += piece.end - piece.start
-                for sequences, keys in rows:
-                    self._failed(strand, sequences, keys, piece.attempt, journal, now, failure)
+                found = rows.of(strand, piece.start, piece.end)
+                if found is not None:
+                    self._failed(strand, *found, piece.attempt, journal, now, failure)
         self._after_hands(journal)
         return count
 

@@ -19,7 +19,7 @@ from plait.broker.strands import Strands
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
 from plait.frame.columns import Column
-from plait.frame.lp import LpSet
+from plait.frame.lp import NO_KEY_HASH, LpSet
 from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
@@ -78,6 +78,35 @@ class Taking:
     def limit(self, count: int) -> None:
         """At most so many more."""
         self.rows = min(self.rows, self.delivery.count + count)
+
+
+#: Rows between two ranges up to which both are looked at together.
+TABLE_GAP = 10_000
+
+
+class RowTable:
+    """Rows by sequence, with their keys."""
+
+    __slots__ = ("_hashes", "_lps", "_sequences")
+
+    def __init__(self, parts: list[tuple[Sequences, FrameKeys]]) -> None:
+        self._sequences: Sequences = np.concatenate([np.empty(0, np.int64), *(each for each, _ in parts)])
+        self._lps = np.concatenate([np.empty(0, np.uint16), *(keys.lps for _, keys in parts)])
+        self._hashes = np.concatenate(
+            [
+                np.empty(0, np.uint64),
+                *(np.full(len(keys.lps), NO_KEY_HASH) if keys.hashes is None else keys.hashes for _, keys in parts),
+            ]
+        )
+
+    def of(self, strand: Strand, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
+        """A strand's rows in [start, end); None: it has none there."""
+        low, high = np.searchsorted(self._sequences, (start, end)).tolist()
+        lps, hashes = self._lps[low:high], self._hashes[low:high]
+        chosen = strand.chooses(lps, hashes)
+        if not chosen.any():
+            return None
+        return self._sequences[low:high][chosen], FrameKeys(lps[chosen], hashes[chosen])
 
 
 class Chooser:
@@ -199,6 +228,17 @@ class StrandRows(Group):
                     yield sequences[low:high], FrameKeys(keys.lps[low:high], hashes)
         for first, last, keys in self.partition.keys_in(journal.message_log, max(start, kept_until), end):
             yield np.arange(first, last), keys
+
+    def _table(self, journal: Journal, ranges: list[tuple[int, int]]) -> RowTable:
+        """All rows that lie within ranges, whoever's they are."""
+        ranges = [piece for piece in ranges if piece[0] < piece[1]]
+        spans: list[tuple[int, int]] = []
+        for start, end in sorted(ranges):
+            if spans and start <= spans[-1][1] + TABLE_GAP:
+                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+            else:
+                spans.append((start, end))
+        return RowTable([found for start, end in spans for found in self._all_rows(journal, start, end)])
 
     def _know(self, journal: Journal, strands: list[Strand]) -> dict[int, dict[int, Ranges]]:
         """The rows of strands in their owner's hands, one by one: for each logical partition, by tag."""

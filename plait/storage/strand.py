@@ -11,6 +11,8 @@ for not handed out.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ import numpy.typing as npt
 from plait.frame.lp import Hashes, Lps, LpSet, lp_set, runs_of
 from plait.storage.ranges import Range, Ranges
 from plait.storage.waiting import Due, Waiting
+
+#: Ranges that are compared to find strands that have come equally far; with more it can wait.
+COMPARED_MAX = 16
 
 
 class StrandState(msgspec.Struct, array_like=True):
@@ -192,20 +197,16 @@ class Strand:
             self.without.add(key)
         return part
 
-    def alike(self, other: Strand) -> bool:
-        """They have come equally far: one strand would do."""
-        return (
-            self.next == other.next
-            and self.owner == other.owner
-            and self.leaving == other.leaving
-            and self.limit == other.limit
-            and not (self.parked or other.parked or self.waiting or other.waiting)
-            and list(self.returned) == list(other.returned)
-            and self._hands() == other._hands()
-        )
-
-    def _hands(self) -> dict[int, list[Range]]:
-        return {tag: list(held) for tag, held in self.held.items()}
+    @property
+    def standing(self) -> Any:
+        """How far it has come: those with the same may be one strand. None: too much is open to compare."""
+        if self.parked or self.waiting:
+            return None
+        open_count = len(self.returned) + sum(map(len, self.held.values()))
+        if open_count > COMPARED_MAX:
+            return None
+        held = tuple((tag, tuple(held)) for tag, held in sorted(self.held.items()))
+        return self.next, self.owner, self.leaving, self.limit, tuple(self.returned), held
 
     def join(self, other: Strand) -> None:
         """Take over the rows of another one, which has come equally far."""
