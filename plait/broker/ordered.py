@@ -142,23 +142,25 @@ class OrderedGroup(StrandFailures):
 
     def _set_locks(self, runs: list[tuple[int, int]], journal: Journal) -> None:
         """These are nobody's any more."""
+        if not runs:
+            return
+        lps = lp_set(runs)
+        owners = np.unique(self.locks.owner[lps]).tolist()
         for first, end in runs:
-            owners = np.unique(self.locks.owner[first:end]).tolist()
             journal.event(Action.LOCK, self, 0, first, end, 0)
             self.locks.set(first, end, 0, 0)
-            for strand in self.strands.take_out(lp_set([(first, end)])):
-                strand.owner, strand.leaving, strand.held, strand.limit = 0, False, {}, 0
-            for owner in owners:
-                journal.leases.news(self, owner)
+        for strand in self.strands.take_out(lps):
+            strand.owner, strand.leaving, strand.held, strand.exact, strand.limit = 0, False, {}, set(), 0
+        for owner in owners:
+            journal.leases.news(self, owner)
 
     def _granted(self, runs: list[tuple[int, int, int, int]], journal: Journal) -> None:
-        owners = set()
-        for first, end, owner, epoch in runs:
-            journal.event(Action.LOCK, self, owner, first, end, 0, epoch)
-            for strand in self.strands.take_out(lp_set([(first, end)])):
+        for owner in {owner for _, _, owner, _ in runs}:
+            mine = [(first, end, epoch) for first, end, each, epoch in runs if each == owner]
+            for first, end, epoch in mine:
+                journal.event(Action.LOCK, self, owner, first, end, 0, epoch)
+            for strand in self.strands.take_out(lp_set([(first, end) for first, end, _ in mine])):
                 strand.owner, strand.leaving = owner, False
-            owners.add(owner)
-        for owner in owners:
             self.strands.join_alike(self.strands.of(owner))
             journal.leases.news(self, owner)
 
@@ -357,18 +359,21 @@ class OrderedGroup(StrandFailures):
         """Those rows that were handed out under ``tag`` and lie in [start, end) are done; how many sequences."""
         start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
         count = 0
+        empty = False
         for strand, piece in self._reached(consumer.id, self._holding(consumer.id), tag, start, end):
             journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
             strand.let_go(tag, piece.start, piece.end)
             count += piece.end - piece.start
+            empty |= strand.leaving and not strand.held
         if self.kept:
             self.kept.settled()
-        self._after_hands(journal)
+        if empty:
+            self._after_hands(journal)
         return count
 
     def _after_hands(self, journal: Journal) -> None:
         """Some rows are not in somebody's hands any more: what is leaving may go."""
-        if any(strand.leaving for strand in self.strands):
+        if any(strand.leaving and not strand.held for strand in self.strands):
             self.pass_on(journal, journal.leases.now())
         if len(self._exact) > self._exact_max:
             self._tidy_exact()

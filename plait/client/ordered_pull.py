@@ -222,10 +222,13 @@ class OrderedPullClient(PullClient):
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
     ) -> None:
-        if self._asking and session == self._session and (self._wanted & ~self.rights.open).any():
-            # Its rows may be of locks that the answer under way tells of.
-            self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
-            return
+        if session == self._session and self.attached and error is None and (self._wanted & ~self.rights.open).any():
+            if answer.news > self.rights.news:
+                self.ask()
+            if self._asking:
+                # Its rows may be of locks that the answer under way tells of.
+                self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
+                return
         super()._pulled(session, count, number, answer, payload, error)
         if session != self._session or not self.attached or error is not None:
             return

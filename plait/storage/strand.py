@@ -199,18 +199,28 @@ class Strand:
 
     @property
     def standing(self) -> Any:
-        """How far it has come: those with the same may be one strand. None: too much is open to compare."""
+        """How far it has come: those with the same may be one strand. None: too much is open to compare.
+
+        A range of one sequence means that row whichever strand it is in, so these need not be the same.
+        """
         if self.parked or self.waiting:
             return None
-        open_count = len(self.returned) + sum(map(len, self.held.values()))
-        if open_count > COMPARED_MAX:
+        returned = _several(self.returned)
+        held = {tag: several for tag, ranges in self.held.items() if (several := _several(ranges))}
+        if len(returned) + sum(map(len, held.values())) > COMPARED_MAX:
             return None
-        held = tuple((tag, tuple(held)) for tag, held in sorted(self.held.items()))
-        return self.next, self.owner, self.leaving, self.limit, tuple(self.returned), held
+        return self.next, self.owner, self.leaving, self.limit, returned, tuple(sorted(held.items()))
 
     def join(self, other: Strand) -> None:
         """Take over the rows of another one, which has come equally far."""
-        self.exact &= other.exact
+        for piece in other.returned:
+            self.returned.add(*piece)
+        tags = self.held.keys() | other.held.keys()
+        self.exact = {tag for tag in tags if all(tag not in each.held or tag in each.exact for each in (self, other))}
+        for tag, ranges in other.held.items():
+            held = self.held.setdefault(tag, Ranges())
+            for piece in ranges:
+                held.add(*piece)
         if other.key is None:
             self.lps = self.lps | other.lps
             self.without |= other.without
@@ -264,3 +274,8 @@ class Strand:
         strand.waiting = Waiting(state.waiting)
         strand.parked, strand.letter = state.parked, state.letter
         return strand
+
+
+def _several(ranges: Ranges) -> tuple[Range, ...]:
+    """Those with more than one sequence."""
+    return tuple(piece for piece in ranges if piece.end - piece.start > 1)
