@@ -132,7 +132,7 @@ class Store:
                 statement = sa.select(*kind.COLUMNS)
                 if not everything:
                     statement = statement.where(kind.TABLE.c.changed > seen)
-                rows += map(kind.of, connection.execute(statement))
+                rows += map(kind.of, connection.execute(statement).all())
             return News(number, rows, everything)
 
     @contextmanager
