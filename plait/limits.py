@@ -54,6 +54,8 @@ DEAD_PAGE_MAX: Final = 2_000
 
 #: Sequences of dead letters that one request names.
 DEAD_SEQUENCES_MAX: Final = 5_000
+#: Parked keys that one request lists, resumes or skips: their letters are looked at one by one.
+PARKED_PAGE_MAX: Final = 500
 
 # --- open files ---------------------------------------------------------------------------------
 #: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments

@@ -435,6 +435,7 @@ class OrderedGroup(StrandFailures):
             return
         elif action in (Action.PARK, Action.RESUME):
             strand.parked = action == Action.PARK
+            strand.letter = start if strand.parked and start < end else -1
         elif start >= end:
             return
         elif action == Action.ACK:

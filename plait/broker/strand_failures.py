@@ -90,7 +90,7 @@ class StrandFailures(StrandRows):
             self._give_back(strand, piece, 0, journal, counted=False)
         dies = any(dies for _, dies in self._fates(row, failure, self._old_before(row, now)))
         if dies and not journal.bury(self, strand.id, [row], failure.reason):
-            self._park(strand, journal)
+            self._park(strand, row.start, journal)
             return
         self._wait_for(strand, row, journal, now, FAILURE if dies else failure)
 
@@ -111,13 +111,13 @@ class StrandFailures(StrandRows):
             if strand.key is None:
                 strand = self.strands.hold(strand, lp, key)
                 strand.held = {}
-                self._park(strand, journal)
+                self._park(strand, -1, journal)
         for key in resumed:
             self.resume(key, journal, skip=True)
 
-    def _park(self, strand: Strand, journal: Journal) -> None:
-        strand.parked = True
-        journal.event(Action.PARK, self, strand.id, 0, 0, 0)
+    def _park(self, strand: Strand, letter: int, journal: Journal) -> None:
+        strand.parked, strand.letter = True, letter
+        journal.event(Action.PARK, self, strand.id, max(letter, 0), letter + 1, 0)
 
     def parked(self) -> list[Strand]:
         """The keys that wait for somebody's decision."""
@@ -130,12 +130,10 @@ class StrandFailures(StrandRows):
             return False
         strand.parked = False
         journal.event(Action.RESUME, self, strand.id, 0, 0, 0)
-        if not skip:
-            for start, end, _ in list(self.pull_log.dead):
-                for sequences, _ in self._rows(journal, strand, start, end):
-                    for first, last in joined(sequences):
-                        journal.event(Action.REVIVE, self, strand.id, first, last, 0)
-                        self._revive(strand, first, last)
+        # Letters of the key that were skipped before stay what they are, and one that was purged is not there any more.
+        if not skip and self.pull_log.dead.overlap(strand.letter, strand.letter + 1):
+            journal.event(Action.REVIVE, self, strand.id, strand.letter, strand.letter + 1, 0)
+            self._revive(strand, strand.letter, strand.letter + 1)
         return True
 
     def _revive(self, strand: Strand, start: int, end: int) -> None:

@@ -107,6 +107,11 @@ class Mirror:
         row = self.subjects.get(name)
         return None if row is None or row.deleted else row
 
+    def is_taken(self, place: Place) -> bool:
+        """There is such a partition, or it is not certain yet that there is none any more."""
+        row = self.partitions.get(place)
+        return row is not None and row.state != "gone"
+
     def route(self, subject: str) -> Route:
         return _route.decode(self.routes[subject].body)
 

@@ -82,7 +82,7 @@ class Routing:
                 draining.remove(again)
                 chosen.remove(group)
                 places.append(again)
-        return places + new_places(route.subject, iter(chosen), self._core.mirror.partitions)
+        return places + new_places(route.subject, iter(chosen), self._core.mirror.is_taken)
 
     # --- orders to brokers ----------------------------------------------------------------------
 
