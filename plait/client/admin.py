@@ -97,14 +97,10 @@ class Admin(DeadAdmin, ScheduleAdmin):
     ) -> SubjectInfo:
         """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
         seconds = None if retention is None else seconds_of(retention)
-        result: SubjectInfo = await self._run(
-            "subject.create",
-            SubjectInfo,
-            subject=subject,
-            retention_seconds=seconds,
-            retention_bytes=retention_bytes,
+        await self._run(
+            "subject.create", Any, subject=subject, retention_seconds=seconds, retention_bytes=retention_bytes
         )
-        return result
+        return (await self.subject(subject)).subject
 
     async def delete_subject(self, subject: str) -> None:
         """Delete a subject with its messages and groups, for good."""

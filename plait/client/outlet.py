@@ -11,11 +11,11 @@ What a broker definitely refused goes to another partition, unless the subject i
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from plait import chance
 from plait.client.delayed_queue import DelayedQueue
 from plait.client.fan import DelayedFan, Fan
 from plait.client.lane import Frame, Lane
@@ -149,7 +149,7 @@ class Outlet:
 
     @staticmethod
     async def _rest(seconds: float) -> None:
-        await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
+        await asyncio.sleep(seconds * chance.uniform(0.5, 1.0))
 
     def begin(self, route: SubjectRoute) -> None:
         """Change over to a route, as soon as what that concerns has drained."""
