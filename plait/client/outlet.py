@@ -55,6 +55,7 @@ class Outlet:
         "producer",
         "route",
         "subject",
+        "trouble",
     )
 
     def __init__(self, producer: Producer, subject: str, *, delayed: bool = False) -> None:
@@ -68,6 +69,8 @@ class Outlet:
         self._wanted = 0
         #: How often that was in vain since something was stored.
         self.astray = 0
+        #: Why the route cannot be had at present.
+        self.trouble: PlaitError | None = None
         self._looking: asyncio.Task[None] | None = None
         self._queues: dict[PartitionName, PartitionQueue] = {}
         #: The first error of a posted frame since the last flush.
@@ -138,7 +141,9 @@ class Outlet:
                     if not error.retryable:
                         self.abandon(error)
                         return
+                    self.trouble = error
                 else:
+                    self.trouble = None
                     if found.version >= self._wanted:
                         break
                 await self._rest(pause)
