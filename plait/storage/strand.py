@@ -39,6 +39,7 @@ class Strand:
     """See the module."""
 
     __slots__ = (
+        "exact",
         "held",
         "id",
         "key",
@@ -65,6 +66,8 @@ class Strand:
         self.next = start
         #: In its owner's hands, by the tag under which it was handed out: rows that were handed out together.
         self.held: dict[int, Ranges] = {}
+        #: Tags whose ranges are its rows one by one, with nothing between them.
+        self.exact: set[int] = set()
         #: Unacked and in nobody's hands: handed out again before anything new.
         self.returned = Ranges()
         #: The same, and not due yet.
@@ -103,6 +106,7 @@ class Strand:
         if held is None:
             held = self.held[tag] = Ranges()
         held.add(start, end, attempt)
+        self.exact.discard(tag)
 
     def until(self, end: int) -> int:
         """What is wanted of [.., end) ends here."""
@@ -175,6 +179,8 @@ class Strand:
         """A strand of its own for some of its logical partitions, or for one key."""
         part = Strand(number, lps, self.next, key)
         part.held = {tag: Ranges(held) for tag, held in self.held.items()}
+        # Of what was known row by row both have some.
+        self.exact = set()
         part.returned = Ranges(self.returned)
         part.waiting = Waiting(self.waiting)
         part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
@@ -203,6 +209,7 @@ class Strand:
 
     def join(self, other: Strand) -> None:
         """Take over the rows of another one, which has come equally far."""
+        self.exact &= other.exact
         if other.key is None:
             self.lps = self.lps | other.lps
             self.without |= other.without
