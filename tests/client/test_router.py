@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 import plait
 from plait.client.node import Node
@@ -119,3 +120,16 @@ def test_a_route_says_what_it_leads_to() -> None:
     assert route.table[:100].tolist() == [0] * 100
     assert set(route.table[100:].tolist()) == {1}
     assert route.histories[0][2][0].fence == 7
+
+
+async def test_a_send_whose_route_cannot_be_had_says_why(meta: PlayedMeta) -> None:
+    async def find(subject: str, create: bool) -> m.RouteFound:
+        raise plait.NoBroker("no broker group is available")
+
+    async with meta.client(limits=msgspec.structs.replace(LIMITS, send_seconds=0.05)) as client:
+        client._router.find = find  # type: ignore[method-assign]
+        with pytest.raises(plait.Timeout, match="no broker group is available"):
+            await client.send("s", b"x")
+        client._router.find = meta.find  # type: ignore[method-assign]
+        client._producer.limits = LIMITS
+        await client.send("s", b"y")
