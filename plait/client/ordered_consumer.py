@@ -131,6 +131,7 @@ class OrderedConsumer(Consumer):
             drained=self._want,
             refused=lambda: self._membership.ask_again(self._member),
             may_renew=lambda: not self._overdue(),
+            leased=self._keeper.look,
         )
         holder = self._holders[client] = _Holder(self, client)
         self._keeper.add(holder)
