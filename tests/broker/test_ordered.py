@@ -273,6 +273,27 @@ def test_skip_goes_on_behind_the_message_that_failed_which_stays_a_dead_letter()
     assert not owner.group.resume(key, node.broker, skip=True)
 
 
+@pytest.mark.parametrize("crash", [False, True])
+def test_resume_leaves_letters_that_were_skipped_before_where_they_are(crash: bool):
+    node, owner, _ = parked_key()
+    [key] = [strand.key for strand in owner.group.parked()]
+    assert owner.group.resume(key, node.broker, skip=True)
+    node.turn()
+    owner.pull()
+    owner.nack(owner.first_of("a"), None)
+    assert owner.group.pull_log.dead.count == 2
+    if crash:
+        node = owner.node = node.killed()
+        owner.attach()
+        owner.lease()
+    assert owner.group.resume(key, node.broker, skip=False)
+    node.turn()
+    assert bodies(owner.pull()) == [b"a2"]
+    owner.ack(*owner.rows)
+    assert bodies(owner.pull()) == [b"a3"]
+    assert owner.group.pull_log.dead.count == 1
+
+
 def test_what_is_wanted_up_to_a_fence_is_drained_when_all_below_is_done_and_nothing_behind_it_is_handed_out():
     node = node_with()
     producer = Producer(5)
