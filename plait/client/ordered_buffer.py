@@ -148,7 +148,7 @@ class OrderedBuffer:
         return bool(self._ready)
 
     def _may_go(self, message: Message) -> bool:
-        """The row waits, and its lock is ours; if not, none of its partition's rows go until all are looked at again."""
+        """The row waits, and its lock is ours; if not, none of its partition's go until all are looked at again."""
         delivered = _frame_of(message)
         rights = delivered.rights
         if rights in self._stalled:
