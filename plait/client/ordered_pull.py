@@ -201,6 +201,7 @@ class OrderedPullClient(PullClient):
         """The lease is over, or the broker has given us up: others have what we had not started."""
         if self._stale or not self.rights.valid():
             self._stale = False
+            self.rights.give_up(self.rights.open)
             self._drop(self._feed.take_back(self))
 
     def _unbegun(self) -> list[EpochRange]:
@@ -233,7 +234,7 @@ class OrderedPullClient(PullClient):
         if session != self._session or not self.attached or error is not None:
             return
         self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
-        if answer.news != self.rights.news and not self._asking:
+        if answer.news != self.rights.news:
             self.ask()
 
     def _take_in(self, answer: m.Pulled, payload: memoryview, number: int) -> None:
