@@ -23,6 +23,9 @@ from plait.wire import messages as m
 #: How long the end of a client waits for the thread.
 STOP_SECONDS = 2.0
 
+#: Sockets are closed a few turns of the loop after they were told to.
+CLOSING_TURNS = 10
+
 #: The keepers of parent processes: never touched, not even by the garbage collector.
 _inherited: list[Keeper] = []
 
@@ -146,6 +149,8 @@ class Keeper:
         finally:
             for node in self._nodes.values():
                 await node.close()
+            for _ in range(CLOSING_TURNS):
+                await asyncio.sleep(0)
 
     async def _renew_all(self) -> float:
         """Renew what is to be renewed; when to do so again."""
