@@ -226,16 +226,17 @@ class OrderedPullClient(PullClient):
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
     ) -> None:
-        if self._asking and session == self._session and (self._wanted & ~self.rights.open).any():
+        if session != self._session or not self.attached:
+            return
+        news = error is None and answer.news != self.rights.news
+        if news:
+            self.ask()
+        if self._asking and (news or (self._wanted & ~self.rights.open).any()):
             # Its rows may be of locks that the answer under way tells of.
             self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
             return
         super()._pulled(session, count, number, answer, payload, error)
-        if session != self._session or not self.attached or error is not None:
-            return
         self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
-        if answer.news != self.rights.news:
-            self.ask()
 
     def _take_in(self, answer: m.Pulled, payload: memoryview, number: int) -> None:
         for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):
