@@ -228,7 +228,7 @@ class OrderedPullClient(PullClient):
     ) -> None:
         if session != self._session or not self.attached:
             return
-        news = error is None and answer.news != self.rights.news
+        news = error is None and answer.news > self.rights.news
         if news:
             self.ask()
         if self._asking and (news or (self._wanted & ~self.rights.open).any()):
