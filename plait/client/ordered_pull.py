@@ -54,6 +54,7 @@ class OrderedPullClient(PullClient):
         drained: Callable[[], None],
         refused: Callable[[], None],
         may_renew: Callable[[], bool],
+        leased: Callable[[], None],
     ) -> None:
         super().__init__(feed, node, limits, terms, partition, kind, spool)
         self._buffer = buffer
@@ -63,6 +64,7 @@ class OrderedPullClient(PullClient):
         self._drained = drained
         self._refused = refused
         self._may_renew = may_renew
+        self._new_lease = leased
         #: The locks that are asked for.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -191,6 +193,7 @@ class OrderedPullClient(PullClient):
         self._asking = False
         self._early = []
         self._told_parked = set()
+        self._new_lease()
         self.ask()
         self._renew_later()
 
@@ -198,6 +201,7 @@ class OrderedPullClient(PullClient):
         """The lease is over, or the broker has given us up: others have what we had not started."""
         if self._stale or not self.rights.valid():
             self._stale = False
+            self.rights.give_up(self.rights.open)
             self._drop(self._feed.take_back(self))
 
     def _unbegun(self) -> list[EpochRange]:
@@ -222,19 +226,17 @@ class OrderedPullClient(PullClient):
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
     ) -> None:
-        if session == self._session and self.attached and error is None and (self._wanted & ~self.rights.open).any():
-            if answer.news > self.rights.news:
-                self.ask()
-            if self._asking:
-                # Its rows may be of locks that the answer under way tells of.
-                self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
-                return
-        super()._pulled(session, count, number, answer, payload, error)
-        if session != self._session or not self.attached or error is not None:
+        if session != self._session or not self.attached:
             return
-        self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
-        if answer.news != self.rights.news and not self._asking:
+        news = error is None and answer.news > self.rights.news
+        if news:
             self.ask()
+        if self._asking and (news or (self._wanted & ~self.rights.open).any()):
+            # Its rows may be of locks that the answer under way tells of.
+            self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
+            return
+        super()._pulled(session, count, number, answer, payload, error)
+        self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
 
     def _take_in(self, answer: m.Pulled, payload: memoryview, number: int) -> None:
         for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):
