@@ -50,7 +50,7 @@ class Serving:
 
 @contextmanager
 def running(*arguments: str, files: tuple[int, int] | None = None, **env: str) -> Iterator[Serving]:
-    """A command that prints a ready line, ended whatever happens; ``files`` are its soft and hard limit of open files."""
+    """A command that says when it is ready, ended whatever happens; ``files`` are its limits of open files."""
     process = subprocess.Popen(
         [sys.executable, "-m", "plait.cli", *arguments],
         stdout=subprocess.PIPE,

@@ -19,7 +19,8 @@ import plait.sync
 from plait.cli.run import run
 from plait.limits import LOGICAL_PARTITIONS
 from plait.retry import Retry
-from tests.cli.commands import Serving, broker, meta, plait as command
+from tests.cli.commands import Serving, broker, meta
+from tests.cli.commands import plait as command
 from tests.cli.conftest import Here
 
 #: Nothing that a test waits for takes this long.
