@@ -158,7 +158,7 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: A change that others forestalled is tried again so often.
     attempts: int = 8
     #: Allocations are made in slices of about this length and of so many groups at most, so that heartbeats pass.
-    slice_seconds: float = 0.002
+    slice_seconds: float = 0.0015
     slice_groups: int = 32
     #: Clients that are looked at, noted or given up in one go.
     page: int = 500

@@ -384,7 +384,7 @@ class PullClient:
             return
         log.warning("rows of %s came damaged and are asked for again: %s", self.partition, broken)
         assert self._link is not None
-        self._link.call(m.Detach(self._session), ignore)
+        self._link.call(m.Detach(self._session), _ignore)
         self._lose(stale=False)
 
     def _forget_all(self) -> None:
@@ -420,5 +420,5 @@ class PullClient:
         self._feed.failed(error)
 
 
-def ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
+def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
     """What is said next comes after it, whatever the answer."""
