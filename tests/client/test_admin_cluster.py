@@ -13,7 +13,7 @@ import pytest
 import plait
 import plait.sync
 from plait.client.cluster import _Route, _route_info
-from plait.limits import LOGICAL_PARTITIONS
+from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
 from plait.meta.database import file_url
 from plait.server.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
@@ -186,6 +186,24 @@ async def test_a_parked_key_stays_parked_where_the_route_leads_on_and_goes_on_in
                     message.ack()
                 await consumer.flush()
     assert got == {key: [f"{key} {n}".encode() for n in range(3)] for key in ("a", "b", "c", "d")}
+
+
+async def test_more_keys_than_one_answer_holds_are_listed_and_resumed(client: plait.Client) -> None:
+    count = PARKED_PAGE_MAX + 20
+    await client.admin.create_subject("s", order="strict", groups=["g1"])
+    await client.send_many("s", [b""] * count, keys=[f"k{n}" for n in range(count)])
+    async with client.consumer("s", group="g", ordered=True, retry=plait.Retry(attempts=1)) as consumer:
+        failed = 0
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while failed < count:
+                batch = await consumer.fetch(count, wait=PATIENCE_SECONDS)
+                await batch.nack()
+                failed += len(batch)
+        await consumer.flush()
+        keys = await client.admin.parked("s", "g")
+        assert sorted(key.key or "" for key in keys) == sorted(f"k{n}" for n in range(count))
+        assert await client.admin.resume_all("s", "g") == count
+        assert await client.admin.parked("s", "g") == []
 
 
 @pytest.mark.parametrize("call", ["resume_key", "skip_key"])
