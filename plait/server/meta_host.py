@@ -55,9 +55,18 @@ class MetaHost:
     """See the module."""
 
     def __init__(
-        self, url: str, orders: Orders, clock: Clock, limits: MetaLimits | None = None, *, auto_create: bool = True
+        self,
+        url: str,
+        orders: Orders,
+        clock: Clock,
+        limits: MetaLimits | None = None,
+        *,
+        auto_create: bool = True,
+        alone: bool | None = None,
     ) -> None:
+        """``alone``: no other meta server uses the database; None: that is so if it is a SQLite file."""
         self._url = url
+        self._alone = alone
         self._orders = orders
         self._clock = clock
         self._limits = limits or MetaLimits()
@@ -81,7 +90,7 @@ class MetaHost:
 
     def _open(self) -> None:
         # Kept if the database has one already.
-        self._store = Store(Database(self._url), cluster=chance.token(8))
+        self._store = Store(Database(self._url), cluster=chance.token(8), alone=self._alone)
         self._service = MetaService(self._store, self._clock, self._limits)
 
     async def stop(self) -> None:
