@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import retry, schedule, throughput
+from benchmarks import meta, retry, schedule, throughput
 from benchmarks import scale as scale_suite
 from benchmarks.plot import plot
 from benchmarks.result import Result, write_json
@@ -32,6 +32,7 @@ SUITES: dict[str, Suite] = {
     "dead": retry.dead_letters,
     "lateness": schedule.lateness,
     "scheduled": schedule.ten_million,
+    "allocation": meta.allocation,
     "spark": lambda smoke: _spark(smoke),
 }
 

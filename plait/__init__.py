@@ -9,11 +9,13 @@ from plait.client.admin import Admin, ConsumerInfo, GroupInfo, SubjectDetails, S
 from plait.client.app import App
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.client import Client, connect
+from plait.client.cluster import AllocationInfo, BrokerInfo, MemberShare, PartitionShare, RouteInfo
 from plait.client.consumer import Consumer
 from plait.client.dead import DeadHistory, DeadLetter, DeadQueue, DeadReason
 from plait.client.delay import DelayLevel
 from plait.client.outcomes import Reject, RetryLater, Suspend
 from plait.client.outgoing import Outgoing
+from plait.client.parked import ParkedKey
 from plait.client.reader import Reader
 from plait.client.schedule import ScheduleCount, ScheduledMessage
 from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
@@ -34,7 +36,11 @@ from plait.errors import (
     GroupNotFound,
     InvalidArgument,
     InvalidName,
+    KeyNotParked,
     LimitExceeded,
+    MetaBusy,
+    MetaUnavailable,
+    NoBroker,
     NotScheduled,
     OutOfSequence,
     PlaitError,
@@ -58,9 +64,11 @@ from plait.version import VERSION as __version__
 
 __all__ = [
     "Admin",
+    "AllocationInfo",
     "App",
     "ArrowBatch",
     "Batch",
+    "BrokerInfo",
     "BufferFull",
     "Client",
     "ClientLimits",
@@ -87,13 +95,20 @@ __all__ = [
     "GroupNotFound",
     "InvalidArgument",
     "InvalidName",
+    "KeyNotParked",
     "LimitExceeded",
+    "MemberShare",
     "Message",
     "MessageId",
+    "MetaBusy",
+    "MetaUnavailable",
+    "NoBroker",
     "NotScheduled",
     "OutOfSequence",
     "Outgoing",
+    "ParkedKey",
     "PartitionName",
+    "PartitionShare",
     "PlaitError",
     "ProtocolError",
     "ReadOnly",
@@ -104,6 +119,7 @@ __all__ = [
     "Reject",
     "Retry",
     "RetryLater",
+    "RouteInfo",
     "ScheduleCount",
     "ScheduledMessage",
     "StaleRoute",

@@ -80,6 +80,13 @@ class DeadLetterNotFound(PlaitError):
     exit_code = 4
 
 
+class KeyNotParked(PlaitError):
+    """The key is not parked (any more) in that group."""
+
+    code = "key_not_parked"
+    exit_code = 4
+
+
 class NotScheduled(PlaitError):
     """The message is not scheduled (any more): it was delivered or cancelled."""
 

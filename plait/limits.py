@@ -54,6 +54,8 @@ DEAD_PAGE_MAX: Final = 2_000
 
 #: Sequences of dead letters that one request names.
 DEAD_SEQUENCES_MAX: Final = 5_000
+#: Parked keys that one request lists, resumes or skips: their letters are looked at one by one.
+PARKED_PAGE_MAX: Final = 500
 
 # --- open files ---------------------------------------------------------------------------------
 #: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments
@@ -156,7 +158,7 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: A change that others forestalled is tried again so often.
     attempts: int = 8
     #: Allocations are made in slices of about this length and of so many groups at most, so that heartbeats pass.
-    slice_seconds: float = 0.002
+    slice_seconds: float = 0.0015
     slice_groups: int = 32
     #: Clients that are looked at, noted or given up in one go.
     page: int = 500

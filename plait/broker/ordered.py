@@ -10,119 +10,43 @@ until somebody resumes it or skips the message. Otherwise what failed waits by i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, repeat
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 import numpy as np
-import numpy.typing as npt
 
 from plait.broker.group import FAILURE, LOST_ATTEMPTS_MIN, Consumer, Delivery, Failure, Group, Journal
-from plait.broker.keys import FrameKeys
 from plait.broker.locks import Locks, Standing, Want, epochs_of
 from plait.broker.partition import Partition
-from plait.broker.strands import Strands
-from plait.errors import FrameError
-from plait.frame.builder import Buffer
-from plait.frame.columns import Column
-from plait.frame.lp import NO_KEY_HASH, LpSet, lp_set, runs_of
-from plait.frame.slicing import slice_mask, slice_rows
-from plait.frame.view import FrameView
+from plait.broker.strand_failures import StrandFailures
+from plait.broker.strand_rows import LOOK_MAX, Taking
+from plait.broker.waiting import Waiter
+from plait.frame.lp import LpSet, lp_set, runs_of
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.reason import Reason
-from plait.retry import due_time
 from plait.storage.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
 from plait.storage.log import Log
-from plait.storage.pull_log import count_of
 from plait.storage.ranges import Range, Ranges, joined
 from plait.storage.strand import Strand
-from plait.storage.waiting import Waiting
 
-STRICT = "strict"
-#: Rows that one pull looks at without finding one of its own; it is answered then, and asks again.
-LOOK_MAX = 1 << 20
 #: Rows of a key that failed before that are handed out at a time.
 KEY_ROWS_MAX = 100
 
-Sequences = npt.NDArray[np.int64]
 
-
-class Found(NamedTuple):
-    """Rows [first, last) of a frame, by sequence; no frame: they cannot be read back."""
-
-    first: int
-    last: int
-    frame: FrameView | None
-
-
-class _Piece(NamedTuple):
-    """Rows from ``first`` to ``last`` of a frame, which was looked at up to ``end``."""
-
-    first: int
-    last: int
-    end: int
-    rows: int
-    size: int
-    parts: list[Buffer]
-
-
-class _Taking:
-    """One pull, while it is served."""
-
-    __slots__ = ("delivery", "looked", "rows", "size")
-
-    def __init__(self, count: int, size: int) -> None:
-        self.delivery = Delivery()
-        #: It ends with so many rows, and about so many bytes.
-        self.rows = count
-        self.size = size
-        self.looked = 0
-
-    @property
-    def room(self) -> int:
-        return self.rows - self.delivery.count
-
-    @property
-    def more(self) -> bool:
-        """There is room for more, and time to look for it."""
-        delivery = self.delivery
-        return self.room > 0 and (not delivery.count or delivery.size < self.size) and self.looked < LOOK_MAX
-
-    def limit(self, count: int) -> None:
-        """At most so many more."""
-        self.rows = min(self.rows, self.delivery.count + count)
-
-
-class OrderedGroup(Group):
+class OrderedGroup(StrandFailures):
     """See the module."""
 
-    __slots__ = ("_turn", "frozen_until", "locks", "strands")
+    __slots__ = ("_turn", "frozen_until", "locks")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
     ) -> None:
-        super().__init__(definition, partition, limits)
+        super().__init__(definition, partition, limits, journal)
         self.locks = Locks()
-        self.strands = Strands(
-            definition.start,
-            lambda action, strand, start, end, value, attempt: journal.event(
-                action, self, strand, start, end, attempt, value
-            ),
-        )
         #: On the monotonic clock: until then nobody gets a lock that it did not have before a restart (R15).
         self.frozen_until = 0.0
         #: Which of an owner's strands is served first.
         self._turn = 0
-
-    @property
-    def logs_pulls(self) -> bool:
-        """What an owner has not acked is what it needs."""
-        return False
-
-    @property
-    def strict(self) -> bool:
-        """A failed message holds its key."""
-        return self.partition.row.settings.order == STRICT
 
     @property
     def has_more(self) -> bool:
@@ -150,22 +74,6 @@ class OrderedGroup(Group):
         for limit in np.unique(limits[changed]).tolist():
             for strand in self.strands.take_out(changed & (limits == limit)):
                 strand.limit = limit
-
-    def inherit(self, parked: Iterable[int], resumed: Iterable[int], journal: Journal) -> None:
-        """Keys that are parked where their rows were before are parked here; those that went on there go on."""
-        for key in parked:
-            lp = key % LOGICAL_PARTITIONS
-            strand = self.strands.for_row(lp, key)
-            if strand.key is None:
-                strand = self.strands.hold(strand, lp, key)
-                strand.held = {}
-                self._park(strand, journal)
-        for key in resumed:
-            self.resume(key, journal, skip=True)
-
-    def _park(self, strand: Strand, journal: Journal) -> None:
-        strand.parked = True
-        journal.event(Action.PARK, self, strand.id, 0, 0, 0)
 
     def standing(self, consumer: Consumer) -> Standing:
         """What it has of that."""
@@ -202,18 +110,6 @@ class OrderedGroup(Group):
                     each.held = {}
         for strand in self.strands:
             strand.leaving = bool((strand.lps & leaving).any())
-
-    def _in_hands(self, journal: Journal, strands: list[Strand]) -> dict[int, dict[int, Ranges]]:
-        """The rows that are in their owner's hands, one by one: for each logical partition, by tag."""
-        found: dict[int, dict[int, Ranges]] = {}
-        for strand in strands:
-            for tag, held in strand.held.items():
-                for start, end, attempt in held:
-                    for sequences, keys in self._rows(journal, strand, start, end):
-                        for lp, sequence in zip(keys.lps.tolist(), sequences.tolist(), strict=True):
-                            rows = found.setdefault(lp, {}).setdefault(tag, Ranges())
-                            rows.add(sequence, sequence + 1, attempt)
-        return found
 
     def pass_on(self, journal: Journal, now: float) -> None:
         """Give up what is leaving and in nobody's hands; grant what is free to who wants it."""
@@ -258,7 +154,7 @@ class OrderedGroup(Group):
 
     def take(self, log: Log, consumer: Consumer, count: int, size: int, journal: Journal) -> Delivery | None:
         """Rows for a consumer from what it owns; None when there are none. An empty delivery: ask again."""
-        taking = _Taking(count, size)
+        taking = Taking(count, size)
         lps = [each for each in self.strands.of(consumer.id) if not each.leaving]
         keys = [each for each in self.strands.keys_of(consumer.id) if not (each.leaving or each.parked)]
         if len(lps) + len(keys) > 1:
@@ -295,14 +191,18 @@ class OrderedGroup(Group):
         delivery = taking.delivery
         return delivery if delivery.count or taking.looked >= LOOK_MAX else None
 
+    def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
+        """Give rows to waiting pulls: each gets its own, so that there are none for one says nothing of the others."""
+        for waiter in list(self.waiters):
+            delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)
+            if delivery is not None and waiter.leave():
+                send(waiter, delivery)
+
     def _troubled(self, strand: Strand) -> bool:
         """A key that has not caught up with its logical partition."""
         return bool(strand.returned or strand.waiting) or strand.next < self._parent(strand).next
 
-    def _parent(self, strand: Strand) -> Strand:
-        return self.strands.by_lp[int(np.flatnonzero(strand.lps)[0])]
-
-    def _take_key(self, strand: Strand, taking: _Taking, journal: Journal) -> None:
+    def _take_key(self, strand: Strand, taking: Taking, journal: Journal) -> None:
         rows = taking.rows
         taking.limit(KEY_ROWS_MAX)
         while taking.more:
@@ -332,7 +232,7 @@ class OrderedGroup(Group):
         )
 
     def _serve(
-        self, strands: list[Strand], start: int, end: int, attempt: int, taking: _Taking, journal: Journal
+        self, strands: list[Strand], start: int, end: int, attempt: int, taking: Taking, journal: Journal
     ) -> None:
         """Hand out the rows of these strands in [start, end), which all of them stand at or got back."""
         tag = strands[0].id
@@ -364,61 +264,6 @@ class OrderedGroup(Group):
                 return
         for strand in strands:
             strand.settled(start, end)
-
-    def _cut(self, frame: FrameView, strands: list[Strand], first: int, last: int, taking: _Taking) -> _Piece | None:
-        """The rows of the strands in [first, last) of a frame, as far as there is room; None: there is none."""
-        delivery = taking.delivery
-        sequences = frame.sequences()
-        low, high = np.searchsorted(sequences, [first, last]).tolist()
-        taking.looked += high - low
-        if strands[0].whole:
-            low, high = low, min(high, low + taking.room)
-            rows = np.arange(low, high)
-        else:
-            keys = self.partition.keys.of(frame)
-            chosen = strands[0].chooses(keys.lps, keys.hashes)
-            for strand in strands[1:]:
-                chosen |= strand.chooses(keys.lps, keys.hashes)
-            rows = low + np.flatnonzero(chosen[low:high])
-            rows = rows[: taking.room]
-        if not len(rows):
-            return _Piece(first, first, last, 0, 0, [])
-        end = last if len(rows) < taking.room else int(sequences[rows[-1]]) + 1
-        try:
-            parts, size = _select(frame, rows)
-        except FrameError:
-            # Its rows cannot be told apart any more.
-            return _Piece(first, first, last, 0, 0, [])
-        if delivery.count and delivery.size + size > taking.size:
-            return None
-        return _Piece(int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1, end, len(rows), size, parts)
-
-    def _walk(self, journal: Journal, start: int, end: int, *, again: bool) -> Iterator[Found]:
-        """The frames with [start, end), those that outlived retention first."""
-        kept_until = min(end, self.partition.start)
-        if start < kept_until:
-            sequences = self.kept.within(start, kept_until)
-            places = self.kept.places(sequences.tolist())
-            edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else []
-            for a, b in pairwise(edges):
-                frame = self.frame_of(journal.message_log, journal.kept_log, int(sequences[a]))
-                yield Found(int(sequences[a]), int(sequences[b - 1]) + 1, frame)
-            start = kept_until
-        if start < end:
-            for found in self.partition.walk(journal.message_log, start, end, again=again):
-                yield Found(*found)
-
-    def _rows(self, journal: Journal, strand: Strand, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
-        """The sequences of a strand's rows in [start, end), with their keys."""
-        for first, last, frame in self._walk(journal, start, end, again=True):
-            if frame is None:
-                continue
-            keys = self.partition.keys.of(frame)
-            sequences = frame.sequences()
-            chosen = strand.chooses(keys.lps, keys.hashes) & (sequences >= first) & (sequences < last)
-            if chosen.any():
-                hashes = None if keys.hashes is None else keys.hashes[chosen]
-                yield sequences[chosen], FrameKeys(keys.lps[chosen], hashes)
 
     # --- events from consumers ------------------------------------------------------------------
 
@@ -466,81 +311,6 @@ class OrderedGroup(Group):
                         self._failed(strand, sequences, keys, piece.attempt, journal, now, failure)
         self._after_hands(journal)
         return count
-
-    def _failed(
-        self,
-        strand: Strand,
-        sequences: Sequences,
-        keys: FrameKeys,
-        attempt: int,
-        journal: Journal,
-        now: int,
-        failure: Failure,
-    ) -> None:
-        """Rows of a strand, which are in nobody's hands any more, failed."""
-        hashes = keys.hashes
-        for start, end in joined(sequences):
-            whole = Range(start, end, attempt)
-            if not failure.counted and not failure.delay:
-                # Nobody began with it, nor with what comes behind it.
-                self._give_back(strand, whole, 0, journal, counted=False)
-                continue
-            if not self.strict or hashes is None:
-                self._retry(strand, whole, journal, now, failure)
-                continue
-            low = int(np.searchsorted(sequences, start))
-            for offset in range(end - start):
-                key, lp = int(hashes[low + offset]), int(keys.lps[low + offset])
-                row = Range(start + offset, start + offset + 1, attempt)
-                if key == NO_KEY_HASH:
-                    # Keyless rows never hold.
-                    self._retry(strand, row, journal, now, failure)
-                else:
-                    self._hold(self.strands.for_row(lp, key), row, lp, key, journal, now, failure)
-
-    def _retry(self, strand: Strand, piece: Range, journal: Journal, now: int, failure: Failure) -> None:
-        for part, dies in self._fates(piece, failure, self._old_before(piece, now)):
-            left = journal.bury(self, strand.id, [part], failure.reason) if dies else [part]
-            for each in left:
-                self._wait_for(strand, each, journal, now, FAILURE if dies else failure)
-
-    def _wait_for(self, strand: Strand, piece: Range, journal: Journal, now: int, failure: Failure) -> None:
-        seconds = self.retry.wait(piece.attempt, self._chance(piece)) if failure.delay is None else failure.delay
-        counted = failure.counted
-        self._give_back(strand, piece, due_time(now, seconds), journal, counted=counted, now=now)
-
-    def _hold(
-        self, strand: Strand, row: Range, lp: int, key: int, journal: Journal, now: int, failure: Failure
-    ) -> None:
-        """A row of a strict subject failed: its key waits alone; without attempts it is parked."""
-        if strand.key is None:
-            strand = self.strands.hold(strand, lp, key)
-            strand.held = self._in_hands(journal, [strand]).get(lp, {})
-            waiting, strand.waiting = strand.waiting, Waiting()
-            for due, pieces in waiting:
-                for piece in pieces:
-                    for sequences, _ in self._rows(journal, strand, piece.start, piece.end):
-                        for first, last in joined(sequences):
-                            strand.waiting.add(first, last, piece.attempt, due)
-        # What comes behind it is not handled before it, whoever has it.
-        behind = [(tag, piece) for tag, held in strand.held.items() for piece in held.overlap(row.end, strand.next)]
-        for tag, piece in behind:
-            strand.let_go(tag, piece.start, piece.end)
-            self._give_back(strand, piece, 0, journal, counted=False)
-        dies = any(dies for _, dies in self._fates(row, failure, self._old_before(row, now)))
-        if dies and not journal.bury(self, strand.id, [row], failure.reason):
-            self._park(strand, journal)
-            return
-        self._wait_for(strand, row, journal, now, FAILURE if dies else failure)
-
-    def _give_back(
-        self, strand: Strand, piece: Range, due: int, journal: Journal, *, counted: bool = True, now: int = 0
-    ) -> None:
-        flags = 0 if counted else FLAG_UNCOUNTED
-        journal.event(Action.NACK, self, strand.id, *piece, due, flags)
-        strand.given_back(piece.start, piece.end, piece.attempt - (not counted), due)
-        if counted and now:
-            self.pull_log.note_failure(piece.start, piece.end, now)
 
     def lost(self, consumer: Consumer, journal: Journal, now: int) -> int:
         """Its lease is over: what it held was an attempt, for some the last; how many sequences."""
@@ -598,24 +368,6 @@ class OrderedGroup(Group):
 
     # --- dead letters, retention ----------------------------------------------------------------
 
-    def buried(self, strand: int, start: int, end: int, attempt: int, now: int) -> None:
-        """[start, end) of a strand is out of attempts."""
-        found = self.strands.get(strand)
-        if found is not None:
-            found.settled(start, end)
-        self.pull_log.buried(0, start, end, attempt, now)
-
-    def revived(self, start: int, end: int, journal: Journal) -> int:
-        """What is dead in [start, end) is handed out again, in its strand; how many sequences."""
-        pieces = self.pull_log.dead.overlap(start, end)
-        for strand in list(self.strands):
-            for piece in pieces:
-                for sequences, _ in self._rows(journal, strand, piece.start, piece.end):
-                    for first, last in joined(sequences):
-                        journal.event(Action.REVIVE, self, strand.id, first, last, 0)
-                        self._revive(strand, first, last)
-        return count_of(pieces)
-
     @property
     def floor(self) -> int:
         return min(strand.floor for strand in self.strands)
@@ -644,42 +396,7 @@ class OrderedGroup(Group):
 
     # --- retries --------------------------------------------------------------------------------
 
-    @property
-    def next_due(self) -> int | None:
-        """When the next of what waits is due."""
-        dues = [due for strand in self.strands if strand.waiting and (due := strand.waiting.next_due) is not None]
-        return min(dues, default=None)
-
-    def return_due(self, now: int) -> bool:
-        """What has waited long enough may be handed out; whether there is anything."""
-        ready = [strand for strand in self.strands if strand.waiting and strand.return_due(now)]
-        return bool(ready)
-
     # --- parked keys ----------------------------------------------------------------------------
-
-    def parked(self) -> list[Strand]:
-        """The keys that wait for somebody's decision."""
-        return [strand for strand in self.strands.by_key.values() if strand.parked]
-
-    def resume(self, key: int, journal: Journal, *, skip: bool) -> bool:
-        """Go on with a parked key: with the message that failed, or behind it (``skip``). False: it is not parked."""
-        strand = self.strands.by_key.get(key)
-        if strand is None or not strand.parked:
-            return False
-        strand.parked = False
-        journal.event(Action.RESUME, self, strand.id, 0, 0, 0)
-        if not skip:
-            for start, end, _ in list(self.pull_log.dead):
-                for sequences, _ in self._rows(journal, strand, start, end):
-                    for first, last in joined(sequences):
-                        journal.event(Action.REVIVE, self, strand.id, first, last, 0)
-                        self._revive(strand, first, last)
-        return True
-
-    def _revive(self, strand: Strand, start: int, end: int) -> None:
-        for first, last, attempt in self.pull_log.dead.remove(start, end):
-            self.pull_log.resent.add(first, last, attempt)
-            strand.given_back(first, last, attempt)
 
     # --- replay ---------------------------------------------------------------------------------
 
@@ -718,6 +435,7 @@ class OrderedGroup(Group):
             return
         elif action in (Action.PARK, Action.RESUME):
             strand.parked = action == Action.PARK
+            strand.letter = start if strand.parked and start < end else -1
         elif start >= end:
             return
         elif action == Action.ACK:
@@ -735,21 +453,6 @@ class OrderedGroup(Group):
             self.buried(consumer, start, end, attempt, time)
         elif action == Action.REVIVE:
             self._revive(strand, start, end)
-
-
-def _select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer], int]:
-    """Rows of a frame, ascending, as a frame of its own."""
-    first, last = int(rows[0]), int(rows[-1]) + 1
-    if last - first == len(rows):
-        if len(rows) == frame.count:
-            return [frame.buffer], frame.size
-        if not frame.has(Column.SELECTION):
-            piece = slice_rows(frame, first, last)
-            return piece.parts, piece.size
-    mask = np.zeros(frame.count, bool)
-    mask[rows] = True
-    piece = slice_mask(frame, mask)
-    return piece.parts, piece.size
 
 
 def _one(lp: int) -> LpSet:

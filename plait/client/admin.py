@@ -1,15 +1,17 @@
-"""Management of subjects and groups, dead letters and the schedule."""
+"""Management of subjects and groups, dead letters, parked keys, the schedule and the cluster."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
 from plait.client.arguments import Duration, Start, seconds_of, start_of
 from plait.client.calls import Partition
+from plait.client.cluster import ClusterAdmin
 from plait.client.dead import DeadAdmin
+from plait.client.parked import ParkedAdmin
 from plait.client.schedule import ScheduleAdmin
 from plait.errors import InvalidArgument
 from plait.retry import Retry
@@ -58,6 +60,10 @@ class GroupInfo(msgspec.Struct, frozen=True):
     consumers: list[ConsumerInfo]
     #: Dead letters.
     dead: int = 0
+    ordered: bool = False
+    #: Keys that failed and hold their place, and those of them that are parked until somebody decides.
+    holding: int = 0
+    parked: int = 0
 
 
 #: What is added up over the partitions of a subject: all its numbers. Who is online at several of them is so once.
@@ -73,8 +79,8 @@ class SubjectDetails(msgspec.Struct, frozen=True):
     partitions: list[SubjectInfo] = []
 
 
-class Admin(DeadAdmin, ScheduleAdmin):
-    """What ``plait subject``, ``plait group``, ``plait dlq`` and ``plait schedule`` do, as methods.
+class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
+    """What ``plait subject``, ``plait group``, ``plait dlq``, ``plait schedule`` and ``plait cluster`` do, as methods.
 
     Where a subject has several partitions, ``partition`` names the one that is meant: "name@group".
     """
@@ -93,18 +99,33 @@ class Admin(DeadAdmin, ScheduleAdmin):
         return SubjectDetails(merged_subject(partitions, len(groups)), groups, partitions)
 
     async def create_subject(
-        self, subject: str, *, retention: Duration | None = None, retention_bytes: int | None = None
+        self,
+        subject: str,
+        *,
+        retention: Duration | None = None,
+        retention_bytes: int | None = None,
+        order: Literal["best_tried", "strict"] = "best_tried",
+        partitions: int | None = None,
+        groups: Sequence[str] | None = None,
     ) -> SubjectInfo:
-        """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
-        seconds = None if retention is None else seconds_of(retention)
-        result: SubjectInfo = await self._run(
+        """A new subject; ``retention`` is how long its messages are kept (server default: None).
+
+        ``order`` says what a failure does to the order of its key. It has so many ``partitions`` on these broker
+        ``groups``; if nothing is said, one on each of two.
+        """
+        if isinstance(groups, str):
+            raise InvalidArgument(f"groups {groups!r} is text; use a list of names")
+        await self._run(
             "subject.create",
-            SubjectInfo,
+            Any,
             subject=subject,
-            retention_seconds=seconds,
+            retention_seconds=None if retention is None else seconds_of(retention),
             retention_bytes=retention_bytes,
+            order=order,
+            partitions=partitions,
+            groups=None if groups is None else list(groups),
         )
-        return result
+        return (await self.subject(subject)).subject
 
     async def delete_subject(self, subject: str) -> None:
         """Delete a subject with its messages and groups, for good."""

@@ -6,8 +6,8 @@ What is about a subject is asked of each of its partitions, by the partition's n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,6 +16,8 @@ from plait.client.router import Router
 from plait.client.types import PartitionName
 from plait.errors import GroupNotFound, InvalidArgument, PlaitError, SubjectNotFound
 from plait.wire import messages as m
+
+_T = TypeVar("_T")
 
 #: Which partition is meant: "name@group", the name alone where that is enough, or what receipts and messages have.
 Partition = str | PartitionName
@@ -64,11 +66,14 @@ class Calls:
 
     async def _each(self, places: list[Place], operation: str, kind: Any, **arguments: Any) -> list[tuple[Place, Any]]:
         """Ask all of them at once; those that have no such thing have no part in it, unless none has."""
-        answers = await asyncio.gather(
-            *(self._run(operation, kind, at=place.node, subject=place.name.name, **arguments) for place in places),
-            return_exceptions=True,
+        return await self._all(
+            places, lambda place: self._run(operation, kind, at=place.node, subject=place.name.name, **arguments)
         )
-        found: list[tuple[Place, Any]] = []
+
+    async def _all(self, places: list[Place], ask: Callable[[Place], Awaitable[_T]]) -> list[tuple[Place, _T]]:
+        """The same with whatever is to be asked of each."""
+        answers = await asyncio.gather(*(ask(place) for place in places), return_exceptions=True)
+        found: list[tuple[Place, _T]] = []
         missing: PlaitError | None = None
         for place, answer in zip(places, answers, strict=True):
             if isinstance(answer, SubjectNotFound | GroupNotFound):

@@ -111,7 +111,7 @@ class Client:
         self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
         #: What leases are measured with.
         self._clock: Clock = SystemClock()
-        self._membership = Membership(self._router, self.limits)
+        self._membership = Membership(self._router, self.limits, lambda: self._clock.monotonic())
         #: Where leases are renewed, beside the user's loop.
         self._background: Callable[[], Background] = BackgroundThread
         self._keeper: Keeper | None = None
@@ -392,7 +392,7 @@ class Client:
 
     def _own_keeper(self) -> Keeper:
         if self._keeper is None:
-            self._keeper = Keeper(self.client_id, self.limits, self._clock, self._background)
+            self._keeper = Keeper(self.client_id, self.limits, self._clock, self._membership, self._background)
         return self._keeper
 
     def _spool_of(self, terms: Terms, partition: PartitionName) -> Spool | None:

@@ -92,10 +92,11 @@ class Consumer:
         try:
             await self._open(loop)
         except BaseException:
+            self._halt()
             self._closed = True
             self._router.on_route.remove(self._routed)
-            for client in self._clients:
-                client.abandon()
+            # Some may have got as far as having rows.
+            await asyncio.gather(*(client.leave() for client in self._clients))
             raise
         for client in self._clients:
             client.start()

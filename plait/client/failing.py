@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.client.ordered_delivered import OrderedDelivered, RowMask, rows_of
-from plait.client.words import EpochRange, Failed, Nacks
+from plait.client.words import EpochRange, Nacks
 from plait.frame.lp import Hashes
 
 #: A frame, and the runs of its rows that were acked and that failed.
@@ -16,17 +16,12 @@ Said = tuple[OrderedDelivered, list[EpochRange], Nacks]
 
 
 class Failing:
-    """The first failed row of each of some keys.
+    """The first failed row of each of some keys."""
 
-    ``held``: somebody had begun with it. The broker takes back what is behind such a row by itself; what is behind one
-    that nobody began with has to be given back as well.
-    """
-
-    def __init__(self, keys: Hashes, sequences: npt.NDArray[np.int64], *, held: bool) -> None:
+    def __init__(self, keys: Hashes, sequences: npt.NDArray[np.int64]) -> None:
         order = np.lexsort((sequences, keys))
         self._keys, first = np.unique(keys[order], return_index=True)
         self._sequences = sequences[order][first]
-        self.held = held
         #: Pulls after this number were asked for when the broker knew; None: it may not know yet.
         self.known_at: int | None = None
 
@@ -55,23 +50,15 @@ class Failing:
         self._keys, self._sequences = np.delete(self._keys, again), np.delete(self._sequences, again)
 
 
-def failing_in(said: Iterable[Said], *, held: bool) -> Failing | None:
-    """What failed of rows with keys; ``held`` or not."""
+def failing_in(said: Iterable[Said]) -> Failing | None:
+    """What failed of rows with keys; None: nothing did."""
     keys, sequences = [], []
     for frame, _, nacks in said:
-        if frame.keys is None or frame.keyed is None:
-            continue
-        for failed, runs in nacks.items():
-            if was_held(failed) == held:
-                rows = rows_of(runs)
-                rows = rows[frame.keyed[rows]]
-                keys.append(frame.keys[rows])
-                sequences.append(frame.sequences[rows])
+        if frame.keys is not None and frame.keyed is not None and nacks:
+            rows = np.concatenate([rows_of(runs) for runs in nacks.values()])
+            rows = rows[frame.keyed[rows]]
+            keys.append(frame.keys[rows])
+            sequences.append(frame.sequences[rows])
     if not sum(map(len, keys)):
         return None
-    return Failing(np.concatenate(keys), np.concatenate(sequences), held=held)
-
-
-def was_held(failed: Failed) -> bool:
-    """Somebody had begun with it, or it is to wait."""
-    return failed.counted or bool(failed.delay)
+    return Failing(np.concatenate(keys), np.concatenate(sequences))

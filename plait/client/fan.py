@@ -71,7 +71,11 @@ class Fan(Generic[Queue]):
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None
     ) -> Ticket:
         """Add a row that leaves when its frame is full or has lingered."""
-        return self._queue(key).post(body, key, tags, headers)
+        # What most rows are, in as few steps as possible.
+        if type(key) is str and key.isascii() and 0 < len(key) < SHORT_KEY_MAX:
+            return self._table[xxh3_64_intdigest(key.encode()) & _MASK].post(body, key, tags, headers)
+        queue = self._loose if key is None and self._loose._rows.bodies else self._queue(key)
+        return queue.post(body, key, tags, headers)
 
     def send(
         self, body: Any, key: str | int | None, tags: Iterable[str] | None, headers: Mapping[str, Any] | None

@@ -1,7 +1,8 @@
 """Leases of ordered consumers, renewed from a thread of the client's own (R14).
 
-A handler that blocks the user's loop does not cost the locks that its message stands under: the keeper has an event
-loop and links of its own. It stops for a consumer whose oldest message has been in the user's hands for too long.
+A handler that blocks the user's loop does not cost the locks that its message stands under, nor the membership: the
+keeper has an event loop and links of its own. It stops for a consumer whose oldest message has been in the user's hands
+for too long.
 """
 
 from __future__ import annotations
@@ -45,6 +46,17 @@ class Holder(Protocol):
         """It goes on from when the request was sent."""
 
 
+class Pulse(Protocol):
+    """Heartbeats that have to leave although the user's loop is busy. Called from the keeper's thread."""
+
+    def late(self) -> list[m.Beat]:
+        """Those that are overdue."""
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where they go."""
+
+
 class Background(Protocol):
     """A loop beside the user's."""
 
@@ -72,9 +84,15 @@ class Keeper:
     """See the module. The thread starts with the first holder and ends with ``close``."""
 
     def __init__(
-        self, client: str, limits: ClientLimits, clock: Clock, background: Callable[[], Background] = BackgroundThread
+        self,
+        client: str,
+        limits: ClientLimits,
+        clock: Clock,
+        pulse: Pulse,
+        background: Callable[[], Background] = BackgroundThread,
     ) -> None:
         self._client = client
+        self._pulse = pulse
         self._limits = limits
         self._clock = clock
         self._new_background = background
@@ -135,20 +153,33 @@ class Keeper:
             if lease is not None:
                 leases.setdefault(lease.addresses, []).append((holder, lease))
                 shortest = min(shortest, lease.seconds)
-        await self._part_with(leases.keys())
-        await asyncio.gather(*(self._renew(where, some, shortest) for where, some in leases.items()))
+        beats = self._pulse.late()
+        meta = tuple(self._pulse.addresses)
+        await self._part_with({*leases, *([meta] if beats else [])})
+        await asyncio.gather(
+            *(self._renew(where, some, shortest) for where, some in leases.items()),
+            *(self._beat(meta, beat, shortest) for beat in beats),
+        )
         return shortest * RENEW_AT
 
-    async def _part_with(self, wanted: Any) -> None:
+    async def _beat(self, addresses: tuple[str, ...], beat: m.Beat, seconds: float) -> None:
+        with contextlib.suppress(PlaitError):
+            await self._node(addresses).request(beat, seconds)
+
+    async def _part_with(self, wanted: set[tuple[str, ...]]) -> None:
         """Links that nobody needs any more are closed."""
         for addresses in [addresses for addresses in self._nodes if addresses not in wanted]:
             await self._nodes.pop(addresses).close()
 
-    async def _renew(self, addresses: tuple[str, ...], some: list[tuple[Holder, Lease]], seconds: float) -> None:
+    def _node(self, addresses: tuple[str, ...]) -> Node:
         node = self._nodes.get(addresses)
         if node is None:
             node = self._nodes[addresses] = Node(list(addresses), self._client, self._limits)
             node.start()
+        return node
+
+    async def _renew(self, addresses: tuple[str, ...], some: list[tuple[Holder, Lease]], seconds: float) -> None:
+        node = self._node(addresses)
         try:
             await self._ask(node, some, seconds)
         except StaleSession:

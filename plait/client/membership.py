@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from plait.client.router import Router
@@ -17,6 +18,9 @@ from plait.limits import ClientLimits
 from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
+
+#: After so many heartbeats that did not leave they are sent from elsewhere.
+LATE_BEATS = 3
 
 
 class Member(Protocol):
@@ -32,6 +36,9 @@ class Member(Protocol):
     def overdue(self) -> bool:
         """The user has had a message for too long: others are to handle what is allocated to it."""
 
+    def too_long(self) -> bool:
+        """The same, from any thread."""
+
     def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
         """What the meta server says."""
 
@@ -42,16 +49,17 @@ class Member(Protocol):
 class Membership:
     """The members of one client."""
 
-    def __init__(self, router: Router, limits: ClientLimits) -> None:
+    def __init__(self, router: Router, limits: ClientLimits, now: Callable[[], float]) -> None:
         self._router = router
         self._limits = limits
+        self._now = now
         self._beats: dict[str, _Beats] = {}
 
     async def join(self, member: Member) -> None:
         """Become a member; returns when it knows what is its to handle, or raises why it cannot."""
         beats = self._beats.get(member.client_id)
         if beats is None:
-            beats = self._beats[member.client_id] = _Beats(member.client_id, self._router, self._limits)
+            beats = self._beats[member.client_id] = _Beats(member.client_id, self._router, self._limits, self._now)
         limit = self._limits.request_seconds
         try:
             async with asyncio.timeout(limit):
@@ -69,6 +77,16 @@ class Membership:
             if not beats.members:
                 self._beats.pop(member.client_id, None)
 
+    def late(self) -> list[m.Beat]:
+        """Heartbeats that are overdue because the user's loop is busy. From any thread."""
+        oldest = self._now() - LATE_BEATS * self._limits.heartbeat_seconds
+        return [beats.again() for beats in list(self._beats.values()) if beats.sent < oldest]
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where the meta servers are."""
+        return self._router.meta.addresses
+
     def ask_again(self, member: Member) -> None:
         """What it was told is out of date."""
         beats = self._beats.get(member.client_id)
@@ -79,7 +97,10 @@ class Membership:
 class _Beats:
     """The heartbeats of members with one id."""
 
-    def __init__(self, client: str, router: Router, limits: ClientLimits) -> None:
+    def __init__(self, client: str, router: Router, limits: ClientLimits, now: Callable[[], float]) -> None:
+        self._now = now
+        #: When the last heartbeat was answered.
+        self.sent = now()
         self._client = client
         self._router = router
         self._limits = limits
@@ -164,11 +185,18 @@ class _Beats:
         try:
             await asyncio.wait([asking, poked], return_when=asyncio.FIRST_COMPLETED)
             answer: m.Beaten | None = asking.result() if asking.done() else None
+            if answer is not None:
+                self.sent = self._now()
         finally:
             poked.cancel()
             asking.cancel()
             await asyncio.gather(asking, poked, return_exceptions=True)
         return answer
+
+    def again(self) -> m.Beat:
+        """Only that they live, from any thread: what there is to hear waits for the user's loop."""
+        members = [(*key, True) for key, member in list(self.members.items()) if not member.too_long()]
+        return m.Beat(self._client, members, self._seen, leaving=not members)
 
     async def _rest(self, seconds: float) -> None:
         try:

@@ -91,10 +91,20 @@ class OrderedConsumer(Consumer):
     # --- opening and closing --------------------------------------------------------------------
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        await super()._open(loop)
-        await self._membership.join(self._member)
-        if self._error is not None:
-            raise self._error
+        try:
+            await super()._open(loop)
+            await self._membership.join(self._member)
+            if self._error is not None:
+                raise self._error
+        except BaseException:
+            await self._resign()
+            raise
+
+    async def _resign(self) -> None:
+        """Be no member any more, and keep no lease."""
+        for holder in self._holders.values():
+            self._keeper.remove(holder)
+        await self._membership.leave(self._member)
 
     async def close(self) -> None:
         """Give back what nobody began with, send the acks that are left, and leave the group with all its locks."""
@@ -104,9 +114,7 @@ class OrderedConsumer(Consumer):
         if not any(client.settling.closed for client in self._clients):
             nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
         await super().close()
-        for holder in self._holders.values():
-            self._keeper.remove(holder)
-        await self._membership.leave(self._member)
+        await self._resign()
 
     def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
         kind: type[Delivered] = SharedOrderedDelivered if self._any_thread else OrderedDelivered
@@ -247,6 +255,9 @@ class _Member:
     def overdue(self) -> bool:
         self._consumer._look_at_handling()
         return self._consumer._was_overdue
+
+    def too_long(self) -> bool:
+        return self._consumer._overdue()
 
     def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
         self._consumer._allocated(strategy, grants)

@@ -17,8 +17,8 @@ from plait.client.delivered import Delivered
 from plait.client.leases import Wanted, wants
 from plait.client.node import Node
 from plait.client.ordered_buffer import OrderedBuffer
-from plait.client.ordered_delivered import BROKEN, DONE, OrderedDelivered, RowMask
-from plait.client.pull_client import Feed, PullClient, Terms, ignore
+from plait.client.ordered_delivered import BROKEN, OrderedDelivered, RowMask
+from plait.client.pull_client import Feed, PullClient, Terms
 from plait.client.rights import LpEpochs, Numbers, Rights, no_lps
 from plait.client.settling import Piece, Settling, nack_pieces
 from plait.client.spool import Spool
@@ -250,25 +250,15 @@ class OrderedPullClient(PullClient):
                 self._give_up([(delivered, first, end) for first, end, _ in delivered.runs(back)])
 
     def _not_ours(self, delivered: OrderedDelivered, number: int) -> RowMask:
-        """Rows to be given back: without a lock, or behind what was given back and has not come again."""
+        """Rows to be given back: without a lock, or behind one that failed and has not come again."""
         back: RowMask = ~self.rights.open[delivered.lps]
         for failing in self._pending.failing:
-            if failing.over(number):
-                continue
-            failing.came_again(delivered)
-            behind = failing.behind(delivered)
-            if behind is None:
-                continue
-            if failing.held:
-                # The broker takes them back by itself.
-                delivered.states[behind] = DONE
-                delivered.close_rows(behind)
-                back &= ~behind
-                if not delivered.open_count:
-                    self.settled(delivered)
-            else:
-                back |= behind
-        return back if delivered.rows_done is None else back & ~delivered.rows_done
+            if not failing.over(number):
+                failing.came_again(delivered)
+                behind = failing.behind(delivered)
+                if behind is not None:
+                    back |= behind
+        return back
 
     # --- what became of the rows ----------------------------------------------------------------
 
@@ -277,8 +267,3 @@ class OrderedPullClient(PullClient):
         if self.gated.any():
             # Perhaps that was the last of an older span.
             self.ask()
-        if any(failing.held and failing.known_at == self._pull_number for failing in self._pending.failing):
-            link = self._link
-            if self.pulls and link is not None:
-                # What waits there is asked for again: what it brings from then on is in order.
-                link.call(m.Nack(self._session, [], *UNBEGUN), ignore)

@@ -154,14 +154,10 @@ class PullClient:
         name = f"plait-consumer-{self.partition.name}"
         self._task = self._loop.create_task(self._stay_attached(self._loop), name=name)
 
-    def abandon(self) -> None:
-        """It was prepared in vain."""
-        if self._link_lost in self._node.on_lost:
-            self._node.on_lost.remove(self._link_lost)
-
     async def leave(self) -> None:
         """Give back what nobody began with and leave the group; what was said was sent before."""
-        self.abandon()
+        if self._link_lost in self._node.on_lost:
+            self._node.on_lost.remove(self._link_lost)
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -388,7 +384,7 @@ class PullClient:
             return
         log.warning("rows of %s came damaged and are asked for again: %s", self.partition, broken)
         assert self._link is not None
-        self._link.call(m.Detach(self._session), ignore)
+        self._link.call(m.Detach(self._session), _ignore)
         self._lose(stale=False)
 
     def _forget_all(self) -> None:
@@ -424,5 +420,5 @@ class PullClient:
         self._feed.failed(error)
 
 
-def ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
+def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
     """What is said next comes after it, whatever the answer."""

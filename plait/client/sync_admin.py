@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Literal, Unpack
 
@@ -10,13 +10,15 @@ from plait.client.admin import Admin as LoopAdmin
 from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
 from plait.client.arguments import Duration, Start
 from plait.client.calls import Partition
+from plait.client.cluster import AllocationInfo, BrokerInfo, Partitions, RouteInfo, State
 from plait.client.dead import DeadLetter, DeadQueue, DeadReason, Select
 from plait.client.loops import Run
+from plait.client.parked import ParkedKey
 from plait.client.schedule import ScheduleCount, ScheduledMessage
 
 
 class Admin:
-    """What ``plait subject``, ``plait group``, ``plait dlq`` and ``plait schedule`` do, as methods."""
+    """What ``plait subject``, ``group``, ``dlq``, ``schedule`` and ``cluster`` do, as methods."""
 
     def __init__(self, admin: LoopAdmin, run: Run) -> None:
         self._admin = admin
@@ -31,10 +33,26 @@ class Admin:
         return self._run(self._admin.subject(subject))
 
     def create_subject(
-        self, subject: str, *, retention: Duration | None = None, retention_bytes: int | None = None
+        self,
+        subject: str,
+        *,
+        retention: Duration | None = None,
+        retention_bytes: int | None = None,
+        order: Literal["best_tried", "strict"] = "best_tried",
+        partitions: int | None = None,
+        groups: Sequence[str] | None = None,
     ) -> SubjectInfo:
         """A new subject; ``retention`` is how long its messages are kept (server default: None)."""
-        return self._run(self._admin.create_subject(subject, retention=retention, retention_bytes=retention_bytes))
+        return self._run(
+            self._admin.create_subject(
+                subject,
+                retention=retention,
+                retention_bytes=retention_bytes,
+                order=order,
+                partitions=partitions,
+                groups=groups,
+            )
+        )
 
     def delete_subject(self, subject: str) -> None:
         """Delete a subject with its messages and groups, for good."""
@@ -55,6 +73,50 @@ class Admin:
     def server(self) -> dict[str, Any]:
         """Facts about the server."""
         return self._run(self._admin.server())
+
+    # --- the cluster ----------------------------------------------------------------------------
+
+    def route(self, subject: str) -> RouteInfo:
+        """Where a subject's messages go now, and where they are to go."""
+        return self._run(self._admin.route(subject))
+
+    def expand_subject(self, subject: str, partitions: Partitions) -> RouteInfo:
+        """Spread a subject over so many partitions (more or fewer than now), or over these ("name@group")."""
+        return self._run(self._admin.expand_subject(subject, partitions))
+
+    def brokers(self) -> list[BrokerInfo]:
+        """All brokers of the cluster, by their groups."""
+        return self._run(self._admin.brokers())
+
+    def set_broker_state(self, group: str, state: State) -> None:
+        """What a broker group is to allow: "RW", "R" (no new messages), "W" (no consuming) or "NRW"."""
+        self._run(self._admin.set_broker_state(group, state))
+
+    def allocation(self, subject: str, group: str) -> AllocationInfo:
+        """The members of a group, and who is to handle what."""
+        return self._run(self._admin.allocation(subject, group))
+
+    # --- parked keys ----------------------------------------------------------------------------
+
+    def parked(self, subject: str, group: str, *, partition: Partition | None = None) -> list[ParkedKey]:
+        """The parked keys of a group, those that wait longest first."""
+        return self._run(self._admin.parked(subject, group, partition=partition))
+
+    def resume_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
+        """Go on with a parked key: with the message that failed; ``KeyNotParked`` if it is not parked."""
+        self._run(self._admin.resume_key(subject, group, key))
+
+    def skip_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
+        """Go on with a parked key behind the message that failed, which stays a dead letter."""
+        self._run(self._admin.skip_key(subject, group, key))
+
+    def resume_all(self, subject: str, group: str) -> int:
+        """``resume_key`` every parked key of a group; how many there were."""
+        return self._run(self._admin.resume_all(subject, group))
+
+    def skip_all(self, subject: str, group: str) -> int:
+        """``skip_key`` every parked key of a group; how many there were."""
+        return self._run(self._admin.skip_all(subject, group))
 
     # --- dead letters ---------------------------------------------------------------------------
 

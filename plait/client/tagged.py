@@ -1,7 +1,7 @@
 """What an ordered consumer says to a broker: runs of rows, by the tags of the frames that they came in.
 
-In a strict group a row that fails takes along the rows of its key behind it: whatever was said of them, they come again
-after it.
+In a strict group a row that fails takes along the rows of its key behind it: whatever was said of them, they are given
+back and come again after it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ class TaggedPending:
     def collect(self, frames: Iterable[Delivered]) -> None:
         said: list[Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
         if self.strict and any(nacks for _, _, nacks in said):
-            for held in (True, False):
-                failing = failing_in(said, held=held)
-                if failing is not None:
-                    self.failing.append(failing)
-                    said = [_without(failing, *words) for words in said] + self._behind(failing)
+            failing = failing_in(said)
+            if failing is not None:
+                self.failing.append(failing)
+                said = [_without(failing, *words) for words in said] + self._behind(failing)
         for frame, acks, nacks in said:
             _put(frame, self._acks, acks)
             for failed, runs in nacks.items():
@@ -53,15 +52,13 @@ class TaggedPending:
                     _put(frame, self._nacks.setdefault(failed, {}), runs)
 
     def _behind(self, failing: Failing) -> list[Said]:
-        """What else is in our hands and stands behind is so no longer; what there is to say of it."""
+        """What else is in our hands and stands behind is given back."""
         said: list[Said] = []
         for delivered in list(self._open_frames()):
             assert isinstance(delivered, OrderedDelivered)
             behind = failing.behind(delivered)
             if behind is not None:
-                runs = delivered.close_rows(behind)
-                if not failing.held:
-                    said.append((delivered, [], {UNBEGUN: runs}))
+                said.append((delivered, [], {UNBEGUN: delivered.close_rows(behind)}))
         return said
 
     def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
@@ -117,7 +114,7 @@ class TaggedPending:
 
 
 def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> Said:
-    """What was said of a frame's rows, but for those behind a failed one."""
+    """What was said of a frame's rows; of those behind a failed one it is that they are given back."""
     behind = failing.behind(frame)
     if behind is None:
         return frame, acks, nacks
@@ -130,10 +127,8 @@ def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], 
         return frame.runs(mask & ~behind)
 
     acks, kept = ahead(acks), {failed: ahead(runs) for failed, runs in nacks.items()}
-    if not failing.held:
-        # Nobody had begun with what is before them, nor takes it back by itself.
-        back |= mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count)
-        kept[UNBEGUN] = frame.runs(back)
+    back |= mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count)
+    kept[UNBEGUN] = frame.runs(back)
     return frame, acks, kept
 
 

@@ -61,13 +61,14 @@ class Allocation:
 
     @cached_property
     def _by_member(self) -> dict[str, list[NumberedRun]]:
-        edges = cut(self.owners, self.epochs)
-        owners, epochs = self.owners[edges[:-1]].tolist(), self.epochs[edges[:-1]].tolist()
-        found: dict[str, list[NumberedRun]] = {}
-        for first, end, owner, epoch in zip(edges, edges[1:], owners, epochs, strict=False):
-            if owner >= 0:
-                found.setdefault(self.members[owner], []).append((first, end, epoch))
-        return found
+        edges = np.array(cut(self.owners, self.epochs))
+        firsts, ends = edges[:-1], edges[1:]
+        owners = self.owners[firsts]
+        # Member by member, each one's runs in order.
+        order = np.argsort(owners, kind="stable")
+        runs = list(zip(firsts[order].tolist(), ends[order].tolist(), self.epochs[firsts[order]].tolist(), strict=True))
+        begins = np.searchsorted(owners[order], np.arange(len(self.members) + 1)).tolist()
+        return {member: runs[begins[at] : begins[at + 1]] for at, member in enumerate(self.members)}
 
     def encode(self) -> bytes:
         """As it is in the database: about 10 bytes a run, and the names."""
@@ -122,6 +123,8 @@ def allocate(members: Sequence[str], present: Allocation | None) -> Allocation:
 
 def _renumbered(present: Allocation, members: tuple[str, ...]) -> Numbers:
     """The present owners as indexes of ``members``; -1 for those who left."""
-    index = {member: at for at, member in enumerate(members)}
-    numbers = np.array([*(index.get(member, -1) for member in present.members), -1], dtype=np.int64)
-    return numbers[present.owners]
+    index = dict(zip(members, range(len(members)), strict=True))
+    numbers = [index.get(member, -1) for member in present.members]
+    # Nobody is nobody still.
+    numbers.append(-1)
+    return np.array(numbers, dtype=np.int64)[present.owners]

@@ -191,6 +191,9 @@ class Members:
         core, mirror = self._core, self._core.mirror
         clients = [who.removeprefix(_PREFIX) for who in lost]
         rows = [mirror.members[key][client] for client in clients for key in sorted(mirror.memberships.get(client, ()))]
+        if not rows:
+            self._forget(lost)
+            return
         try:
             with core.change() as change:
                 if not core.store.alone:

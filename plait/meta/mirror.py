@@ -71,7 +71,7 @@ class Mirror:
         self.touched: dict[GroupKey, int] = defaultdict(int)
         #: Groups whose allocation may be older than their members, the longest waiting first.
         self.stale: dict[GroupKey, None] = {}
-        #: Subjects whose route or partitions may have something left to carry out.
+        #: Subjects whose route or partitions have changed since ``Routing`` looked at them.
         self.unsettled: set[str] = set()
         self.dropping: set[Place] = set()
         self._decoded: dict[GroupKey, tuple[int, Allocation]] = {}
@@ -79,9 +79,11 @@ class Mirror:
     def take(self, news: News) -> None:
         """What the database had to say."""
         if news.everything:
-            self.new_subjects.update(self.routes)
+            before = set(self.subjects)
+            self.new_subjects |= before
             self.new_groups.update(self.allocations)
             self._clear()
+            self.unsettled |= before
         for row in news.rows:
             self._apply(row)
         self.seen = news.number
@@ -104,6 +106,11 @@ class Mirror:
         """A subject that is not deleted."""
         row = self.subjects.get(name)
         return None if row is None or row.deleted else row
+
+    def is_taken(self, place: Place) -> bool:
+        """There is such a partition, or it is not certain yet that there is none any more."""
+        row = self.partitions.get(place)
+        return row is not None and row.state != "gone"
 
     def route(self, subject: str) -> Route:
         return _route.decode(self.routes[subject].body)
@@ -144,6 +151,7 @@ class Mirror:
             case Subject():
                 self.subjects[row.name] = row
                 self.new_subjects.add(row.name)
+                self.unsettled.add(row.name)
             case Group():
                 self.groups[row.subject, row.name] = row
                 self.ordered[row.subject, row.name] = group_settings(row.settings).ordered
@@ -205,7 +213,6 @@ class Mirror:
                 self.stale.pop((row.subject, row.name), None)
             case StoredRoute():
                 self.routes.pop(row.subject, None)
-                self.unsettled.discard(row.subject)
             case Partition():
                 self.partitions.pop(Place(row.name, row.broker_group), None)
             case Subject():

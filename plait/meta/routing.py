@@ -8,7 +8,7 @@ not yet is found again by whoever looks next.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -30,6 +30,8 @@ class Routing:
         self._core = core
         self._brokers = brokers
         self._subjects = subjects
+        #: What is left to carry out, of subjects that have something.
+        self._pending: dict[str, tuple[list[Make], list[Move]]] = {}
 
     def view(self, subject: str, *, create: bool) -> RouteView:
         """The newest route; a subject that does not exist is made if ``create`` allows it."""
@@ -80,19 +82,13 @@ class Routing:
                 draining.remove(again)
                 chosen.remove(group)
                 places.append(again)
-        return places + new_places(route.subject, iter(chosen), self._core.mirror.partitions)
+        return places + new_places(route.subject, iter(chosen), self._core.mirror.is_taken)
 
     # --- orders to brokers ----------------------------------------------------------------------
 
     def makes(self, subject: str | None = None) -> list[Make]:
         """Partitions whose brokers have not carried out what the route wants of them."""
-        found = []
-        for route in self._unsettled(subject):
-            settings = self._subjects.settings(route.subject)
-            for place, gained, lps in zip(route.partitions, route.gained, routes.openings(route), strict=True):
-                if self._core.mirror.partitions[place].told < gained:
-                    found.append(Make(route.subject, route.version, place, lps, settings))
-        return found
+        return [make for makes, _ in self._left(subject) for make in makes]
 
     def made(self, make: Make) -> None:
         """The broker has carried it out, durably."""
@@ -108,13 +104,7 @@ class Routing:
 
     def moves(self, subject: str | None = None) -> list[Move]:
         """Logical partitions that are to be sealed where they are, now that there is a place for them."""
-        found = []
-        for route in self._unsettled(subject):
-            told = [self._core.mirror.partitions[place].told for place in route.partitions]
-            made = [index for index, version in enumerate(told) if version]
-            for partition, lps in routes.moves(route, made):
-                found.append(Move(route.subject, route.version, route.partitions[partition], lps))
-        return found
+        return [move for _, moves in self._left(subject) for move in moves]
 
     def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
         """The broker has sealed them, durably; (first, end, fence) of each run."""
@@ -163,16 +153,32 @@ class Routing:
                 self._subjects.publish(change, after)
         return after
 
-    def _unsettled(self, subject: str | None) -> Iterable[Route]:
-        """Routes with something left to carry out; those without are not looked at again until they change."""
+    def _left(self, subject: str | None) -> list[tuple[list[Make], list[Move]]]:
+        """What is left to carry out; only what has changed is looked at."""
         mirror = self._core.mirror
-        for name in sorted(mirror.unsettled) if subject is None else [subject] * (subject in mirror.unsettled):
-            if mirror.subject(name) is None:
-                mirror.unsettled.discard(name)
-                continue
-            route = mirror.route(name)
-            told = [mirror.partitions[place].told for place in route.partitions]
-            if routes.moves(route) or any(a < b for a, b in zip(told, route.gained, strict=True)):
-                yield route
+        while mirror.unsettled:
+            name = mirror.unsettled.pop()
+            makes, moves = ([], []) if mirror.subject(name) is None else self._orders(mirror.route(name))
+            if makes or moves:
+                self._pending[name] = (makes, moves)
             else:
-                mirror.unsettled.discard(name)
+                self._pending.pop(name, None)
+        if subject is None:
+            return [self._pending[name] for name in sorted(self._pending)]
+        return [self._pending[subject]] if subject in self._pending else []
+
+    def _orders(self, route: Route) -> tuple[list[Make], list[Move]]:
+        subject, version, settings = route.subject, route.version, self._subjects.settings(route.subject)
+        told = [self._core.mirror.partitions[place].told for place in route.partitions]
+        makes = [
+            Make(subject, version, place, lps, settings)
+            for place, heard, gained, lps in zip(
+                route.partitions, told, route.gained, routes.openings(route), strict=True
+            )
+            if heard < gained
+        ]
+        made = [index for index, heard in enumerate(told) if heard]
+        moves = [
+            Move(subject, version, route.partitions[partition], lps) for partition, lps in routes.moves(route, made)
+        ]
+        return makes, moves

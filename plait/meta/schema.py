@@ -17,8 +17,11 @@ PREFIX = "plait_"
 metadata = sa.MetaData()
 
 
-class Row(msgspec.Struct, frozen=True):
-    """One row. Its first fields, as many as the table's key has, identify it."""
+class Row(msgspec.Struct, frozen=True, gc=False):
+    """One row. Its first fields, as many as the table's key has, identify it.
+
+    There are many, and none refers to another: the garbage collector need not look at them.
+    """
 
     TABLE: ClassVar[sa.Table]
     KEY: ClassVar[tuple[str, ...]]
@@ -31,7 +34,7 @@ class Row(msgspec.Struct, frozen=True):
         return cls(*values)
 
 
-class Broker(Row, frozen=True):
+class Broker(Row, frozen=True, gc=False):
     """A broker that has registered itself."""
 
     broker_group: str
@@ -45,7 +48,7 @@ class Broker(Row, frozen=True):
     changed: int = 0
 
 
-class Subject(Row, frozen=True):
+class Subject(Row, frozen=True, gc=False):
     """A subject and its settings, as JSON."""
 
     name: str
@@ -56,7 +59,7 @@ class Subject(Row, frozen=True):
     changed: int = 0
 
 
-class StoredRoute(Row, frozen=True):
+class StoredRoute(Row, frozen=True, gc=False):
     """A subject's newest route."""
 
     subject: str
@@ -65,7 +68,7 @@ class StoredRoute(Row, frozen=True):
     changed: int = 0
 
 
-class Partition(Row, frozen=True):
+class Partition(Row, frozen=True, gc=False):
     """A partition that a broker group has, is to make, or is to drop."""
 
     broker_group: str
@@ -78,7 +81,7 @@ class Partition(Row, frozen=True):
     changed: int = 0
 
 
-class Group(Row, frozen=True):
+class Group(Row, frozen=True, gc=False):
     """A consumer group of a subject; its settings, as JSON, are those of its first member."""
 
     subject: str
@@ -88,7 +91,7 @@ class Group(Row, frozen=True):
     changed: int = 0
 
 
-class Member(Row, frozen=True):
+class Member(Row, frozen=True, gc=False):
     """One client's membership in a group."""
 
     subject: str
@@ -98,7 +101,7 @@ class Member(Row, frozen=True):
     changed: int = 0
 
 
-class StoredAllocation(Row, frozen=True):
+class StoredAllocation(Row, frozen=True, gc=False):
     """Which member of an exclusive group is to handle what."""
 
     subject: str

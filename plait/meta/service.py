@@ -15,6 +15,7 @@ from plait.meta.core import Core
 from plait.meta.lps import NumberedRun
 from plait.meta.membership import Members, Membership
 from plait.meta.mirror import Changes
+from plait.meta.peers import Peers
 from plait.meta.routes import Place, Route
 from plait.meta.routing import Routing
 from plait.meta.settings import SubjectSettings
@@ -39,12 +40,14 @@ from plait.meta.views import (
 class MetaService:
     """A meta server. Every call raises ``MetaUnavailable`` while the database is down, and works again after."""
 
-    def __init__(self, store: Store, clock: Clock, limits: MetaLimits | None = None) -> None:
+    def __init__(self, store: Store, clock: Clock, limits: MetaLimits | None = None, *, address: str = "") -> None:
+        """``address`` is where clients reach it, for others to name it."""
         self._core = Core(store, clock, limits or MetaLimits())
         self._brokers = Brokers(self._core)
         self._subjects = Subjects(self._core, self._brokers)
         self._routing = Routing(self._core, self._brokers, self._subjects)
         self._members = Members(self._core)
+        self._peers = Peers(self._core, address)
         self._sweep = Sweep(self._core)
         self._ticked = clock.monotonic()
 
@@ -52,6 +55,10 @@ class MetaService:
     def cluster(self) -> str:
         """The cluster's id."""
         return self._core.store.cluster
+
+    def metas(self) -> list[str]:
+        """The addresses of all meta servers that live, this one's first."""
+        return self._peers.addresses()
 
     # --- time -----------------------------------------------------------------------------------
 
@@ -63,6 +70,7 @@ class MetaService:
         # Longer than usual: this server stood still, or the database was down. Nobody could have been noticed.
         seconds = min(max(passed, 0.0), self._core.limits.gap_seconds)
         self._brokers.watch(seconds)
+        self._peers.watch(seconds)
         self._members.watch(seconds)
         more = self._members.look()
         self._sweep.run(seconds)

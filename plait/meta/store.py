@@ -56,15 +56,12 @@ class Change:
     def insert(self, *rows: Row) -> None:
         """New rows; ``Lost`` if there is one with that key."""
         for kind, stamped in self._stamped(rows):
-            self._connection.execute(sa.insert(kind.TABLE), [msgspec.structs.asdict(row) for row in stamped])
+            self._connection.execute(_STATEMENTS[kind].insert, [msgspec.structs.asdict(row) for row in stamped])
 
     def put(self, *rows: Row) -> None:
         """Rows that replace whatever is there: for facts that only the newest word counts of."""
         for kind, stamped in self._stamped(rows):
-            statement = _insert(self._connection, kind.TABLE)
-            statement = statement.on_conflict_do_update(
-                index_elements=list(kind.KEY), set_={field: statement.excluded[field] for field in _content(stamped[0])}
-            )
+            statement = _STATEMENTS[kind].put[self._connection.dialect.name]
             self._connection.execute(statement, [msgspec.structs.asdict(row) for row in stamped])
 
     def replace(self, *pairs: tuple[_R, _R]) -> None:
@@ -73,7 +70,7 @@ class Change:
             return
         for kind, stamped in self._stamped([new for _, new in pairs]):
             values = [_expected(old) | _content(new) for (old, _), new in zip(pairs, stamped, strict=True)]
-            result = self._connection.execute(sa.update(kind.TABLE).where(*_still(kind)), values)
+            result = self._connection.execute(_STATEMENTS[kind].update, values)
             if result.rowcount != len(values):
                 raise Lost(f"{len(values) - result.rowcount} of {len(values)} rows were changed by others")
 
@@ -82,7 +79,7 @@ class Change:
         for kind in KINDS:
             old = [_expected(row) for row in rows if type(row) is kind]
             if old:
-                self._connection.execute(sa.delete(kind.TABLE).where(*_still(kind)), old)
+                self._connection.execute(_STATEMENTS[kind].delete, old)
         self.removed += rows
         newest = max((_changed(row) for row in rows), default=0)
         statement = sa.update(CLUSTER).where(CLUSTER.c.name == "removed", CLUSTER.c.number < newest)
@@ -155,8 +152,7 @@ class Store:
         if not whos:
             return
         with self.database.writing() as connection:
-            statement = _insert(connection, BEATS)
-            statement = statement.on_conflict_do_update(index_elements=["who"], set_={"count": BEATS.c.count + 1})
+            statement = _BEAT[connection.dialect.name]
             # In one order everywhere, so that two servers do not wait for each other.
             connection.execute(statement, [{"who": who, "count": 1} for who in sorted(whos)])
 
@@ -173,11 +169,6 @@ class Store:
                 connection.execute(sa.delete(BEATS).where(BEATS.c.who.in_(whos)))
 
 
-def _insert(connection: sa.Connection, table: sa.Table) -> Any:
-    """An insert that knows what to do where there is a row already: each database has its own."""
-    return (postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert)(table)
-
-
 def _changed(row: Row) -> int:
     changed: int = row.changed  # type: ignore[attr-defined]
     return changed
@@ -185,13 +176,39 @@ def _changed(row: Row) -> int:
 
 def _content(row: Row) -> dict[str, Any]:
     """The columns that a change may change."""
-    return {field: getattr(row, field) for field in row.__struct_fields__ if field not in row.KEY}
+    return {field: getattr(row, field) for field in _fields(type(row))}
+
+
+def _fields(kind: type[Row]) -> tuple[str, ...]:
+    return kind.__struct_fields__[len(kind.KEY) :]
 
 
 def _expected(old: Row) -> dict[str, Any]:
-    """What the database must have for a row to be the one we know; see ``_still``."""
+    """What the database must have for a row to be the one we know; see ``_Statements``."""
     return {f"old_{field}": getattr(old, field) for field in (*old.KEY, "changed")}
 
 
-def _still(kind: type[Row]) -> list[sa.ColumnElement[bool]]:
-    return [kind.TABLE.c[field] == sa.bindparam(f"old_{field}") for field in (*kind.KEY, "changed")]
+class _Statements:
+    """What is done with rows of one kind, built once: the database's driver then knows it again by itself."""
+
+    def __init__(self, kind: type[Row]) -> None:
+        table = kind.TABLE
+        still = [table.c[field] == sa.bindparam(f"old_{field}") for field in (*kind.KEY, "changed")]
+        self.insert = sa.insert(table)
+        self.update = sa.update(table).where(*still)
+        self.delete = sa.delete(table).where(*still)
+        #: Each database has its own word for it.
+        self.put = {name: _put(insert(table), kind) for name, insert in _INSERTS.items()}
+
+
+def _put(insert: Any, kind: type[Row]) -> Any:
+    changes = {field: insert.excluded[field] for field in _fields(kind)}
+    return insert.on_conflict_do_update(index_elements=list(kind.KEY), set_=changes)
+
+
+_INSERTS: Final[dict[str, Any]] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+_STATEMENTS: Final = {kind: _Statements(kind) for kind in KINDS}
+_BEAT: Final = {
+    name: insert(BEATS).on_conflict_do_update(index_elements=["who"], set_={"count": BEATS.c.count + 1})
+    for name, insert in _INSERTS.items()
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle, islice
 
 import msgspec
@@ -68,7 +68,7 @@ class Subjects:
             )
         count = (len(fit) if groups else min(DEFAULT_GROUPS, len(fit))) if partitions is None else partitions
         check_count(count)
-        return new_places(subject, islice(cycle(fit), count), self._core.mirror.partitions)
+        return new_places(subject, islice(cycle(fit), count), self._core.mirror.is_taken)
 
     def _create(self, name: str, settings: SubjectSettings, places: Sequence[Place], created: int) -> None:
         mirror, limit = self._core.mirror, self._core.limits.subjects
@@ -225,13 +225,13 @@ def check_groups(core: Core, places: Sequence[Place]) -> None:
             raise InvalidArgument(f"there is no broker group {place.group!r}")
 
 
-def new_places(subject: str, groups: Iterator[str], taken: Collection[Place]) -> list[Place]:
+def new_places(subject: str, groups: Iterator[str], taken: Callable[[Place], bool]) -> list[Place]:
     """A partition on each of the groups: named as the subject, or with the next number that is free there."""
     places: list[Place] = []
     next_number: dict[str, int] = {}
     for group in groups:
         number = next_number.get(group, 0)
-        while (place := Place(f"{subject}#{number}" if number else subject, group)) in taken:
+        while taken(place := Place(f"{subject}#{number}" if number else subject, group)):
             number += 1
         next_number[group] = number + 1
         places.append(place)

@@ -7,6 +7,8 @@ cannot reach its database, nobody is lost.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class Watch:
     """Names, and when each was noticed last."""
@@ -19,6 +21,9 @@ class Watch:
         self._noticed: dict[str, float] = {}
         self._counts: dict[str, int] = {}
         self._certain: set[str] = set()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._noticed)
 
     def __contains__(self, name: str) -> bool:
         return name in self._noticed
@@ -57,10 +62,6 @@ class Watch:
     def is_certain(self, name: str) -> bool:
         """It lives, and the watcher has noticed it by itself."""
         return name in self._certain and self.lives(name)
-
-    def silent_since(self, name: str) -> float:
-        """Seconds since it was noticed last."""
-        return self._now - self._noticed[name]
 
     def lost(self, limit: int) -> list[str]:
         """Those that are lost, at most so many."""

@@ -1,16 +1,19 @@
-"""Management requests: listing, creating and deleting subjects, describing and resetting groups."""
+"""Management requests: listing, creating and deleting subjects, describing and resetting groups.
+
+A broker without a meta server is a cluster of its own: its subjects have one partition each, and no route to change.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 from plait import names
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
-from plait.server import admin_dead, admin_schedule
+from plait.server import admin_dead, admin_parked, admin_schedule
 from plait.storage.catalog import SubjectSettings
 
 if TYPE_CHECKING:
@@ -18,11 +21,15 @@ if TYPE_CHECKING:
 
 
 class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
-    """A new subject and what it keeps."""
+    """A new subject, what it keeps and how it is ordered."""
 
     subject: str
     retention_seconds: float | None = None
     retention_bytes: int | None = None
+    order: Literal["best_tried", "strict"] = "best_tried"
+    #: How it is spread, which without a meta server is not at all.
+    partitions: int | None = None
+    groups: list[str] | None = None
 
 
 class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
@@ -74,7 +81,14 @@ def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
         value = getattr(request, name)
         if value is not None and value <= 0:
             raise InvalidArgument(f"{name} must be more than 0, not {value}")
-    settings = SubjectSettings(request.retention_seconds, request.retention_bytes)
+    here = server.config.group
+    if request.partitions not in (None, 1):
+        raise InvalidArgument(
+            f"{request.partitions} partitions are not possible: without a meta server a subject has one, on {here}"
+        )
+    if request.groups not in (None, [here]):
+        raise InvalidArgument(f"broker groups {', '.join(request.groups or ())}: without a meta server there is {here}")
+    settings = SubjectSettings(request.retention_seconds, request.retention_bytes, order=request.order)
     return subject_view(server.broker, server.broker.create_subject(request.subject, settings))
 
 
@@ -123,6 +137,9 @@ _OPERATIONS: dict[str, Operation] = {
     "group.list": Operation(ListGroups, _list_groups),
     "group.describe": Operation(OfGroup, _describe_group),
     "group.reset": Operation(ResetGroup, _reset_group, changes=True),
+    "group.parked": Operation(admin_parked.ListParked, admin_parked.list_parked),
+    "group.resume": Operation(admin_parked.Unpark, admin_parked.resume, changes=True),
+    "group.skip": Operation(admin_parked.Unpark, admin_parked.skip, changes=True),
     "dlq.queues": Operation(admin_dead.ListQueues, admin_dead.list_queues),
     "dlq.list": Operation(admin_dead.ListLetters, admin_dead.list_letters),
     "dlq.reasons": Operation(admin_dead.Page, admin_dead.count_reasons),
@@ -136,10 +153,15 @@ _OPERATIONS: dict[str, Operation] = {
     "schedule.count": Operation(admin_schedule.CountScheduled, admin_schedule.count),
 }
 
+#: What only a meta server can do.
+_META_OPERATIONS = frozenset(("subject.route", "subject.expand", "broker.describe", "broker.state", "group.allocation"))
+
 
 def run(server: Server, name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:
     """Carry out a request; its result, to be encoded as msgpack, and whether it counts only once committed."""
     operation = _OPERATIONS.get(name)
+    if name in _META_OPERATIONS:
+        raise InvalidArgument(f"{name} is asked of a meta server, and this is a broker")
     if operation is None:
         raise InvalidArgument(f"operation {name!r} is not known; is the client newer than the server?")
     try:

@@ -32,6 +32,7 @@ class StrandState(msgspec.Struct, array_like=True):
     returned: list[Range]
     waiting: list[Due]
     parked: bool
+    letter: int = -1
 
 
 class Strand:
@@ -42,6 +43,7 @@ class Strand:
         "id",
         "key",
         "leaving",
+        "letter",
         "limit",
         "lps",
         "next",
@@ -75,6 +77,8 @@ class Strand:
         self.limit = 0
         #: A dead letter holds the key's place until somebody decides what becomes of it.
         self.parked = False
+        #: The sequence of that letter; -1: it is where the key's rows were before.
+        self.letter = -1
 
     @property
     def whole(self) -> bool:
@@ -240,6 +244,7 @@ class Strand:
             list(returned),
             list(self.waiting),
             self.parked,
+            self.letter,
         )
 
     @classmethod
@@ -249,5 +254,5 @@ class Strand:
         strand.without = set(state.without)
         strand.returned = Ranges(state.returned)
         strand.waiting = Waiting(state.waiting)
-        strand.parked = state.parked
+        strand.parked, strand.letter = state.parked, state.letter
         return strand

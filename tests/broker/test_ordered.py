@@ -35,6 +35,19 @@ def keys_by_half() -> tuple[str, str]:
     return low, high
 
 
+def test_everybody_who_waits_is_served_when_rows_come():
+    node = node_with()
+    low, high = keys_by_half()
+    one, two = Owner(node, "c1"), Owner(node, "c2")
+    one.lease(halves()[0])
+    two.lease(halves()[1])
+    waiting = [node.pull(owner.consumer, wait=10) for owner in (one, two)]
+    keyed(node, Producer(5), [(high, b"h")])
+    assert [pulled.answered for pulled in waiting] == [False, True]
+    keyed(node, Producer(6), [(low, b"l")])
+    assert [pulled.bodies for pulled in waiting] == [[b"l"], [b"h"]]
+
+
 def test_without_locks_nothing_is_handed_out():
     node = node_with()
     keyed(node, Producer(5), [("a", b"1")])
@@ -258,6 +271,27 @@ def test_skip_goes_on_behind_the_message_that_failed_which_stays_a_dead_letter()
     assert bodies(owner.pull()) == [b"a2", b"a3"]
     assert owner.group.pull_log.dead.count == 1
     assert not owner.group.resume(key, node.broker, skip=True)
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_resume_leaves_letters_that_were_skipped_before_where_they_are(crash: bool):
+    node, owner, _ = parked_key()
+    [key] = [strand.key for strand in owner.group.parked()]
+    assert owner.group.resume(key, node.broker, skip=True)
+    node.turn()
+    owner.pull()
+    owner.nack(owner.first_of("a"), None)
+    assert owner.group.pull_log.dead.count == 2
+    if crash:
+        node = owner.node = node.killed()
+        owner.attach()
+        owner.lease()
+    assert owner.group.resume(key, node.broker, skip=False)
+    node.turn()
+    assert bodies(owner.pull()) == [b"a2"]
+    owner.ack(*owner.rows)
+    assert bodies(owner.pull()) == [b"a3"]
+    assert owner.group.pull_log.dead.count == 1
 
 
 def test_what_is_wanted_up_to_a_fence_is_drained_when_all_below_is_done_and_nothing_behind_it_is_handed_out():

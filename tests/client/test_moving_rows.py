@@ -16,13 +16,14 @@ from tests.client.support import EAGER, PlayedMeta, config_of
 _subjects = itertools.count()
 
 #: What a script is made of: rows to post (how many, and of how many keys), turns of the loop to let pass, links to
-#: break (which of the nodes), and changes to so many partitions.
+#: break (which of the nodes), changes to so many partitions, and looks at the route though nobody was refused.
 STEPS = st.one_of(
     st.tuples(st.just("post"), st.integers(1, 60), st.integers(1, 30)),
     st.tuples(st.just("many"), st.integers(1, 60), st.integers(1, 30)),
     st.tuples(st.just("pass"), st.integers(1, 6)),
     st.tuples(st.just("break"), st.integers(0, 2)),
     st.tuples(st.just("change"), st.integers(1, 7)),
+    st.tuples(st.just("look")),
 )
 
 
@@ -68,6 +69,9 @@ async def run(brokers: list[EmbeddedBroker], order: str, script: list[tuple[obje
                 link = nodes[arguments[0] % len(nodes)].link  # type: ignore[operator]
                 if link is not None:
                     link.abort()
+            elif what == "look":
+                await changing
+                await client._router.refresh(meta.subject)
             else:
                 await changing
                 changing = asyncio.ensure_future(meta.change(arguments[0]))  # type: ignore[arg-type]
@@ -79,7 +83,7 @@ async def run(brokers: list[EmbeddedBroker], order: str, script: list[tuple[obje
 
 
 @pytest.mark.parametrize("order", ["strict", "best_tried"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(script=st.lists(STEPS, min_size=1, max_size=40))
 def test_each_key_is_stored_whole_once_and_in_order(
     pair: list[EmbeddedBroker], order: str, script: list[tuple[object, ...]]
@@ -91,7 +95,8 @@ def test_each_key_is_stored_whole_once_and_in_order(
 def test_from_two_to_four_to_seven_to_three_with_links_that_break(pair: list[EmbeddedBroker], order: str) -> None:
     script: list[tuple[object, ...]] = []
     for turn, count in enumerate((4, 7, 3, 1, 2)):
-        script += [("post", 60, 30), ("pass", turn), ("change", count)]
+        script += [("post", 60, 30), ("pass", turn), ("change", count), ("post", 60, 30)]
+        script += [("look",), ("post", 60, 30)] if turn % 2 else []
         for step in range(6):
             script += [("post", 60, 29 - turn), ("pass", 1 + step), ("break", step), ("post", 20, 7), ("pass", 2)]
         script += [("many", 300, 11)]

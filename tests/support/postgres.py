@@ -60,8 +60,9 @@ class Postgres:
         self._run("pg_ctl", "stop", "-w", "-m", "immediate", "-D", self._data)
 
     def remove(self) -> None:
-        """End it for good."""
-        self.stop()
+        """End it for good, if it runs, with all that it has."""
+        if (self._data / "postmaster.pid").exists():
+            self.stop()
         shutil.rmtree(self._directory)
 
     def url(self, name: str) -> str:

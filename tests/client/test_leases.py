@@ -1,0 +1,141 @@
+"""Which locks are asked for, and how long they are good for."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.client.leases import Wanted, left_behind, parked_before, wanted, wants
+from plait.client.rights import Numbers, Rights, no_lps
+from plait.client.router import SubjectRoute
+from plait.clock import ManualClock
+from plait.frame.lp import LpSet, lp_set, runs_of, runs_with
+from plait.wire import messages as m
+
+ALL = lp_set([(0, 1024)])
+NONE: frozenset[int] = frozenset()
+
+
+def route_of(*histories: m.LpHistory, partitions: int = 3) -> SubjectRoute:
+    names = [(f"s#{n}", "g1") for n in range(partitions)]
+    return SubjectRoute(m.RouteFound("s", 1, "strict", names, list(histories), {}))
+
+
+def done(**runs: tuple[int, int]) -> Numbers:
+    """Done up to a sequence, by runs: ``to_90=(0, 100)``."""
+    found = np.zeros(1024, np.int64)
+    for name, (first, end) in runs.items():
+        found[first:end] = int(name.removeprefix("to_"))
+    return found
+
+
+def runs(several: list[Wanted]) -> list[list[tuple[int, int, int]]]:
+    """What is wanted, and up to where."""
+    return [runs_with(some.until, some.lps) for some in several]
+
+
+def test_a_lock_is_wanted_where_the_oldest_rows_are_and_up_to_their_end() -> None:
+    route = route_of((0, 512, [(0, 90), (1, 50), (2, None)]), (512, 1024, [(0, None)]))
+    reports = [done(), done(), done()]
+    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(0, 512, 90), (512, 1024, 0)], [], []]
+    reports[0] = done(to_90=(0, 100))
+    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(100, 512, 90), (512, 1024, 0)], [(0, 100, 50)], []]
+    reports[1] = done(to_50=(50, 200))
+    assert runs(wanted(route, ALL, reports, [NONE] * 3))[1:] == [[(0, 50, 50)], [(50, 100, 0)]]
+    assert runs(wanted(route, lp_set([(60, 70)]), reports, [NONE] * 3)) == [[], [], [(60, 70, 0)]]
+
+
+def test_a_way_back_comes_after_what_was_between() -> None:
+    route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
+    reports = [done(), done(), done()]
+    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(0, 1024, 90)], [], []]
+    reports[0] = done(to_90=(0, 1024))
+    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[], [(0, 1024, 50)], []]
+    reports[1] = done(to_50=(0, 1024))
+    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(0, 1024, 0)], [], []]
+
+
+def test_a_partition_with_parked_keys_stays_asked() -> None:
+    route = route_of((0, 1024, [(0, 90), (1, None)]))
+    parked = [frozenset({7 << 10 | 5}), NONE, NONE]
+    found = wanted(route, ALL, [done(to_90=(0, 1024)), done(), done()], parked)
+    assert runs(found) == [[(5, 6, 90)], [(0, 1024, 0)], []]
+    assert parked_before(route, parked) == [set(), {7 << 10 | 5}, set()]
+
+
+def test_keys_are_parked_on_later_partitions_of_their_own_history_only() -> None:
+    route = route_of((0, 512, [(0, 9), (1, None)]), (512, 1024, [(0, 9), (2, None)]))
+    low, high = 3 << 10 | 100, 3 << 10 | 600
+    assert parked_before(route, [frozenset({low, high}), NONE, NONE]) == [set(), {low}, {high}]
+
+
+def test_what_the_route_leads_on_from_is_known() -> None:
+    route = route_of((0, 512, [(0, 9), (1, None)]), (512, 1024, [(0, None)]))
+    assert [runs_of(lps) for lps in left_behind(route)] == [[(0, 512)], [], []]
+
+
+@given(st.lists(st.tuples(st.integers(0, 1023), st.integers(1, 5), st.integers(0, 3)), max_size=30))
+def test_wants_say_what_was_asked(several: list[tuple[int, int, int]]) -> None:
+    lps, epochs, until = no_lps(), np.zeros(1024, np.int64), np.zeros(1024, np.int64)
+    for lp, epoch, limit in several:
+        lps[lp], epochs[lp], until[lp] = True, epoch, limit
+    found = {lp: (epoch, limit) for first, end, epoch, limit in wants(lps, epochs, until) for lp in range(first, end)}
+    assert found == {lp: (int(epochs[lp]), int(until[lp])) for lp, _, _ in several}
+
+
+class Session:
+    """The rights of one session."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.rights = Rights(self.clock)
+        self.rights.attached(m.Attached(7, 1, "s", "g", 1, 10.0, 99))
+
+    def grant(self, answer: m.Leased, *, asked: LpSet = ALL, wants: LpSet = ALL, sent: float | None = None) -> LpSet:
+        until = np.full(1024, 90)
+        return self.rights.granted(answer, self.clock.monotonic() if sent is None else sent, asked, until, wants)
+
+
+def test_a_lease_counts_from_the_sending_of_its_request() -> None:
+    session = Session()
+    assert not session.rights.valid()
+    sent = session.clock.monotonic()
+    session.clock.advance(4)
+    session.grant(m.Leased(10.0, 1, [(0, 1024, 1)]), sent=sent)
+    session.clock.advance(5.9)
+    assert session.rights.valid()
+    session.clock.advance(0.1)
+    assert not session.rights.valid()
+
+
+def test_a_renewal_is_for_its_session_and_never_shortens() -> None:
+    session = Session()
+    session.grant(m.Leased(10.0, 1, [(0, 1024, 1)]))
+    session.rights.renewed(7, session.clock.monotonic() - 5)
+    session.clock.advance(9)
+    assert session.rights.valid()
+    session.rights.renewed(6, session.clock.monotonic())
+    session.clock.advance(1)
+    assert not session.rights.valid()
+    session.rights.renewed(7, session.clock.monotonic())
+    assert session.rights.valid()
+
+
+def test_what_is_leaving_or_was_given_up_meanwhile_is_not_open() -> None:
+    session = Session()
+    assert not session.grant(m.Leased(10.0, 1, [(0, 100, 1)]), wants=lp_set([(0, 50)])).any()
+    assert runs_of(session.rights.open) == [(0, 50)]
+    lost = session.grant(m.Leased(10.0, 2, [(0, 20, 1)], leaving=[(20, 50)]))
+    assert runs_of(lost) == [(20, 50)]
+    assert runs_of(session.rights.open) == [(0, 20)]
+
+
+def test_what_was_drained_stays_so_and_parked_keys_until_they_are_asked_for_again() -> None:
+    session = Session()
+    session.grant(m.Leased(10.0, 1, drained=[(0, 10)], parked=[5]))
+    session.grant(m.Leased(10.0, 2), asked=lp_set([(8, 20)]))
+    assert (session.rights.done == done(to_90=(0, 10))).all()
+    assert session.rights.parked == {5}
+    session.grant(m.Leased(10.0, 3), asked=lp_set([(5, 6)]))
+    assert session.rights.parked == frozenset()

@@ -1,0 +1,316 @@
+"""The buffer of an ordered consumer: one key in order, one at a time; nothing lost, nothing twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.client.ordered_buffer import OrderedBuffer
+from plait.client.ordered_delivered import OrderedDelivered
+from plait.client.rights import Rights
+from plait.client.settling import Piece, ack_pieces, nack_pieces
+from plait.client.tagged import TaggedPending
+from plait.client.types import Message, PartitionName
+from plait.client.words import UNBEGUN, Failed
+from plait.clock import ManualClock
+from plait.frame.lp import NO_KEY_HASH, lp_set
+from plait.wire import messages as m
+from tests.frame.samples import Draft
+
+NO_END = np.zeros(1024, np.int64)
+PLACE = PartitionName("s", "g1")
+#: Hashes of keys that are told apart by what is above the bits of the logical partition.
+KEYS = [int(NO_KEY_HASH), *(n << 10 | n for n in range(1, 6))]
+
+
+class Bench:
+    """A buffer with what stands around it in a consumer, without a broker."""
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self.clock = ManualClock()
+        self.rights = Rights(self.clock)
+        self.rights.attached(m.Attached(1, 1, "s", "g", 1, 10.0, 1))
+        everything = lp_set([(0, 1024)])
+        self.rights.granted(m.Leased(10.0, 1, [(0, 1024, 5)]), self.clock.monotonic(), everything, NO_END, everything)
+        self.freed = 0
+        self.buffer = OrderedBuffer(self._free)
+        self.open: dict[OrderedDelivered, None] = {}
+        self.pending = TaggedPending(lambda: self.open, lambda: 0)
+        self.pending.strict = strict
+        self.unsent: dict[OrderedDelivered, None] = {}
+        self.reasons_from = 1
+        self.next = 0
+
+    def _free(self) -> None:
+        self.freed += 1
+
+    def arrive(self, hashes: list[int], *, base: int | None = None, tag: int = 1) -> OrderedDelivered:
+        """A frame with rows of these keys."""
+        start = self.next if base is None else base
+        bodies = [b"%d" % n for n in range(start, start + len(hashes))]
+        view = Draft(bodies, keys=[b"k"] * len(hashes), key_hashes=hashes, base=start).view()
+        delivered = OrderedDelivered(view, "s", PLACE, self, [(start, start + len(hashes), 1)])  # type: ignore[arg-type]
+        delivered.rights, delivered.hands, delivered.tag = self.rights, self.buffer, tag
+        self.next = max(self.next, start + len(hashes))
+        self.open[delivered] = None
+        self.buffer.append(delivered)
+        return delivered
+
+    # What a frame asks of its owner.
+
+    def settle_soon(self, delivered: OrderedDelivered) -> None:
+        self.unsent[delivered] = None
+
+    def absorb(self) -> None:
+        """Nothing comes from other threads here."""
+
+    def gather(self) -> None:
+        unsent, self.unsent = self.unsent, {}
+        self.pending.collect(unsent)
+        for delivered in unsent:
+            if not delivered.open_count:
+                self.open.pop(delivered, None)
+
+    async def flush(self) -> None:
+        """There is nobody to tell."""
+
+    def from_thread(self, *_: Any) -> None:
+        raise AssertionError("not from here")
+
+
+def numbers(pieces: list[Piece]) -> list[int]:
+    return [int(message.body) for d, start, stop in pieces for message in d.messages(start, stop)]
+
+
+def take(bench: Bench) -> int | None:
+    message = bench.buffer.next()
+    return None if message is None else int(message.body)
+
+
+A, B = KEYS[1], KEYS[2]
+
+
+def test_iteration_passes_over_keys_in_hands_and_comes_back_to_them() -> None:
+    bench = Bench()
+    bench.arrive([A, A, B, A, B])
+    first, second = bench.buffer.next(), bench.buffer.next()
+    assert first is not None
+    assert second is not None
+    assert (first.body, second.body) == (b"0", b"2")
+    assert bench.buffer.next() is None
+    first.ack()
+    assert bench.freed == 1
+    assert take(bench) == 1
+    bench.arrive([A, KEYS[3]])
+    assert take(bench) == 6
+    assert bench.buffer.next() is None
+    second.ack()
+    assert take(bench) == 4
+    assert bench.buffer.count == 2
+
+
+def test_what_is_acked_twice_counts_once() -> None:
+    bench = Bench()
+    bench.arrive([A, A, A])
+    message = bench.buffer.next()
+    assert message is not None
+    message.ack()
+    assert take(bench) == 1
+    message.ack()
+    assert bench.buffer.next() is None
+
+
+def test_an_ack_after_a_nack_lets_nothing_pass() -> None:
+    bench = Bench(strict=True)
+    bench.arrive([A, A])
+    message = bench.buffer.next()
+    assert message is not None
+    message.nack()
+    message.ack()
+    assert bench.buffer.next() is None
+    bench.gather()
+    assert (bench.buffer.next(), bench.buffer.count) == (None, 0)
+
+
+def test_rows_for_separate_handling_have_different_keys() -> None:
+    bench = Bench()
+    bench.arrive([A, A, B, KEYS[0], KEYS[0]])
+    bench.arrive([B, KEYS[3]])
+    assert numbers(bench.buffer.take_apart(10)) == [0, 2, 3, 4, 6]
+    assert numbers(bench.buffer.take_apart(10)) == []
+
+
+def test_rows_put_back_come_in_their_old_place() -> None:
+    bench = Bench()
+    bench.arrive([A, B])
+    bench.arrive([A, B])
+    taken = bench.buffer.take(3)
+    assert bench.buffer.count == 1
+    bench.buffer.put_back(taken)
+    assert bench.buffer.count == 4
+    assert numbers(bench.buffer.take(10)) == [0, 1, 2, 3]
+
+
+def test_a_lease_that_is_over_hides_its_rows_until_it_is_renewed() -> None:
+    bench = Bench()
+    bench.arrive([A, B])
+    bench.clock.advance(10)
+    assert (bench.buffer.available(), bench.buffer.take(5), bench.buffer.next()) == (0, [], None)
+    bench.rights.renewed(1, bench.clock.monotonic())
+    bench.buffer.renewed()
+    assert (bench.buffer.available(), take(bench)) == (2, 0)
+
+
+def test_rows_of_lost_logical_partitions_are_taken_back_alone() -> None:
+    bench = Bench()
+    bench.arrive([A, B, A])
+    pieces = bench.buffer.take_back(PLACE, lp_set([(A % 1024, A % 1024 + 1)]))
+    assert numbers(pieces) == [0, 2]
+    nack_pieces(pieces, UNBEGUN)
+    bench.gather()
+    assert (bench.buffer.count, take(bench)) == (1, 1)
+
+
+def test_the_oldest_row_in_hands_is_known_from_when_it_was_handed_out() -> None:
+    bench = Bench()
+    assert bench.buffer.oldest() is None
+    bench.arrive([A, B])
+    began = bench.clock.monotonic()
+    first = bench.buffer.next()
+    bench.clock.advance(5)
+    second = bench.buffer.next()
+    assert first is not None
+    assert second is not None
+    assert bench.buffer.oldest() == began
+    first.ack()
+    assert bench.buffer.oldest() == began + 5
+    second.ack()
+    assert bench.buffer.oldest() is None
+
+
+def test_the_epoch_is_that_of_the_lock_at_the_handing_out() -> None:
+    bench = Bench()
+    bench.arrive([A, A])
+    first = bench.buffer.next()
+    assert first is not None
+    first.ack()
+    everything = lp_set([(0, 1024)])
+    bench.rights.granted(m.Leased(10.0, 2, [(0, 1024, 6)]), bench.clock.monotonic(), everything, NO_END, everything)
+    second = bench.buffer.next()
+    assert second is not None
+    assert (first.epoch, second.epoch) == (5, 6)
+
+
+def test_words_of_neighbours_in_a_frame_make_one_range_whatever_lies_between() -> None:
+    bench = Bench()
+    delivered = bench.arrive([A, B, A])
+    # As if every other row of the log were somebody else's.
+    delivered.sequences = np.array([0, 2, 4])
+    ack_pieces(bench.buffer.take(2))
+    bench.gather()
+    assert bench.pending.ack(1) == m.Ack(1, [(0, 4, 2)], [1])
+
+
+def test_words_of_an_earlier_session_name_just_their_rows() -> None:
+    bench = Bench()
+    delivered = bench.arrive([A, B, A])
+    message = bench.buffer.next()
+    assert message is not None
+    message.ack()
+    bench.gather()
+    bench.pending.new_session()
+    delivered.tag = 0
+    ack_pieces(bench.buffer.take(2))
+    bench.gather()
+    assert bench.pending.ack(2) == m.Ack(2, [(0, 3, 2)], [0])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_failed_row_of_a_strict_group_alone_takes_along_those_behind_it(strict: bool) -> None:
+    bench = Bench(strict=strict)
+    bench.arrive([A, B, A, A])
+    bench.arrive([A, B])
+    batch = bench.buffer.take(3)
+    [(delivered, _, _)] = batch
+    delivered.nack_row(0, Failed(5.0))
+    ack_pieces(batch)
+    bench.gather()
+    acks, nacks = bench.pending.plain()
+    back = {UNBEGUN: [(2, 3, 2), (3, 4, 2), (4, 5, 2)]} if strict else {}
+    assert nacks == {Failed(5.0): [(0, 1, 2)], **back}
+    assert acks == ([(1, 2, 2)] if strict else [(1, 3, 2)])
+    assert numbers(bench.buffer.take(10)) == ([5] if strict else [3, 4, 5])
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.lists(st.sampled_from(KEYS), min_size=1, max_size=6)),
+        st.tuples(st.just("take"), st.integers(1, 8)),
+        st.tuples(st.just("apart"), st.integers(1, 8)),
+        st.tuples(st.just("next"), st.just(0)),
+        st.tuples(st.just("ack"), st.integers(0, 20)),
+        st.tuples(st.just("ack all"), st.just(0)),
+        st.tuples(st.just("gather"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_each_row_is_handed_out_once_and_after_those_of_its_key_are_done(steps: list[tuple[str, Any]]) -> None:
+    bench = Bench()
+    keys: list[int] = []
+    handed: list[int] = []
+    #: (batch number, message) in the user's hands.
+    hands: list[tuple[int, Message]] = []
+
+    def hand(number: int, messages: list[Message]) -> None:
+        for message in messages:
+            row = int(message.body)
+            key = keys[row]
+            if key != KEYS[0]:
+                assert [n for n in handed if keys[n] == key] == [n for n in range(row) if keys[n] == key]
+                assert not [other for batch, other in hands if batch != number and keys[int(other.body)] == key]
+            assert row not in handed
+            handed.append(row)
+            hands.append((number, message))
+
+    for number, (step, value) in enumerate(steps):
+        if step == "arrive":
+            keys += value
+            bench.arrive(value)
+        elif step == "take":
+            free = bench.buffer.available()
+            pieces = bench.buffer.take(value)
+            hand(number, [message for d, a, b in pieces for message in d.messages(a, b)])
+            assert sum(b - a for _, a, b in pieces) == min(free, value)
+        elif step == "apart":
+            messages = [message for d, a, b in bench.buffer.take_apart(value) for message in d.messages(a, b)]
+            known = [keys[int(message.body)] for message in messages if keys[int(message.body)] != KEYS[0]]
+            assert len(known) == len(set(known))
+            hand(number, messages)
+        elif step == "next":
+            found = bench.buffer.next()
+            if found is not None:
+                hand(number, [found])
+            else:
+                busy = {keys[int(message.body)] for _, message in hands}
+                assert all(keys[n] in busy for n in range(len(keys)) if n not in handed)
+        elif step == "ack" and hands:
+            hands.pop(value % len(hands))[1].ack()
+        elif step == "ack all":
+            for _, message in hands:
+                message.ack()
+            hands.clear()
+        else:
+            bench.gather()
+        assert bench.buffer.count == len(keys) - len(handed)
+    for _, message in hands:
+        message.ack()
+    hands.clear()
+    hand(-1, [message for d, a, b in bench.buffer.take(len(keys) + 1) for message in d.messages(a, b)])
+    assert sorted(handed) == list(range(len(keys)))

@@ -1,0 +1,240 @@
+"""Requests about parked keys: which there are, going on with them, and refusals that say what is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from plait.client.rows import hash_keys
+from plait.errors import GroupNotFound, InvalidArgument, KeyNotParked, PlaitError, SubjectNotFound
+from plait.frame.builder import build_frame
+from plait.frame.columns import Column
+from plait.frame.view import frames_in
+from plait.limits import LOGICAL_PARTITIONS
+from plait.reason import Reason
+from plait.retry import Retry
+from plait.server import Server
+from plait.testing.disk import SimulatedDisk
+from plait.wire import messages as m
+from tests.server.conftest import Serve
+from tests.server.raw import Raw
+
+OF = {"subject": "orders", "group": "g"}
+PULL = (100, 1 << 20)
+
+
+def hash_of(key: str) -> int:
+    return int(hash_keys([key], 1)[0])
+
+
+async def ask(raw: Raw, operation: str, **arguments: Any) -> Any:
+    reply: m.AdminReply = await raw.ask(m.Admin(operation, arguments))
+    return msgspec.msgpack.decode(reply.result)
+
+
+async def send(raw: Raw, *rows: tuple[str, bytes], first: int = 1) -> None:
+    keys = [key for key, _ in rows]
+    frame = build_frame(
+        [body for _, body in rows],
+        producer=7,
+        first=first,
+        previous=first - 1,
+        keys=keys,
+        key_hashes=hash_keys(keys, len(keys)),
+    )
+    await raw.ask(m.Send(await raw.route("orders")), frame.tobytes())
+
+
+class Member:
+    """The one consumer of the group, which has all locks."""
+
+    def __init__(self, raw: Raw, session: int) -> None:
+        self.raw = raw
+        self.session = session
+
+    async def lease(self) -> m.Leased:
+        leased: m.Leased = await self.raw.ask(m.Lease(self.session, [(0, LOGICAL_PARTITIONS, 1, 0)]))
+        return leased
+
+    async def pull(self, wait: float = 0.0) -> list[bytes]:
+        return self.take(await self.raw.answer(self.raw.request(m.Pull(self.session, *PULL, wait))))
+
+    def take(self, answer: Any) -> list[bytes]:
+        """The bodies of an answer; what came stays in its hands."""
+        self.pulled: m.Pulled = answer.message
+        return [body for frame in frames_in(answer.payload) for body in frame.binary(Column.BODY).to_pylist()]
+
+    async def ack(self) -> None:
+        ranges = [(start, end, 1) for start, end, _ in self.pulled.ranges]
+        await self.raw.ask(m.Ack(self.session, ranges, self.pulled.tags))
+
+    async def reject(self, sequence: int, text: str) -> None:
+        """One of those that came last."""
+        tag = next(
+            tag for (a, b, _), tag in zip(self.pulled.ranges, self.pulled.tags, strict=True) if a <= sequence < b
+        )
+        reason = Reason("ValueError", text, "h")
+        await self.raw.ask(m.Nack(self.session, [(sequence, sequence + 1, 1)], None, reason, True, True, [tag]))
+
+
+async def park(raw: Raw) -> Member:
+    """Keys a and b are parked by their first messages, with one more behind each; c is not."""
+    await raw.hello()
+    await ask(raw, "subject.create", subject="orders", order="strict")
+    await send(raw, ("a", b"a1"), ("b", b"b1"), ("c", b"c1"), ("a", b"a2"), ("b", b"b2"))
+    member = Member(raw, await raw.attach("orders", ordered=True, retry=Retry(attempts=3)))
+    await member.lease()
+    assert await member.pull() == [b"a1", b"b1", b"c1", b"a2", b"b2"]
+    await member.reject(0, "first")
+    await member.reject(1, "second")
+    await member.ack()
+    assert await member.pull() == []
+    return member
+
+
+@pytest.fixture
+async def server(serve: Serve) -> Server:
+    return await serve()
+
+
+async def parked(raw: Raw) -> dict[str, dict[str, Any]]:
+    page = await ask(raw, "group.parked", **OF)
+    assert page["next"] is None
+    return {each["key"]: each for each in page["keys"]}
+
+
+async def test_parked_keys_are_listed_with_their_letters(server: Server):
+    async with Raw(server) as raw:
+        await park(raw)
+        found = await parked(raw)
+        since = {key: each.pop("since") for key, each in found.items()}
+        assert found == {
+            key: {
+                "key": key,
+                "hash": hash_of(key),
+                "lp": hash_of(key) % LOGICAL_PARTITIONS,
+                "sequence": sequence,
+                "attempts": 1,
+                "reason": ["ValueError", text, "h"],
+            }
+            for key, sequence, text in (("a", 0, "first"), ("b", 1, "second"))
+        }
+        assert all(abs(time - server.clock.now()) < 60_000_000 for time in since.values())
+        view = await ask(raw, "group.describe", **OF)
+        assert (view["ordered"], view["holding"], view["parked"], view["dead"]) == (True, 2, 2, 2)
+
+
+async def test_pages_follow_each_other(server: Server):
+    async with Raw(server) as raw:
+        await park(raw)
+        low, high = sorted((hash_of("a"), hash_of("b")))
+        first = await ask(raw, "group.parked", **OF, limit=1)
+        assert ([each["hash"] for each in first["keys"]], first["next"]) == ([low], low)
+        second = await ask(raw, "group.parked", **OF, limit=1, after=low)
+        assert ([each["hash"] for each in second["keys"]], second["next"]) == ([high], None)
+
+
+async def test_resume_goes_on_with_the_message_that_failed_and_wakes_who_waits(server: Server):
+    async with Raw(server) as raw, Raw(server) as operator:
+        member = await park(raw)
+        await operator.hello("operator")
+        waiting = raw.request(m.Pull(member.session, *PULL, 30.0))
+        assert await ask(operator, "group.resume", **OF, keys=[hash_of("a")]) == 1
+        # It is told that there is news, asks what it has, and goes on.
+        assert member.take(await raw.answer(waiting)) == []
+        news = member.pulled.news
+        assert (await member.lease()).parked == [hash_of("b")]
+        assert news > 0
+        assert await member.pull(30.0) == [b"a1"]
+        await member.ack()
+        assert await member.pull() == [b"a2"]
+        assert list(await parked(operator)) == ["b"]
+
+
+async def test_skip_goes_on_behind_the_message_which_stays_a_dead_letter(server: Server):
+    async with Raw(server) as raw:
+        member = await park(raw)
+        assert await ask(raw, "group.skip", **OF, keys=[hash_of("a"), hash_of("b")]) == 2
+        assert sorted(await member.pull()) == [b"a2", b"b2"]
+        assert await parked(raw) == {}
+        assert (await ask(raw, "group.describe", **OF))["dead"] == 2
+
+
+async def test_what_was_answered_outlives_a_crash(serve: Serve):
+    disk = SimulatedDisk()
+    server = await serve(disk)
+    async with Raw(server) as raw:
+        await park(raw)
+        assert await ask(raw, "group.resume", **OF, keys=[hash_of("a")]) == 1
+    await server.abandon()
+    again = await serve(disk)
+    async with Raw(again) as raw:
+        await raw.hello()
+        assert list(await parked(raw)) == ["b"]
+        view = await ask(raw, "group.describe", **OF)
+        assert (view["parked"], view["dead"]) == (1, 1)
+
+
+async def test_a_key_whose_letter_was_purged_is_listed_and_goes_on_behind_it(server: Server):
+    async with Raw(server) as raw:
+        member = await park(raw)
+        await ask(raw, "dlq.purge", **OF, select={"sequences": [0]})
+        page = await ask(raw, "group.parked", **OF)
+        assert {each["hash"]: each["key"] for each in page["keys"]} == {hash_of("a"): None, hash_of("b"): "b"}
+        assert await ask(raw, "group.resume", **OF, keys=[hash_of("a")]) == 1
+        assert await member.pull() == [b"a2"]
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "error", "words"),
+    [
+        ("resume", {"keys": [17]}, KeyNotParked, "no such key is parked in group 'g' on 'orders'"),
+        ("skip", {"keys": [hash_of("c")]}, KeyNotParked, "no such key"),
+        ("resume", {"keys": []}, InvalidArgument, "name 1 to 500 at a time"),
+        ("skip", {"keys": list(range(501))}, InvalidArgument, "501 keys are named"),
+        ("resume", {"keys": ["a"]}, InvalidArgument, "group.resume"),
+        ("resume", {}, InvalidArgument, "keys"),
+        ("resume", {"keys": [1], "group": "nobody"}, GroupNotFound, "it has: g"),
+        ("parked", {"subject": "nothing"}, SubjectNotFound, "'nothing' does not exist"),
+        ("parked", {"limit": 0}, InvalidArgument, "use 1 to 500"),
+        ("parked", {"limit": 501}, InvalidArgument, "use 1 to 500"),
+        ("parked", {"group": "shared"}, InvalidArgument, "is not an ordered one"),
+    ],
+)
+async def test_what_cannot_be_done_is_said(
+    server: Server, operation: str, arguments: dict[str, Any], error: type[PlaitError], words: str
+):
+    async with Raw(server) as raw:
+        await park(raw)
+        await raw.attach("orders", "shared")
+        with pytest.raises(error, match=words):
+            await ask(raw, f"group.{operation}", **{**OF, **arguments})
+        assert len(await parked(raw)) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"partitions": 2}, "without a meta server a subject has one, on g1"),
+        ({"partitions": 0}, "0 partitions are not possible"),
+        ({"groups": ["g2"]}, "without a meta server there is g1"),
+        ({"order": "loose"}, "order"),
+    ],
+)
+async def test_a_broker_alone_makes_subjects_of_one_partition(server: Server, arguments: dict[str, Any], words: str):
+    async with Raw(server) as raw:
+        await raw.hello()
+        with pytest.raises(InvalidArgument, match=words):
+            await ask(raw, "subject.create", subject="s", **arguments)
+        await ask(raw, "subject.create", subject="s", partitions=1, groups=["g1"], order="strict")
+        assert server.broker.subjects["s"].row.settings.order == "strict"
+
+
+@pytest.mark.parametrize("operation", ["subject.route", "subject.expand", "broker.describe", "group.allocation"])
+async def test_what_only_a_meta_server_does_is_refused_by_a_broker(server: Server, operation: str):
+    async with Raw(server) as raw:
+        await raw.hello()
+        with pytest.raises(InvalidArgument, match=f"{operation} is asked of a meta server"):
+            await ask(raw, operation, subject="s")

@@ -1,0 +1,52 @@
+"""The private PostgreSQL: it leaves nothing behind, and where there is none its tests are skipped."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from tests.support import leaks, postgres
+from tests.support.postgres import Postgres, name_of
+
+
+def test_it_runs_apart_from_others_and_is_gone_afterwards():
+    token = leaks.mark_run()
+    before = leaks.observe(token)
+    instance = Postgres()
+    try:
+        found = leaks.observe(token).beyond(before)
+        with psycopg.connect(instance.create()) as connection:
+            directory = connection.execute("SHOW data_directory").fetchone()
+    finally:
+        instance.remove()
+    # Without a port: only who knows its directory reaches it.
+    assert found
+    assert all("postgres" in line and line.startswith("process") for line in found)
+    assert directory is not None
+    assert "plait-pg-" in directory[0]
+    assert leaks.observe(token).beyond(before) == []
+
+
+def test_it_can_be_stopped_and_started_with_what_it_has():
+    instance = Postgres()
+    try:
+        url = instance.create()
+        instance.stop()
+        with pytest.raises(psycopg.OperationalError):
+            psycopg.connect(url)
+        instance.start()
+        with psycopg.connect(url) as connection:
+            assert connection.execute("SELECT current_database()").fetchone() == (name_of(url),)
+        instance.stop()
+    finally:
+        instance.remove()
+
+
+def test_where_there_is_none_the_test_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(postgres, "find_programs", lambda: None)
+    monkeypatch.delenv("PLAIT_REQUIRE", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="tools/debian-install postgresql"):
+        Postgres()
+    monkeypatch.setenv("PLAIT_REQUIRE", "all")
+    with pytest.raises(pytest.fail.Exception, match="PostgreSQL is not installed"):
+        Postgres()
