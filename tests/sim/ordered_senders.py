@@ -10,7 +10,7 @@ from plait.errors import FlowControl, PlaitError
 from plait.testing.history import Handling, History, Send
 from plait.testing.sim import Process, Simulation
 
-KEYS: list[str | None] = [*(f"k{n}" for n in range(10)), None]
+KEYS: list[str | None] = [f"k{n}" for n in range(10)]
 
 
 class Senders:
