@@ -1,8 +1,8 @@
 """Two meta servers, three brokers, ordered consumers and producers in a simulation, with faults from a seed.
 
-All of it is what ships: ``MetaServer``, ``Server``, ``Client``, ``OrderedConsumer`` and ``App``. Members join and leave,
-partitions become more and fewer, machines and the network fail. ``OrderedCluster.run`` mends everything at the end,
-resumes what was parked, waits until all that was sent is handled, and judges the histories.
+All of it is what ships: ``MetaServer``, ``Server``, ``Client``, ``OrderedConsumer`` and ``App``. Members join and
+leave, partitions become more and fewer, machines and the network fail. ``OrderedCluster.run`` mends everything at the
+end, resumes what was parked, waits until all that was sent is handled, and judges the histories.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import msgspec
 
 import plait
 from plait.broker import BrokerConfig
-from plait.broker.ordered import OrderedGroup
 from plait.errors import PlaitError
 from plait.limits import KIB, MIB, MetaLimits, ServerLimits
 from plait.meta.database import file_url
@@ -169,7 +168,7 @@ class OrderedCluster:
             found = [
                 violation
                 for subject, history in self.histories.items()
-                for violation in check(history, strict=subject == STRICT, groups=[GROUP])
+                for violation in check(history, strict=subject == STRICT, moves=True, groups=[GROUP])
             ]
             assert found == [], "\n".join(map(str, found[:10]))
         return found
@@ -251,23 +250,7 @@ class OrderedCluster:
                 async with process.connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
                     while not self.senders.drained():
                         await client.admin.resend_dead(LOOSE, GROUP)
-                        self._resume_keys()
+                        await client.admin.resume_all(STRICT, GROUP)
                         await self.simulation.sleep(1.0)
             except PlaitError:
                 await self.simulation.sleep(1.0)
-
-    def _resume_keys(self) -> None:
-        for server in self.servers.values():
-            broker = server.broker
-            for partition in broker.partitions.values():
-                for group in partition.groups.values():
-                    if isinstance(group, OrderedGroup):
-                        for strand in group.parked():
-                            letters = [
-                                rows
-                                for start, end, _ in group.pull_log.dead
-                                for rows in group._rows(broker, strand, start, end)
-                            ]
-                            if letters and strand.key is not None:
-                                group.resume(strand.key, broker, skip=False)
-                                broker.wake_group(group)

@@ -17,7 +17,11 @@ class Senders:
     """What all producers share: whether to go on, and what is not handled yet."""
 
     def __init__(
-        self, simulation: Simulation, histories: dict[str, History], addresses: Sequence[str], limits: plait.ClientLimits
+        self,
+        simulation: Simulation,
+        histories: dict[str, History],
+        addresses: Sequence[str],
+        limits: plait.ClientLimits,
     ) -> None:
         self.simulation = simulation
         self.histories = histories
