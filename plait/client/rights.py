@@ -114,11 +114,14 @@ class Rights:
         self.open = owned
         self.epochs = np.where(owned, epochs, self.epochs)
         drained = lp_set(answer.drained) & asked
-        # What was done is so no longer when a parked key goes on.
-        undone = asked & ~drained & (until > 0) & (self.done >= until)
-        self.done = np.where(drained, np.maximum(self.done, until), np.where(undone, 0, self.done))
+        parked = self._marks(self.parked, answer.parked, asked)
+        # What was done but for a parked key is so no longer when that goes on.
+        resumed = no_lps()
+        resumed[[key % LOGICAL_PARTITIONS for key in self.parked - parked]] = True
+        before = np.where(resumed, 0, self.done)
+        self.done = np.where(drained, np.maximum(before, until), before)
         self.again = lp_set(answer.again)
-        self.parked = self._marks(self.parked, answer.parked, asked)
+        self.parked = parked
         self.inherited = self._marks(self.inherited, answer.inherited, asked)
         return lost
 

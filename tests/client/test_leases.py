@@ -159,7 +159,9 @@ def test_what_was_drained_stays_so_and_parked_keys_until_they_are_asked_for_agai
     session = Session()
     session.grant(m.Leased(10.0, 1, drained=[(0, 10)], parked=[5]))
     session.grant(m.Leased(10.0, 2), asked=lp_set([(8, 20)]))
-    assert (session.rights.done == done(to_90=(0, 8)).done).all()
+    assert (session.rights.done == done(to_90=(0, 10)).done).all()
     assert session.rights.parked == {5}
     session.grant(m.Leased(10.0, 3), asked=lp_set([(5, 6)]))
     assert session.rights.parked == frozenset()
+    # Its key goes on: it is not done any more.
+    assert (session.rights.done == done(to_90=(0, 10), to_0=(5, 6)).done).all()

@@ -165,13 +165,16 @@ class OrderedCluster:
                 raise
             # Whoever still has something in its hands shows it now.
             sim.run_for(LEASE_SECONDS + 1.0)
-            found = [
-                violation
-                for subject, history in self.histories.items()
-                for violation in check(history, strict=subject == STRICT, moves=True, groups=[GROUP])
-            ]
+            found = self.judge()
             assert found == [], "\n".join(map(str, found[:10]))
         return found
+
+    def judge(self) -> list[Violation]:
+        """What is wrong with the histories."""
+        strict = check(self.histories[STRICT], moves=True, groups=[GROUP])
+        loose = check(self.histories[LOOSE], strict=False, moves=True, groups=[GROUP])
+        of_order = ("send_order", "order", "overlap", "epoch", "owners")
+        return strict + [each for each in loose if each.kind not in of_order or each.key not in self.members.moved]
 
     def _left(self) -> str:
         lines = [f"not handled: {sorted(self.senders.waiting)[:20]}"]

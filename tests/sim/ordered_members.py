@@ -45,8 +45,11 @@ class Members:
         self._on_done = on_done
         #: Everything is mended: nobody leaves any more, and nothing fails.
         self.settled = False
-        #: The highest epoch of each subject's keys.
-        self._epochs: dict[tuple[str, str], int] = {}
+        #: The highest epoch of each key of the strict subject.
+        self._epochs: dict[str, int] = {}
+        #: Keys of the other one some of whose messages went to another partition, as theirs could not be reached: they
+        #: stand under other locks there, and nothing is promised of their order.
+        self.moved: set[str] = set()
 
     def settle(self) -> None:
         """Stay, and fail no more."""
@@ -151,19 +154,23 @@ class Members:
     # --- handling -------------------------------------------------------------------------------
 
     def _begin(self, process: Process, message: plait.Message, *, fenced: bool) -> Handling:
-        subject = message.subject
-        if message.key is not None:
-            highest = self._epochs.get((subject, message.key), 0)
-            if fenced and message.epoch < highest:
-                raise _Fenced
-            self._epochs[subject, message.key] = max(highest, message.epoch)
-        return self.histories[subject].handle(
+        key, lp = message.key, None
+        if key is not None:
+            lp = lp_of_key(key)
+            if message.subject == STRICT:
+                highest = self._epochs.get(key, 0)
+                if fenced and message.epoch < highest:
+                    raise _Fenced
+                self._epochs[key] = max(highest, message.epoch)
+            elif message._delivered.lps[message._row] != lp:
+                self.moved.add(key)
+        return self.histories[message.subject].handle(
             process.name,
             message.key,
             int(message.body.split(b"|")[0]),
             message.attempt,
             message.epoch,
-            None if message.key is None else lp_of_key(message.key),
+            lp,
             (str(message.partition), message.sequence),
             self.simulation.now,
             group=GROUP,
