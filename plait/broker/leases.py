@@ -31,6 +31,8 @@ class Leased(NamedTuple):
     drained: list[tuple[int, int]]
     refused: list[Grant]
     parked: list[int]
+    inherited: list[int]
+    again: list[tuple[int, int]]
 
 
 class Leases:
@@ -71,7 +73,7 @@ class Leases:
         self.waits_for_floors = False
         self.look()
 
-    def ask(self, consumer: Consumer, wants: Iterable[Want], parked: list[int], resumed: list[int]) -> Leased:
+    def ask(self, consumer: Consumer, wants: Iterable[Want], marks: list[int], resumed: list[int]) -> Leased:
         """All the locks that a consumer wants from now on; what it has of them, for another lease."""
         group = consumer.group
         if not isinstance(group, OrderedGroup):
@@ -80,13 +82,15 @@ class Leases:
         wanted = list(wants)
         consumer.leased_until = self.now() + self.longest
         group.lease(consumer, wanted, self._broker, self.now())
-        group.inherit(parked, resumed, self._broker)
+        group.inherit(marks, resumed, self._broker)
         self._broker.wake_group(group)
         owned, leaving, refused = group.standing(consumer)
         lps = lp_set([(first, end) for first, end, _, _ in wanted])
         drained = group.drained(wanted)
-        marks = [each.key for each in group.parked() if lps[each.lps].any() and each.key is not None]
-        return Leased(self.seconds, consumer.news, owned, leaving, runs_of(drained), refused, marks)
+        found = [(each.key, each.letter < 0) for each in group.parked() if lps[each.lps].any() and each.key is not None]
+        parked, inherited = [key for key, _ in found], [key for key, only in found if only]
+        again = runs_of(group.again())
+        return Leased(self.seconds, consumer.news, owned, leaving, runs_of(drained), refused, parked, inherited, again)
 
     def renew(self, sessions: Iterable[tuple[int, int]]) -> None:
         """What these (session, token) have goes on for another lease; ``StaleSession`` if one is over."""

@@ -105,6 +105,16 @@ class OrderedGroup(StrandFailures):
             done[lp] &= strand.parked or strand.floor >= until[lp]
         return done
 
+    def again(self) -> LpSet:
+        """Those that end here, were handed out up to there, and have rows left: letters that were sent again."""
+        found = np.zeros(LOGICAL_PARTITIONS, bool)
+        fences = self.partition.fences
+        if fences is not None:
+            for strand in self.strands:
+                if strand.key is None and (strand.returned or strand.waiting or strand.held):
+                    found |= strand.lps & (fences > 0) & (fences <= strand.next)
+        return found
+
     def _leave(self, journal: Journal) -> None:
         """Split off what is to change hands, as far as its owner has begun with it: each can then go by itself."""
         leaving = self.locks.leaving

@@ -112,9 +112,13 @@ class StrandFailures(StrandRows):
             if strand.key is None:
                 strand = self.strands.hold(strand, lp, key)
                 strand.held = {}
+            if not strand.parked:
                 self._park(strand, -1, journal)
         for key in resumed:
-            self.resume(key, journal, skip=True)
+            known = self.strands.by_key.get(key)
+            if known is not None and known.letter < 0:
+                # One that has a letter here as well waits for somebody's decision about that.
+                self.resume(key, journal, skip=True)
 
     def _park(self, strand: Strand, letter: int, journal: Journal) -> None:
         strand.parked, strand.letter = True, letter

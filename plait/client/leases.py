@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from plait.client.rights import LpEpochs, Numbers, no_lps
+from plait.client.rights import LpEpochs, Numbers, Report, no_lps
 from plait.client.router import SubjectRoute
 from plait.frame.lp import LpSet, lp_set, runs_with
 from plait.limits import LOGICAL_PARTITIONS
@@ -27,22 +27,26 @@ class Wanted(NamedTuple):
     until: Numbers
 
 
-def wanted(route: SubjectRoute, mine: LpSet, done: Sequence[Numbers], parked: Sequence[frozenset[int]]) -> list[Wanted]:
+def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[Report]) -> list[Wanted]:
     """For each partition of the route the logical partitions to ask it for.
 
-    ``done`` is up to where each has reported them done, and ``parked`` the hashes of keys that are parked there: what
-    has such keys stays wanted, so that it is heard when they are resumed.
+    What has parked keys stays wanted where they are, so that it is heard when they are resumed; so does what has rows
+    again.
     """
     chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
     for first, end, spans in route.histories:
         left = mine[first:end].copy()
-        for span in spans[:-1]:
+        for at, span in enumerate(spans[:-1]):
             assert span.fence is not None
-            passed = done[span.partition][first:end] >= span.fence
-            here = left & (~passed | _lps_of(parked[span.partition])[first:end])
+            report = reports[span.partition]
+            passed = report.done[first:end] >= span.fence
+            here = left & (~passed | (_lps_of(report.parked) | report.again)[first:end])
             chosen[span.partition].lps[first:end] |= here
             chosen[span.partition].until[first:end][here] = span.fence
             left &= passed
+            if any(later.partition == span.partition for later in spans[at + 1 :]):
+                # The route comes back here: what the key has there is behind what it has in between.
+                left &= ~_lps_of(report.own)[first:end]
         last = chosen[spans[-1].partition]
         last.lps[first:end] |= left
         last.until[first:end][left] = 0
@@ -65,16 +69,16 @@ def _lps_of(keys: frozenset[int]) -> LpSet:
     return lps
 
 
-def parked_before(route: SubjectRoute, parked: Sequence[frozenset[int]]) -> list[set[int]]:
+def parked_before(route: SubjectRoute, reports: Sequence[Report]) -> list[set[int]]:
     """For each partition the hashes of keys that are parked on partitions where their rows were before."""
     found: list[set[int]] = [set() for _ in route.partitions]
-    if not any(parked):
+    if not any(report.parked for report in reports):
         return found
     for first, end, spans in route.histories:
         before: set[int] = set()
         for span in spans:
             found[span.partition] |= before
-            before |= {key for key in parked[span.partition] if first <= key % LOGICAL_PARTITIONS < end}
+            before |= {key for key in reports[span.partition].own if first <= key % LOGICAL_PARTITIONS < end}
     return found
 
 

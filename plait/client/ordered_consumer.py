@@ -24,7 +24,7 @@ from plait.client.ordered_delivered import OrderedDelivered, SharedOrderedDelive
 from plait.client.ordered_pull import OrderedPullClient
 from plait.client.prefetch import Prefetch
 from plait.client.pull_client import PullClient, Terms
-from plait.client.rights import LpEpochs, grants_of, no_lps
+from plait.client.rights import LpEpochs, grants_of, no_lps, nothing_said
 from plait.client.router import Router, SubjectRoute
 from plait.client.settling import Piece, nack_pieces
 from plait.client.types import PartitionName
@@ -173,11 +173,9 @@ class OrderedConsumer(Consumer):
             return
         clients = {c.partition: c for c in self._clients if isinstance(c, OrderedPullClient)}
         listed = [clients.get(partition) for partition in route.partitions]
-        nothing = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        done = [nothing if client is None else client.rights.done for client in listed]
-        parked = [frozenset[int]() if client is None else client.rights.parked for client in listed]
-        chosen = wanted(route, self._mine, done, parked)
-        before = parked_before(route, parked)
+        reports = [nothing_said() if client is None else client.rights.report() for client in listed]
+        chosen = wanted(route, self._mine, reports)
+        before = parked_before(route, reports)
         left = left_behind(route)
         for client, some, gone, keys in zip(listed, chosen, left, before, strict=True):
             if client is not None:

@@ -72,10 +72,8 @@ class OrderedPullClient(PullClient):
         self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: Those of them that the route leads on from, once all is done here.
         self.gated: LpSet = no_lps()
-        #: Keys that are parked where their rows were before; those that the broker was told, and those that it was
-        #: told are no longer.
+        #: Keys that are parked where their rows were before.
         self._parked: set[int] = set()
-        self._told_parked: set[int] = set()
         #: A request for locks is under way; what is wanted has changed since.
         self._asking = False
         self._ask_again = False
@@ -98,11 +96,16 @@ class OrderedPullClient(PullClient):
             or (epochs != self._epochs)[lps].any()
             or (until != self._until).any()
             or parked != self._parked
+            or self._to_resume(lps, parked)
         )
         self._wanted, self._epochs, self._until, self._parked = lps, np.where(lps, epochs, 0), until, parked
         if changed:
             self._withdraw(self.rights.open & ~lps)
             self.ask()
+
+    def _to_resume(self, lps: LpSet, parked: set[int]) -> list[int]:
+        """Keys that are parked here and nowhere before, by whoever said so."""
+        return sorted(key for key in self.rights.inherited if key not in parked and lps[key % LOGICAL_PARTITIONS])
 
     def _withdraw(self, lps: LpSet) -> None:
         """Rows of these are for others, but for those that the user has begun with."""
@@ -123,13 +126,12 @@ class OrderedPullClient(PullClient):
             self._ask_again = True
             return
         self._asking, self._ask_again = True, False
-        parked, self._told_parked = self._told_parked, set(self._parked)
         asked = Wanted(self._wanted, self._until)
         request = m.Lease(
             self._session,
             wants(asked.lps, self._epochs, asked.until),
             sorted(self._parked),
-            sorted(parked - self._parked),
+            self._to_resume(self._wanted, self._parked),
         )
         link.call(request, functools.partial(self._leased, self._session, self.rights.now(), asked))
 
@@ -156,13 +158,14 @@ class OrderedPullClient(PullClient):
             else:
                 self._feed.failed(error)
             return
-        before = self.rights.done, self.rights.parked
+        before = self.rights.done, self.rights.again, self.rights.parked, self.rights.inherited
         lost = self.rights.granted(answer, sent, asked.lps, asked.until, self._wanted)
         if lost.any():
             self._give_up(self._feed.take_back(self, lost))
         self._renew_later()
         self._buffer.renewed()
-        if (before[0] != self.rights.done).any() or before[1] != self.rights.parked:
+        numbers = (before[0] != self.rights.done) | (before[1] != self.rights.again)
+        if numbers.any() or before[2:] != (self.rights.parked, self.rights.inherited):
             self._drained()
         if answer.refused:
             self._refused()
@@ -192,7 +195,6 @@ class OrderedPullClient(PullClient):
         self.rights.attached(attached)
         self._asking = False
         self._early = []
-        self._told_parked = set()
         self._new_lease()
         self.ask()
         self._renew_later()

@@ -7,6 +7,7 @@ So it ends here before it ends at the broker, whatever the network does.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +36,28 @@ def grants_of(runs: list[m.LpGrant]) -> tuple[LpSet, LpEpochs]:
     return chosen, epochs
 
 
+class Report(NamedTuple):
+    """What a partition has said."""
+
+    #: Up to where each logical partition is done there.
+    done: Numbers
+    #: Hashes of keys that are parked there, and of those that are so only because they were told to be.
+    parked: frozenset[int]
+    inherited: frozenset[int]
+    #: What was done and has rows again.
+    again: LpSet
+
+    @property
+    def own(self) -> frozenset[int]:
+        """Keys that wait there for somebody's decision."""
+        return self.parked - self.inherited
+
+
+def nothing_said() -> Report:
+    """Of a partition that has not been asked yet."""
+    return Report(np.zeros(LOGICAL_PARTITIONS, np.int64), frozenset(), frozenset(), no_lps())
+
+
 class Rights:
     """The locks that one session has. The loop changes them; ``renewed`` may come from another thread."""
 
@@ -50,8 +73,11 @@ class Rights:
         self.epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: Up to which sequence each is done here, as far as the route led on from there.
         self.done: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: Hashes of keys that are parked here.
+        #: Those of them that have rows again: dead letters that were sent once more.
+        self.again = no_lps()
+        #: Hashes of keys that are parked here, and of those that are so only because they are where they were before.
         self.parked: frozenset[int] = frozenset()
+        self.inherited: frozenset[int] = frozenset()
         #: The number of the last news that was looked at.
         self.news = 0
 
@@ -88,11 +114,25 @@ class Rights:
         self.open = owned
         self.epochs = np.where(owned, epochs, self.epochs)
         drained = lp_set(answer.drained) & asked
-        self.done = np.where(drained, np.maximum(self.done, until), self.done)
-        # Nothing is said of what was not asked for.
-        before = {key for key in self.parked if not asked[key % LOGICAL_PARTITIONS]}
-        self.parked = frozenset(answer.parked) | before
+        parked = self._marks(self.parked, answer.parked, asked)
+        # What was done but for a parked key is so no longer when that goes on.
+        resumed = no_lps()
+        resumed[[key % LOGICAL_PARTITIONS for key in self.parked - parked]] = True
+        before = np.where(resumed, 0, self.done)
+        self.done = np.where(drained, np.maximum(before, until), before)
+        self.again = lp_set(answer.again)
+        self.parked = parked
+        self.inherited = self._marks(self.inherited, answer.inherited, asked)
         return lost
+
+    @staticmethod
+    def _marks(before: frozenset[int], told: list[int], asked: LpSet) -> frozenset[int]:
+        """Nothing is said of what was not asked for."""
+        return frozenset(told) | {key for key in before if not asked[key % LOGICAL_PARTITIONS]}
+
+    def report(self) -> Report:
+        """What the partition has said."""
+        return Report(self.done, self.parked, self.inherited, self.again)
 
     def give_up(self, lps: LpSet) -> None:
         """Rows of these are not handed out any more."""

@@ -66,6 +66,12 @@ class Members:
             self._forget([who])
         return self._beaten(client, refused)
 
+    def known(self, client: str) -> Beaten:
+        """What is a client's, by what it said last."""
+        if self._core.down is not None:
+            raise self._core.down
+        return self._beaten(client, {})
+
     def _agree(self, wanted: dict[GroupKey, bool]) -> bool:
         """All groups are there, and are as the client says."""
         known = self._core.mirror.ordered

@@ -213,6 +213,10 @@ class MetaService:
         """
         return self._members.beat(client, members, leaving=leaving)
 
+    def client(self, client: str) -> Beaten:
+        """The same answer for a client that has said nothing new."""
+        return self._members.known(client)
+
     def allocation(self, subject: str, group: str) -> AllocationView:
         """Who is to handle what of a group."""
         self._core.refresh()

@@ -55,9 +55,18 @@ class MetaHost:
     """See the module."""
 
     def __init__(
-        self, url: str, orders: Orders, clock: Clock, limits: MetaLimits | None = None, *, auto_create: bool = True
+        self,
+        url: str,
+        orders: Orders,
+        clock: Clock,
+        limits: MetaLimits | None = None,
+        *,
+        auto_create: bool = True,
+        alone: bool | None = None,
     ) -> None:
+        """``alone``: no other meta server uses the database; None: that is so if it is a SQLite file."""
         self._url = url
+        self._alone = alone
         self._orders = orders
         self._clock = clock
         self._limits = limits or MetaLimits()
@@ -81,7 +90,7 @@ class MetaHost:
 
     def _open(self) -> None:
         # Kept if the database has one already.
-        self._store = Store(Database(self._url), cluster=chance.token(8))
+        self._store = Store(Database(self._url), cluster=chance.token(8), alone=self._alone)
         self._service = MetaService(self._store, self._clock, self._limits)
 
     async def stop(self) -> None:
@@ -135,13 +144,21 @@ class MetaHost:
     async def beat(
         self, client: str, members: list[tuple[str, str, bool]], seen: int, wait: float, *, leaving: bool
     ) -> Beaten:
-        """A client lives; answered when there is something new for it, or when it has waited long enough."""
+        """A client lives; answered when there is something new for it, or when it has waited long enough.
+
+        What it says counts once, when it comes: by the time it is answered the client may have said something else.
+        """
         deadline = self._loop.time() + min(max(wait, 0.0), BEAT_WAIT_MAX)
+        said = False
         while True:
             # Before the look: what changes meanwhile is not missed.
             news = self._wait_for(client)
             try:
-                beaten = await self.change(lambda s: s.beat_client(client, members, leaving=leaving))
+                if said:
+                    beaten = await self.call(lambda s: s.client(client))
+                else:
+                    beaten = await self.change(lambda s: s.beat_client(client, members, leaving=leaving))
+                    said = True
                 left = deadline - self._loop.time()
                 if leaving or beaten.seen != seen or beaten.refused or left <= 0:
                     return beaten
@@ -200,7 +217,8 @@ class MetaHost:
             log.warning("%s", error)
 
     def _tell(self, changes: Changes) -> None:
-        for client in changes.clients & self._waiting.keys():
+        # In the order in which they came, so that it is the same whenever it is done again.
+        for client in [each for each in self._waiting if each in changes.clients]:
             for news in self._waiting[client]:
                 if not news.done():
                     news.set_result(None)

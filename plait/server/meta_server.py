@@ -38,7 +38,9 @@ class MetaServer(Listener):
     ) -> None:
         """``others`` are the addresses of the other meta servers, which clients are told."""
         super().__init__(host, port, clock or SystemClock(), limits or ServerLimits())
-        self.meta = MetaHost(url, RemoteOrders(), self.clock, meta_limits, auto_create=auto_create)
+        # Whoever knows of others shares the database with them, whatever kind it is.
+        alone = False if others else None
+        self.meta = MetaHost(url, RemoteOrders(), self.clock, meta_limits, auto_create=auto_create, alone=alone)
         self._others = list(others)
         self._meta_handlers = MetaHandlers(self.meta, lambda: [self.address, *self._others])
         self.handlers = self

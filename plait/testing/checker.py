@@ -58,13 +58,15 @@ def check(
     *,
     ordered: bool = True,
     drained: bool = True,
+    moves: bool = False,
     groups: Iterable[str] | None = None,
 ) -> list[Violation]:
     """What is wrong with the history, nothing if it is right.
 
     ``strict=False``: order is demanded only of keys none of whose sends or handlings failed. ``ordered=False``: nor of
-    any, as for shared consumers. ``drained=False``: what was not handled may still come. ``groups``: who has to have
-    handled everything (None: those that handled anything).
+    any, as for shared consumers. ``drained=False``: what was not handled may still come. ``moves``: the route changed,
+    so that a producer's messages of different keys may have overtaken each other on their way. ``groups``: who has to
+    have handled everything (None: those that handled anything).
     """
     sends: dict[Value, Send] = {}
     for send in history.sends:
@@ -75,7 +77,7 @@ def check(
     # As they began: threads may have recorded two of one moment the other way round.
     for handling in sorted(history.handlings, key=lambda handling: handling.begun):
         by_group.setdefault(handling.group, []).append(handling)
-    found = list(_send_order(history.sends))
+    found = list(_send_order(history.sends, moves=moves))
     for group, handlings in (by_group or {"": []}).items():
         dead = {value for name, value in history.dead if name == group}
         first_done = _first_done(handlings)
@@ -170,8 +172,8 @@ def _stored_twice(sends: dict[Value, Send], handlings: Iterable[Handling]) -> It
                 yield _violation("stored_twice", handling, f"from {handling.place}, but it is known at {known}")
 
 
-def _send_order(sends: Iterable[Send]) -> Iterator[Violation]:
-    last: dict[tuple[str, str], Send] = {}
+def _send_order(sends: Iterable[Send], *, moves: bool) -> Iterator[Violation]:
+    last: dict[tuple[str, str, Key], Send] = {}
     taken: dict[tuple[str, int], Send] = {}
     for send in sends:
         if send.outcome != "ok" or send.place is None:
@@ -181,12 +183,15 @@ def _send_order(sends: Iterable[Send]) -> Iterator[Violation]:
             yield _violation("send_order", send, f"{other.value!r} is at {send.place} as well")
             continue
         partition, sequence = send.place
-        before = last.get((send.producer, partition))
+        if moves and send.key is None:
+            continue
+        place = (send.producer, partition, send.key if moves else None)
+        before = last.get(place)
         if before is not None and before.place is not None and before.place[1] > sequence:
             text = f"at {send.place}, but {before.value!r}, sent before it, at {before.place}"
             yield _violation("send_order", send, text)
         else:
-            last[send.producer, partition] = send
+            last[place] = send
 
 
 def _repeated(sends: dict[Value, Send], handlings: Iterable[Handling], excuses: _Excuses) -> Iterator[Violation]:

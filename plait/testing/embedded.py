@@ -34,7 +34,7 @@ TEST_CONFIG = BrokerConfig(
 
 
 @functools.cache
-def _empty_database() -> bytes:
+def empty_database() -> bytes:
     """A meta database in which nothing is yet: making one anew takes longer than all the rest of a start."""
     with tempfile.TemporaryDirectory(prefix="plait-") as directory:
         database = Database(database_in(Path(directory)))
@@ -46,7 +46,7 @@ def _empty_database() -> bytes:
 def _prepare(data: Path) -> None:
     data.mkdir(parents=True, exist_ok=True)
     if not (data / DATABASE).exists():
-        (data / DATABASE).write_bytes(_empty_database())
+        (data / DATABASE).write_bytes(empty_database())
 
 
 class EmbeddedBroker:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.client.leases import Wanted, left_behind, parked_before, wanted, wants
-from plait.client.rights import Numbers, Rights, no_lps
+from plait.client.rights import Report, Rights, no_lps
 from plait.client.router import SubjectRoute
 from plait.clock import ManualClock
 from plait.frame.lp import LpSet, lp_set, runs_of, runs_with
@@ -22,12 +22,14 @@ def route_of(*histories: m.LpHistory, partitions: int = 3) -> SubjectRoute:
     return SubjectRoute(m.RouteFound("s", 1, "strict", names, list(histories), {}))
 
 
-def done(**runs: tuple[int, int]) -> Numbers:
+def done(
+    parked: frozenset[int] = NONE, inherited: frozenset[int] = NONE, again: LpSet | None = None, **runs: tuple[int, int]
+) -> Report:
     """Done up to a sequence, by runs: ``to_90=(0, 100)``."""
     found = np.zeros(1024, np.int64)
     for name, (first, end) in runs.items():
         found[first:end] = int(name.removeprefix("to_"))
-    return found
+    return Report(found, parked, inherited, no_lps() if again is None else again)
 
 
 def runs(several: list[Wanted]) -> list[list[tuple[int, int, int]]]:
@@ -38,36 +40,58 @@ def runs(several: list[Wanted]) -> list[list[tuple[int, int, int]]]:
 def test_a_lock_is_wanted_where_the_oldest_rows_are_and_up_to_their_end() -> None:
     route = route_of((0, 512, [(0, 90), (1, 50), (2, None)]), (512, 1024, [(0, None)]))
     reports = [done(), done(), done()]
-    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(0, 512, 90), (512, 1024, 0)], [], []]
+    assert runs(wanted(route, ALL, reports)) == [[(0, 512, 90), (512, 1024, 0)], [], []]
     reports[0] = done(to_90=(0, 100))
-    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(100, 512, 90), (512, 1024, 0)], [(0, 100, 50)], []]
+    assert runs(wanted(route, ALL, reports)) == [[(100, 512, 90), (512, 1024, 0)], [(0, 100, 50)], []]
     reports[1] = done(to_50=(50, 200))
-    assert runs(wanted(route, ALL, reports, [NONE] * 3))[1:] == [[(0, 50, 50)], [(50, 100, 0)]]
-    assert runs(wanted(route, lp_set([(60, 70)]), reports, [NONE] * 3)) == [[], [], [(60, 70, 0)]]
+    assert runs(wanted(route, ALL, reports))[1:] == [[(0, 50, 50)], [(50, 100, 0)]]
+    assert runs(wanted(route, lp_set([(60, 70)]), reports)) == [[], [], [(60, 70, 0)]]
 
 
 def test_a_way_back_comes_after_what_was_between() -> None:
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
     reports = [done(), done(), done()]
-    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(0, 1024, 90)], [], []]
+    assert runs(wanted(route, ALL, reports)) == [[(0, 1024, 90)], [], []]
     reports[0] = done(to_90=(0, 1024))
-    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[], [(0, 1024, 50)], []]
+    assert runs(wanted(route, ALL, reports)) == [[], [(0, 1024, 50)], []]
     reports[1] = done(to_50=(0, 1024))
-    assert runs(wanted(route, ALL, reports, [NONE] * 3)) == [[(0, 1024, 0)], [], []]
+    assert runs(wanted(route, ALL, reports)) == [[(0, 1024, 0)], [], []]
 
 
 def test_a_partition_with_parked_keys_stays_asked() -> None:
     route = route_of((0, 1024, [(0, 90), (1, None)]))
-    parked = [frozenset({7 << 10 | 5}), NONE, NONE]
-    found = wanted(route, ALL, [done(to_90=(0, 1024)), done(), done()], parked)
-    assert runs(found) == [[(5, 6, 90)], [(0, 1024, 0)], []]
-    assert parked_before(route, parked) == [set(), {7 << 10 | 5}, set()]
+    key = 7 << 10 | 5
+    reports = [done(frozenset({key}), to_90=(0, 1024)), done(), done()]
+    assert runs(wanted(route, ALL, reports)) == [[(5, 6, 90)], [(0, 1024, 0)], []]
+    assert parked_before(route, reports) == [set(), {key}, set()]
+
+
+def test_a_mark_that_was_only_passed_on_is_not_passed_on_again() -> None:
+    """Else two partitions that the route leads to and fro between would hold each other's marks for ever."""
+    route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
+    key = 7 << 10 | 5
+    reports = [done(to_90=(0, 1024)), done(frozenset({key}), frozenset({key}), to_50=(0, 1024)), done()]
+    assert parked_before(route, reports) == [set(), set(), set()]
+    assert runs(wanted(route, ALL, reports)) == [[(0, 1024, 0)], [(5, 6, 50)], []]
+
+
+def test_where_the_route_comes_back_a_parked_key_holds_what_is_between() -> None:
+    """Otherwise, once it is resumed there, it would go on past the fence, with rows that are behind those between."""
+    route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
+    reports = [done(frozenset({7 << 10 | 5}), to_90=(0, 1024)), done(to_50=(0, 1024)), done()]
+    assert runs(wanted(route, ALL, reports)) == [[(0, 5, 0), (5, 6, 90), (6, 1024, 0)], [], []]
+
+
+def test_what_has_rows_again_is_wanted_besides() -> None:
+    route = route_of((0, 1024, [(0, 90), (1, None)]))
+    reports = [done(again=lp_set([(3, 5)]), to_90=(0, 1024)), done(), done()]
+    assert runs(wanted(route, ALL, reports)) == [[(3, 5, 90)], [(0, 1024, 0)], []]
 
 
 def test_keys_are_parked_on_later_partitions_of_their_own_history_only() -> None:
     route = route_of((0, 512, [(0, 9), (1, None)]), (512, 1024, [(0, 9), (2, None)]))
     low, high = 3 << 10 | 100, 3 << 10 | 600
-    assert parked_before(route, [frozenset({low, high}), NONE, NONE]) == [set(), {low}, {high}]
+    assert parked_before(route, [done(frozenset({low, high})), done(), done()]) == [set(), {low}, {high}]
 
 
 def test_what_the_route_leads_on_from_is_known() -> None:
@@ -135,7 +159,9 @@ def test_what_was_drained_stays_so_and_parked_keys_until_they_are_asked_for_agai
     session = Session()
     session.grant(m.Leased(10.0, 1, drained=[(0, 10)], parked=[5]))
     session.grant(m.Leased(10.0, 2), asked=lp_set([(8, 20)]))
-    assert (session.rights.done == done(to_90=(0, 10))).all()
+    assert (session.rights.done == done(to_90=(0, 10)).done).all()
     assert session.rights.parked == {5}
     session.grant(m.Leased(10.0, 3), asked=lp_set([(5, 6)]))
     assert session.rights.parked == frozenset()
+    # Its key goes on: it is not done any more.
+    assert (session.rights.done == done(to_90=(0, 10), to_0=(5, 6)).done).all()

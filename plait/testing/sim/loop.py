@@ -180,11 +180,14 @@ class SimLoop(asyncio.AbstractEventLoop):
         before = events._get_running_loop()
         events._set_running_loop(self)
         try:
-            for task in self._tasks:
-                if not task.done():
-                    # Nobody wants to hear that it was pending.
-                    task._log_destroy_pending = False  # type: ignore[attr-defined]
-                    _take_apart(task.get_coro())
+            # What ends may begin something more.
+            while self._tasks:
+                tasks, self._tasks = self._tasks, []
+                for task in tasks:
+                    if not task.done():
+                        # Nobody wants to hear that it was pending.
+                        task._log_destroy_pending = False  # type: ignore[attr-defined]
+                        _take_apart(task.get_coro())
         finally:
             events._set_running_loop(before)
             self._tasks.clear()

@@ -25,6 +25,26 @@ Main = Callable[["Process"], Coroutine[Any, Any, Any]]
 THREAD_SECONDS = (0.00002, 0.0005)
 
 
+class SimBackground:
+    """A thread of a simulated process, with a loop of its own; satisfies ``plait.client.keeper.Background``."""
+
+    def __init__(self, process: Process) -> None:
+        process.threads += 1
+        self._loop = process.loop(f"thread-{process.threads}")
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        self._task = self._loop.create_task(work)
+
+    def stop(self) -> None:
+        """Its work is cancelled, and it ends with that."""
+        if self._task is not None and not self._task.done():
+            self._task.add_done_callback(lambda _: self._loop.stop())
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        else:
+            self._loop.stop()
+
+
 class Process:
     """Made by ``Simulation.process``."""
 
@@ -45,6 +65,8 @@ class Process:
         self.powered = True
         #: How often it was started.
         self.lives = 0
+        #: Threads with loops of their own so far.
+        self.threads = 0
         self.loops: dict[str, SimLoop] = {}
         self._expected: tuple[type[BaseException], ...] = ()
 
@@ -115,16 +137,24 @@ class Process:
         return self.loops[name]
 
     def connect(self, *args: Any, **kwargs: Any) -> plait.Client:
-        """``plait.connect`` on this machine's clock."""
-        client = plait.connect(*args, **kwargs)
-        client._go_by(self.clock.now)
-        return client
+        """``plait.connect`` on this machine's clocks; its thread that renews leases is a loop of this process."""
+        return self._at_home(plait.connect(*args, **kwargs))
 
     def app(self, *args: Any, **kwargs: Any) -> plait.App:
-        """``plait.App`` on this machine's clock; run it with ``start(app.run())``."""
+        """``plait.App`` on this machine's clocks; run it with ``start(app.run())``."""
         app = plait.App(*args, **kwargs)
-        app.on_startup(lambda: app.client._go_by(self.clock.now))
+
+        @app.on_startup
+        def move_in() -> None:
+            self._at_home(app.client)
+
         return app
+
+    def _at_home(self, client: plait.Client) -> plait.Client:
+        client._go_by(self.clock.now)
+        client._clock = self.clock
+        client._background = lambda: SimBackground(self)
+        return client
 
     # --- what can happen to it ------------------------------------------------------------------
 

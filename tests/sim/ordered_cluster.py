@@ -1,0 +1,259 @@
+"""Two meta servers, three brokers, ordered consumers and producers in a simulation, with faults from a seed.
+
+All of it is what ships: ``MetaServer``, ``Server``, ``Client``, ``OrderedConsumer`` and ``App``. Members join and
+leave, partitions become more and fewer, machines and the network fail. ``OrderedCluster.run`` mends everything at the
+end, resumes what was parked, waits until all that was sent is handled, and judges the histories.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import plait
+from plait.broker import BrokerConfig
+from plait.errors import PlaitError
+from plait.limits import KIB, MIB, MetaLimits, ServerLimits
+from plait.meta.database import file_url
+from plait.server import Server
+from plait.server.meta_server import MetaServer
+from plait.testing.checker import Violation, check
+from plait.testing.embedded import empty_database
+from plait.testing.history import History
+from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
+from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
+from tests.sim.ordered_senders import Senders
+
+METAS = {"meta-1": 7461, "meta-2": 7462}
+BROKERS = {"g1": 7451, "g2": 7452, "g3": 7453}
+ADDRESSES = [f"plait://127.0.0.1:{port}" for port in METAS.values()]
+
+#: Short, so that a run of half a minute has many of them.
+LEASE_SECONDS = 4.0
+LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin_seconds=0.3, consumer_lost_seconds=3.0)
+META_LIMITS = MetaLimits(
+    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, beat_flush_seconds=1.0, gap_seconds=1.0
+)
+CLIENT_LIMITS = plait.ClientLimits(
+    reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
+)
+CONFIG = BrokerConfig(
+    message_segment_size=32 * KIB,
+    action_segment_size=32 * KIB,
+    kept_segment_size=16 * KIB,
+    checkpoint_seconds=4.0,
+    disk_used_max=1.0,
+    disk_free_min=1 * MIB,
+    limits=LIMITS,
+)
+WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 3, "cut": 3, "cut_one_way": 1, "jump": 1}
+#: What a fault still causes when it is over: locks end and pass on, connections are made again.
+AFTERMATH_SECONDS = 30.0
+DRAIN_SECONDS = 120.0
+
+
+class Change(NamedTuple):
+    """The number of partitions is to become another one."""
+
+    at: float
+    subject: str
+    partitions: int
+
+
+class OrderedCluster:
+    """See the module. ``script`` and ``changes``: these faults and expansions instead of those the seed gives."""
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        seconds: float = 12.0,
+        producers: int = 2,
+        consumers: int = 8,
+        script: Sequence[Fault] | None = None,
+        changes: Sequence[Change] | None = None,
+        flush: str | None = None,
+    ) -> None:
+        self.simulation = sim = Simulation(seed)
+        self.seconds = seconds
+        self.random = draw = random.Random(f"{seed} cluster")
+        shared = "/dev/shm"
+        self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
+        self._flush = flush or draw.choice(["async", "sync"])
+        self.histories = {STRICT: History(), LOOSE: History()}
+        self.metas = [sim.process(name, self._meta) for name in METAS]
+        self.brokers = [sim.process(name, self._serve) for name in BROKERS]
+        #: The newest life of each.
+        self.servers: dict[str, Server] = {}
+        self._meta_servers: list[MetaServer] = []
+        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS)
+        self.members = Members(sim, self.histories, ADDRESSES, CLIENT_LIMITS, on_done=self.senders.handled)
+        self.producers = [sim.process(f"producer-{n}", self.senders.run) for n in range(producers)]
+        self.consumers = [
+            sim.process(f"consumer-{n}", self.members.main(n, [STRICT, LOOSE] if n < 3 else [STRICT]))
+            for n in range(consumers)
+        ]
+        self.script = self._faults() if script is None else script
+        self.changes = self._changes() if changes is None else changes
+
+    def _faults(self) -> list[Fault]:
+        metas, brokers = [each.name for each in self.metas], [each.name for each in self.brokers]
+        consumers, producers = [each.name for each in self.consumers], [each.name for each in self.producers]
+        pairs = [(one, other) for one in brokers for other in (*metas, *consumers, *producers)]
+        pairs += [(meta, other) for meta in metas for other in (*consumers, *producers)]
+        return Faults(
+            self.random,
+            # Servers as often as all the others.
+            [*2 * brokers, *metas, *consumers, *producers],
+            pairs,
+            disks=brokers,
+            weights=WEIGHTS if self._flush == "async" else WEIGHTS | {"power_loss": 1},
+            every_seconds=self.random.choice([0.7, 1.5, 3.0]),
+            long_seconds=2.5 * LEASE_SECONDS,
+            jump_seconds=20.0,
+        ).script(self.seconds)
+
+    def _changes(self) -> list[Change]:
+        draw = self.random
+        found = []
+        at = draw.uniform(0.0, 4.0)
+        while at < self.seconds:
+            found.append(Change(at, draw.choice([STRICT, STRICT, LOOSE]), draw.choice([1, 2, 3, 4, 5, 7])))
+            at += draw.choice([0.0, 0.1, draw.expovariate(1 / 4.0)])
+        return found
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def run(self) -> list[Violation]:
+        """Go through it all; what is wrong at the end."""
+        try:
+            return self._run()
+        finally:
+            for server in self._meta_servers:
+                if server.meta._store is not None:
+                    server.meta._store.close()
+            shutil.rmtree(self._directory)
+
+    def _run(self) -> list[Violation]:
+        sim = self.simulation
+        (self._directory / "meta.db").write_bytes(empty_database())
+        with sim:
+            for process in (*self.metas, *self.brokers):
+                process.start()
+            sim.run(self._create(), seconds=30.0)
+            for process in (*self.producers, *self.consumers):
+                process.start()
+            for change in self.changes:
+                sim.call_later(change.at, self._begin_change, change)
+            play(sim, self.script, self._fault)
+            sim.run_for(self.seconds)
+            sim.heal()
+            self.senders.sending = False
+            self.members.settle()
+            sim.process("operator").start(self._resume())
+            try:
+                sim.run_until(self.senders.drained, seconds=DRAIN_SECONDS, waiting_for="draining")
+            except SimulationFailed as failure:
+                failure.add_note(self._left())
+                raise
+            # Whoever still has something in its hands shows it now.
+            sim.run_for(LEASE_SECONDS + 1.0)
+            found = self.judge()
+            assert found == [], "\n".join(map(str, found[:10]))
+        return found
+
+    def judge(self) -> list[Violation]:
+        """What is wrong with the histories."""
+        strict = check(self.histories[STRICT], moves=True, groups=[GROUP])
+        loose = check(self.histories[LOOSE], strict=False, moves=True, groups=[GROUP])
+        of_order = ("send_order", "order", "overlap", "epoch", "owners")
+        return strict + [each for each in loose if each.kind not in of_order or each.key not in self.members.moved]
+
+    def _left(self) -> str:
+        lines = [f"not handled: {sorted(self.senders.waiting)[:20]}"]
+        for name, server in self.servers.items():
+            for partition in server.broker.partitions.values():
+                for group in partition.groups.values():
+                    strands = [strand.dump() for strand in getattr(group, "strands", ())]
+                    lines.append(f"{name} {partition.row.name} visible {partition.visible}: {strands}"[:2000])
+        return "\n".join(lines)
+
+    def _fault(self, fault: Fault) -> None:
+        """Tell the histories what this excuses."""
+        now = self.simulation.now
+        until = now + fault.seconds + AFTERMATH_SECONDS
+        if fault.kind == "jump":
+            return
+        names = {fault.process, fault.other}
+        consumers = names & {process.name for process in self.consumers}
+        for history in self.histories.values():
+            if not consumers:
+                history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss")
+            for consumer in consumers:
+                history.broken(fault.kind, now, until=until, consumer=consumer)
+        for consumer in consumers:
+            if fault.kind in ("kill", "power_loss"):
+                self.members.killed(consumer)
+
+    # --- the servers ----------------------------------------------------------------------------
+
+    async def _meta(self, process: Process) -> None:
+        others = [f"plait://127.0.0.1:{port}" for name, port in METAS.items() if name != process.name]
+        server = MetaServer(
+            file_url(str(self._directory / "meta.db")),
+            port=METAS[process.name],
+            clock=process.clock,
+            meta_limits=META_LIMITS,
+            others=others,
+        )
+        self._meta_servers.append(server)
+        await server.start()
+
+    async def _serve(self, process: Process) -> None:
+        config = msgspec.structs.replace(CONFIG, flush=self._flush, group=process.name)
+        server = Server(process.disk, config, port=BROKERS[process.name], clock=process.clock, metas=ADDRESSES)
+        self.servers[process.name] = server
+        await server.start()
+        assert server.failed is not None
+        raise await server.failed
+
+    # --- the operator ---------------------------------------------------------------------------
+
+    async def _create(self) -> None:
+        async with self.simulation.process("test").connect(ADDRESSES) as client:
+            while len(await client._router.find_brokers()) < len(BROKERS):
+                await self.simulation.sleep(0.1)
+            for subject, order in ((STRICT, "strict"), (LOOSE, "best_tried")):
+                await client.admin._run("subject.create", dict, subject=subject, order=order, partitions=2)
+
+    def _begin_change(self, change: Change) -> None:
+        self.simulation.log("operator", f"{change.subject} is to have {change.partitions} partitions")
+        self.simulation.process("operator").start(self._expand(change))
+
+    async def _expand(self, change: Change) -> None:
+        try:
+            async with self.simulation.process("operator").connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
+                await client.admin._run("subject.expand", dict, subject=change.subject, partitions=change.partitions)
+        except PlaitError as error:
+            # As many other changes follow.
+            self.simulation.log("operator", f"not done: {error}")
+
+    async def _resume(self) -> None:
+        """Go on with what is parked or dead, until there is nothing left of it."""
+        process = self.simulation.process("operator")
+        while not self.senders.drained():
+            try:
+                async with process.connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
+                    while not self.senders.drained():
+                        await client.admin.resend_dead(LOOSE, GROUP)
+                        await client.admin.resume_all(STRICT, GROUP)
+                        await self.simulation.sleep(1.0)
+            except PlaitError:
+                await self.simulation.sleep(1.0)

@@ -1,0 +1,220 @@
+"""Ordered consumers of the simulated cluster: they come and go, fail now and then, and tell a history.
+
+There are three kinds. One iterates, with two tasks; one fetches batches; one is an ``App``. The last two may be stopped
+between getting a message and beginning with it, where no lease helps: they do what users are told to do then, and ask
+whether somebody has been there with a higher epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import plait
+from plait.errors import PlaitError
+from plait.frame.lp import lp_of_key
+from plait.testing.history import Handling, History
+from plait.testing.sim import Main, Process, Simulation
+
+STRICT, LOOSE = "orders", "prices"
+GROUP = "billing"
+RETRY = plait.Retry(attempts=5, first=0.1, longest=0.5)
+
+
+class _Fenced(Exception):
+    """Somebody with a higher epoch has been there."""
+
+
+class Members:
+    """What all consumers share."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        histories: dict[str, History],
+        addresses: Sequence[str],
+        limits: plait.ClientLimits,
+        *,
+        on_done: Callable[[Handling], None],
+    ) -> None:
+        self.simulation = simulation
+        self.histories = histories
+        self._addresses = addresses
+        self._limits = limits
+        self._on_done = on_done
+        #: Everything is mended: nobody leaves any more, and nothing fails.
+        self.settled = False
+        #: The highest epoch of each key of the strict subject.
+        self._epochs: dict[str, int] = {}
+        #: Keys of the other one some of whose messages went to another partition, as theirs could not be reached: they
+        #: stand under other locks there, and nothing is promised of their order.
+        self.moved: set[str] = set()
+
+    def settle(self) -> None:
+        """Stay, and fail no more."""
+        self.settled = True
+
+    def killed(self, name: str) -> None:
+        """A consumer's process was: what it was handling ended there."""
+        for history in self.histories.values():
+            history.gone(name, self.simulation.now)
+
+    def main(self, number: int, subjects: Sequence[str]) -> Main:
+        """What the ``number``-th consumer does."""
+
+        async def run(process: Process) -> None:
+            draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
+            while True:
+                try:
+                    await (self._app if number % 3 == 2 else self._client)(process, number, subjects, draw)
+                except PlaitError:
+                    await self.simulation.sleep(0.5)
+                await self.simulation.sleep(draw.uniform(0.0, 1.0))
+
+        return run
+
+    # --- kinds ----------------------------------------------------------------------------------
+
+    async def _client(self, process: Process, number: int, subjects: Sequence[str], draw: random.Random) -> None:
+        async with process.connect(self._addresses, client_id=process.name, limits=self._limits) as client:
+            await asyncio.gather(*(self._member(process, client, number, subject, draw) for subject in subjects))
+
+    async def _member(
+        self, process: Process, client: plait.Client, number: int, subject: str, draw: random.Random
+    ) -> None:
+        prefetch = draw.choice((1, 10, 200))
+        async with client.consumer(subject, GROUP, retry=RETRY, ordered=True, prefetch=prefetch) as consumer:
+            if number % 3 == 0:
+                tasks = [asyncio.create_task(self._iterate(process, consumer, draw)) for _ in range(2)]
+            else:
+                tasks = [asyncio.create_task(self._fetch(process, consumer, draw))]
+            await self._until_it_leaves(tasks, draw)
+
+    async def _until_it_leaves(self, tasks: list[asyncio.Task[None]], draw: random.Random) -> None:
+        stay = asyncio.create_task(self._stay(draw))
+        try:
+            await asyncio.wait([*tasks, stay], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*tasks, stay):
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for each in ended:
+            if isinstance(each, Exception):
+                raise each
+
+    async def _stay(self, draw: random.Random) -> None:
+        await self.simulation.sleep(draw.expovariate(1.0 / 8.0))
+        if self.settled:
+            await asyncio.get_running_loop().create_future()
+
+    async def _iterate(self, process: Process, consumer: plait.Consumer, draw: random.Random) -> None:
+        async for message in consumer:
+            await self._handle(process, message, draw, fenced=False)
+
+    async def _fetch(self, process: Process, consumer: plait.Consumer, draw: random.Random) -> None:
+        while True:
+            batch = await consumer.fetch(draw.choice((1, 5, 50)), wait=draw.uniform(0.0, 2.0))
+            failed: set[str | None] = set()
+            done = []
+            for message in batch:
+                if message.key is not None and message.key in failed and message.subject == STRICT:
+                    # It comes again, after the one that failed.
+                    continue
+                handling = await self._handle(process, message, draw, fenced=True)
+                if handling is None:
+                    failed.add(message.key)
+                else:
+                    done.append(handling)
+            await self._acked(consumer, done)
+
+    async def _acked(self, consumer: plait.Consumer, handled: list[Handling]) -> None:
+        try:
+            await consumer.flush()
+        except PlaitError:
+            for handling in handled:
+                handling.ack_unknown(self.simulation.now)
+            raise
+
+    async def _app(self, process: Process, number: int, subjects: Sequence[str], draw: random.Random) -> None:
+        app = process.app(self._addresses, group=GROUP, client_id=process.name, limits=self._limits)
+        for subject in subjects:
+
+            @app.subscriber(subject, concurrency=3, retry=RETRY, ordered=True)
+            async def handle(message: plait.Message) -> None:
+                await self._in_app(process, message, draw)
+
+        stop = asyncio.get_running_loop().create_task(self._stay(draw))
+        stop.add_done_callback(lambda _: app.stop())
+        try:
+            await app.run()
+        finally:
+            stop.cancel()
+
+    # --- handling -------------------------------------------------------------------------------
+
+    def _begin(self, process: Process, message: plait.Message, *, fenced: bool) -> Handling:
+        key, lp = message.key, None
+        if key is not None:
+            lp = lp_of_key(key)
+            if message.subject == STRICT:
+                highest = self._epochs.get(key, 0)
+                if fenced and message.epoch < highest:
+                    raise _Fenced
+                self._epochs[key] = max(highest, message.epoch)
+            elif message._delivered.lps[message._row] != lp:
+                self.moved.add(key)
+        return self.histories[message.subject].handle(
+            process.name,
+            message.key,
+            int(message.body.split(b"|")[0]),
+            message.attempt,
+            message.epoch,
+            lp,
+            (str(message.partition), message.sequence),
+            self.simulation.now,
+            group=GROUP,
+        )
+
+    async def _work(self, handling: Handling, draw: random.Random) -> bool:
+        """Whether it succeeded."""
+        if draw.random() < 0.4:
+            await self.simulation.sleep(draw.uniform(0.0, 0.3))
+        if not self.settled and (draw.random() < 0.05 or int(handling.value) % 97 == 0):
+            handling.failed(self.simulation.now)
+            return False
+        handling.done(self.simulation.now)
+        self._on_done(handling)
+        return True
+
+    async def _handle(
+        self, process: Process, message: plait.Message, draw: random.Random, *, fenced: bool
+    ) -> Handling | None:
+        """The handling if it succeeded."""
+        try:
+            handling = self._begin(process, message, fenced=fenced)
+        except _Fenced:
+            message.nack(delay=0)
+            return None
+        work = asyncio.ensure_future(self._finish(message, handling, draw))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # Who leaves finishes what it has begun with.
+            await work
+            raise
+
+    async def _finish(self, message: plait.Message, handling: Handling, draw: random.Random) -> Handling | None:
+        if await self._work(handling, draw):
+            message.ack()
+            return handling
+        message.nack(delay=draw.choice((None, draw.uniform(0.0, 0.5))))
+        return None
+
+    async def _in_app(self, process: Process, message: plait.Message, draw: random.Random) -> None:
+        try:
+            handling = self._begin(process, message, fenced=True)
+        except _Fenced:
+            raise plait.RetryLater(0.1) from None
+        if not await self._work(handling, draw):
+            raise plait.RetryLater(draw.uniform(0.0, 0.5))

@@ -1,0 +1,90 @@
+"""Producers of the simulated cluster: bursts of messages of a few keys, each recorded in a history."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import plait
+from plait.errors import FlowControl, PlaitError
+from plait.testing.history import Handling, History, Send
+from plait.testing.sim import Process, Simulation
+
+KEYS: list[str | None] = [f"k{n}" for n in range(10)]
+
+
+class Senders:
+    """What all producers share: whether to go on, and what is not handled yet."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        histories: dict[str, History],
+        addresses: Sequence[str],
+        limits: plait.ClientLimits,
+    ) -> None:
+        self.simulation = simulation
+        self.histories = histories
+        self._addresses = addresses
+        self._limits = limits
+        self.sending = True
+        self._number = 0
+        #: Sends that are under way, and the life of the process that they are of.
+        self._under_way: dict[int, tuple[Process, int]] = {}
+        #: Sent for certain and not handled yet.
+        self.waiting: set[int] = set()
+        self.done: set[int] = set()
+
+    def handled(self, handling: Handling) -> None:
+        """A message was handled with success."""
+        number = int(handling.value)
+        self.done.add(number)
+        self.waiting.discard(number)
+
+    def drained(self) -> bool:
+        """Everything that was sent is handled."""
+        return not self.waiting and not any(process.lives == life for process, life in self._under_way.values())
+
+    async def run(self, process: Process) -> None:
+        """What a producer does."""
+        name = f"{process.name}.{process.lives}"
+        draw = random.Random(f"{self.simulation.seed} {name}")
+        while self.sending:
+            try:
+                async with process.connect(self._addresses, client_id=name, limits=self._limits) as client:
+                    while self.sending:
+                        self._burst(process, client, draw)
+                        await self.simulation.sleep(draw.expovariate(1.0 / 0.3))
+                    await client.flush()
+            except PlaitError:
+                await self.simulation.sleep(0.5)
+
+    def _burst(self, process: Process, client: plait.Client, draw: random.Random) -> None:
+        """A few messages at once, whose order is that of the calls."""
+        subject = draw.choice(list(self.histories))
+        for _ in range(draw.choice((1, 1, 2, 6))):
+            number = self._number = self._number + 1
+            key = draw.choice(KEYS)
+            record = self.histories[subject].send(key, number, self.simulation.now, producer=client.client_id)
+            body = f"{number}|".encode() + bytes(draw.choice((0, 0, 100, 2000)))
+            self._under_way[number] = process, process.lives
+            try:
+                ticket = client.post(subject, body, key=key)
+            except PlaitError as error:
+                del self._under_way[number]
+                record.failed(error, self.simulation.now)
+            else:
+                process.spawn(self._sent(ticket, number, record))
+
+    async def _sent(self, ticket: plait.Ticket, number: int, record: Send) -> None:
+        try:
+            receipt = await ticket
+        except FlowControl as error:
+            record.failed(error, self.simulation.now)
+        except PlaitError as error:
+            record.unknown(error, self.simulation.now)
+        else:
+            record.ok((str(receipt.partition), receipt.sequence or 0), self.simulation.now)
+            if number not in self.done:
+                self.waiting.add(number)
+        del self._under_way[number]
