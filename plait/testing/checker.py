@@ -5,7 +5,8 @@ Kinds, each told per group where it is about handling:
 - ``lost``: certainly sent, and never handled with success, though everything was to be drained.
 - ``invented``: handled, but never sent, not yet sent, certainly not stored, or with another key.
 - ``stored_twice``: one message was handled from two places, or from another than its receipt names.
-- ``send_order``: a producer's messages have places against the order of its calls, or two have one place.
+- ``send_order``: a producer's messages have places against the order of its calls, or two have one place. Where
+  partitions change, only those of one key have that order: what is on its way may have to go elsewhere.
 - ``order``: messages of a key were first handled with success against the order of sending, or one was begun with
   before an earlier one was.
 - ``overlap``: two handlings of a key at one time.
@@ -59,12 +60,13 @@ def check(
     ordered: bool = True,
     drained: bool = True,
     groups: Iterable[str] | None = None,
+    moving: bool = False,
 ) -> list[Violation]:
     """What is wrong with the history, nothing if it is right.
 
     ``strict=False``: order is demanded only of keys none of whose sends or handlings failed. ``ordered=False``: nor of
     any, as for shared consumers. ``drained=False``: what was not handled may still come. ``groups``: who has to have
-    handled everything (None: those that handled anything).
+    handled everything (None: those that handled anything). ``moving``: keys went to other partitions meanwhile.
     """
     sends: dict[Value, Send] = {}
     for send in history.sends:
@@ -74,7 +76,7 @@ def check(
     by_group: dict[str, list[Handling]] = {group: [] for group in groups or ()}
     for handling in history.handlings:
         by_group.setdefault(handling.group, []).append(handling)
-    found = list(_send_order(history.sends))
+    found = list(_send_order(history.sends, by_key=moving))
     for group, handlings in (by_group or {"": []}).items():
         dead = {value for name, value in history.dead if name == group}
         first_done = _first_done(handlings)
@@ -169,8 +171,8 @@ def _stored_twice(sends: dict[Value, Send], handlings: Iterable[Handling]) -> It
                 yield _violation("stored_twice", handling, f"from {handling.place}, but it is known at {known}")
 
 
-def _send_order(sends: Iterable[Send]) -> Iterator[Violation]:
-    last: dict[tuple[str, str], Send] = {}
+def _send_order(sends: Iterable[Send], *, by_key: bool) -> Iterator[Violation]:
+    last: dict[tuple[str, str, Key], Send] = {}
     taken: dict[tuple[str, int], Send] = {}
     for send in sends:
         if send.outcome != "ok" or send.place is None:
@@ -179,13 +181,16 @@ def _send_order(sends: Iterable[Send]) -> Iterator[Violation]:
         if other is not send:
             yield _violation("send_order", send, f"{other.value!r} is at {send.place} as well")
             continue
+        if by_key and send.key is None:
+            continue
         partition, sequence = send.place
-        before = last.get((send.producer, partition))
+        line = (send.producer, partition, send.key if by_key else None)
+        before = last.get(line)
         if before is not None and before.place is not None and before.place[1] > sequence:
             text = f"at {send.place}, but {before.value!r}, sent before it, at {before.place}"
             yield _violation("send_order", send, text)
         else:
-            last[send.producer, partition] = send
+            last[line] = send
 
 
 def _repeated(sends: dict[Value, Send], handlings: Iterable[Handling], excuses: _Excuses) -> Iterator[Violation]:
