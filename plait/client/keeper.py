@@ -111,7 +111,10 @@ class Keeper:
         if self._background is None:
             self._background = self._new_background()
             self._background.start(self._run())
-        elif self._loop is not None and self._news is not None:
+
+    def look(self) -> None:
+        """There is a lease that was not there before."""
+        if self._background is not None and self._loop is not None and self._news is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
     def remove(self, holder: Holder) -> None:

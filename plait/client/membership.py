@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from plait.client.router import Router
-from plait.errors import PlaitError, Unavailable
+from plait.errors import InternalError, PlaitError, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 
@@ -158,7 +158,7 @@ class _Beats:
             try:
                 answer = await self._beat()
             except PlaitError as error:
-                if not error.retryable:
+                if not error.retryable and not isinstance(error, InternalError):
                     self._refused(error, changes)
                     return
                 log.info("no answer to the heartbeat of %s: %s", self._client, error)

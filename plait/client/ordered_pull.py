@@ -54,6 +54,7 @@ class OrderedPullClient(PullClient):
         drained: Callable[[], None],
         refused: Callable[[], None],
         may_renew: Callable[[], bool],
+        leased: Callable[[], None],
     ) -> None:
         super().__init__(feed, node, limits, terms, partition, kind, spool)
         self._buffer = buffer
@@ -63,6 +64,7 @@ class OrderedPullClient(PullClient):
         self._drained = drained
         self._refused = refused
         self._may_renew = may_renew
+        self._new_lease = leased
         #: The locks that are asked for.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -191,6 +193,7 @@ class OrderedPullClient(PullClient):
         self._asking = False
         self._early = []
         self._told_parked = set()
+        self._new_lease()
         self.ask()
         self._renew_later()
 
