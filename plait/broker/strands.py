@@ -6,6 +6,7 @@ Splitting and joining are events, as later ones name strands by number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -100,20 +101,19 @@ class Strands:
 
     def join_alike(self, strands: Iterable[Strand]) -> None:
         """Make one of those that have come equally far."""
-        firsts: dict[tuple[int, int], list[Strand]] = {}
+        firsts: dict[Any, Strand] = {}
         for strand in strands:
             if strand.key is not None:
                 parent = self.by_lp[int(np.flatnonzero(strand.lps)[0])]
-                if strand.alike(parent):
+                if strand.standing is not None and strand.standing == parent.standing:
                     self.join(parent, strand)
                 continue
-            known = firsts.setdefault((strand.next, strand.owner), [])
-            for each in known:
-                if strand.alike(each):
-                    self.join(each, strand)
-                    break
-            else:
-                known.append(strand)
+            standing = strand.standing
+            if standing is None:
+                continue
+            first = firsts.setdefault(standing, strand)
+            if first is not strand:
+                self.join(first, strand)
 
     def _add(self, part: Strand) -> None:
         self._all[part.id] = part

@@ -11,6 +11,8 @@ for not handed out.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +20,9 @@ import numpy.typing as npt
 from plait.frame.lp import Hashes, Lps, LpSet, lp_set, runs_of
 from plait.storage.ranges import Range, Ranges
 from plait.storage.waiting import Due, Waiting
+
+#: Ranges that are compared to find strands that have come equally far; with more it can wait.
+COMPARED_MAX = 16
 
 
 class StrandState(msgspec.Struct, array_like=True):
@@ -39,6 +44,7 @@ class Strand:
     """See the module."""
 
     __slots__ = (
+        "exact",
         "held",
         "id",
         "key",
@@ -65,6 +71,8 @@ class Strand:
         self.next = start
         #: In its owner's hands, by the tag under which it was handed out: rows that were handed out together.
         self.held: dict[int, Ranges] = {}
+        #: Tags whose ranges are its rows one by one, with nothing between them.
+        self.exact: set[int] = set()
         #: Unacked and in nobody's hands: handed out again before anything new.
         self.returned = Ranges()
         #: The same, and not due yet.
@@ -103,6 +111,7 @@ class Strand:
         if held is None:
             held = self.held[tag] = Ranges()
         held.add(start, end, attempt)
+        self.exact.discard(tag)
 
     def until(self, end: int) -> int:
         """What is wanted of [.., end) ends here."""
@@ -175,6 +184,8 @@ class Strand:
         """A strand of its own for some of its logical partitions, or for one key."""
         part = Strand(number, lps, self.next, key)
         part.held = {tag: Ranges(held) for tag, held in self.held.items()}
+        # Of what was known row by row both have some.
+        self.exact = set()
         part.returned = Ranges(self.returned)
         part.waiting = Waiting(self.waiting)
         part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
@@ -186,23 +197,20 @@ class Strand:
             self.without.add(key)
         return part
 
-    def alike(self, other: Strand) -> bool:
-        """They have come equally far: one strand would do."""
-        return (
-            self.next == other.next
-            and self.owner == other.owner
-            and self.leaving == other.leaving
-            and self.limit == other.limit
-            and not (self.parked or other.parked or self.waiting or other.waiting)
-            and list(self.returned) == list(other.returned)
-            and self._hands() == other._hands()
-        )
-
-    def _hands(self) -> dict[int, list[Range]]:
-        return {tag: list(held) for tag, held in self.held.items()}
+    @property
+    def standing(self) -> Any:
+        """How far it has come: those with the same may be one strand. None: too much is open to compare."""
+        if self.parked or self.waiting:
+            return None
+        open_count = len(self.returned) + sum(map(len, self.held.values()))
+        if open_count > COMPARED_MAX:
+            return None
+        held = tuple((tag, tuple(held)) for tag, held in sorted(self.held.items()))
+        return self.next, self.owner, self.leaving, self.limit, tuple(self.returned), held
 
     def join(self, other: Strand) -> None:
         """Take over the rows of another one, which has come equally far."""
+        self.exact &= other.exact
         if other.key is None:
             self.lps = self.lps | other.lps
             self.without |= other.without
