@@ -31,7 +31,8 @@ class TaggedPending:
         self.strict = False
         self._acks: _Tagged = {}
         self._nacks: dict[Failed, _Tagged] = {}
-        #: What failed and may not be known to the broker: rows behind it that come meanwhile are not to be handled.
+        #: What failed or was given back, which the broker may not know: rows behind it that come meanwhile are not to
+        #: be handled.
         self.failing: list[Failing] = []
         #: Those of them that this says.
         self._saying: list[Failing] = []
@@ -40,11 +41,13 @@ class TaggedPending:
 
     def collect(self, frames: Iterable[Delivered]) -> None:
         said: list[Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
-        if self.strict and any(nacks for _, _, nacks in said):
-            failing = failing_in(said)
+        if any(nacks for _, _, nacks in said):
+            # Where a failed row does not hold its key, one that nobody began with does all the same.
+            failing = failing_in(said if self.strict else [(d, acks, _unbegun(nacks)) for d, acks, nacks in said])
             if failing is not None:
                 self.failing.append(failing)
-                said = [_without(failing, *words) for words in said] + self._behind(failing)
+                if self.strict:
+                    said = [_without(failing, *words) for words in said] + self._behind(failing)
         for frame, acks, nacks in said:
             _put(frame, self._acks, acks)
             for failed, runs in nacks.items():
@@ -111,6 +114,10 @@ class TaggedPending:
         if not self._nacks:
             for failing in self._saying:
                 failing.known_at = self._pulls()
+
+
+def _unbegun(nacks: Nacks) -> Nacks:
+    return {failed: runs for failed, runs in nacks.items() if failed == UNBEGUN}
 
 
 def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> Said:

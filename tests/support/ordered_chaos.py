@@ -126,7 +126,14 @@ class Chaos:
 
     def _broker(self, name: str, life: int) -> list[str]:
         data, port = str(self._directory / name), self._port(self._brokers, name)
-        options = ["--flush", "async" if life % 2 else "sync", "--segment-size", "17MiB", "--lease", f"{LEASE_SECONDS}s"]
+        options = [
+            "--flush",
+            "async" if life % 2 else "sync",
+            "--segment-size",
+            "17MiB",
+            "--lease",
+            f"{LEASE_SECONDS}s",
+        ]
         return ["broker", "--group", name, "--meta", self.addresses, "--data", data, "--port", port, *options]
 
     def _producer(self, name: str, life: int) -> list[str]:
@@ -283,7 +290,9 @@ class Chaos:
         found = [*map(str, check(history, groups=[GROUP], moving=True)), *self.sink.violations]
         assert not found, f"{len(found)} violations:\n" + "\n".join(found[:20])
         for program in self._programs:
-            assert "Traceback" not in program.log, f"{program.name} has met something unforeseen:\n{program.log[-4000:]}"
+            assert "Traceback" not in program.log, (
+                f"{program.name} has met something unforeseen:\n{program.log[-4000:]}"
+            )
 
 
 def _value(text: str) -> tuple[str, int]:
