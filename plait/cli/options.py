@@ -55,7 +55,7 @@ def lease_of(text: str) -> float:
     seconds = duration_of(text)
     if not LEASE_SECONDS_MIN <= seconds <= LEASE_SECONDS_MAX:
         raise InvalidArgument(
-            f"--lease {text} is not possible: a lease lasts from {LEASE_SECONDS_MIN:g} s (heartbeats come every second) "
+            f"--lease {text} is not possible: use {LEASE_SECONDS_MIN:g} s (heartbeats come every second) "
             f"to {LEASE_SECONDS_MAX:g} s"
         )
     return seconds

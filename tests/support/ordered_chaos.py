@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import plait
-from plait.errors import PlaitError
+from plait.errors import MetaUnavailable, PlaitError
 from plait.testing.checker import check
 from plait.testing.history import History
 from tests.support.ordered_handler import GROUP
@@ -38,6 +38,7 @@ CONSUMERS = 6
 RATE = 150.0
 
 LEASE_SECONDS = 2.0
+LEASE = ("--lease", f"{LEASE_SECONDS:g}s")
 #: Partitions one after another, and on from the first again.
 EXPANSIONS = (4, 7, 3)
 #: What a fault still causes when it is over.
@@ -121,19 +122,11 @@ class Chaos:
     def _meta(self, name: str, life: int) -> list[str]:
         others = [option for other in self._metas if other.name != name for option in ("--other", *other.said[:1])]
         port = self._port(self._metas, name)
-        lease = ("--lease", f"{LEASE_SECONDS}s")
-        return ["meta", "--database", self._url, "--port", port, *lease, *(others if len(others) > 1 else ())]
+        return ["meta", "--database", self._url, "--port", port, *LEASE, *(others if len(others) > 1 else ())]
 
     def _broker(self, name: str, life: int) -> list[str]:
         data, port = str(self._directory / name), self._port(self._brokers, name)
-        options = [
-            "--flush",
-            "async" if life % 2 else "sync",
-            "--segment-size",
-            "17MiB",
-            "--lease",
-            f"{LEASE_SECONDS}s",
-        ]
+        options = ["--flush", "async" if life % 2 else "sync", "--segment-size", "17MiB", *LEASE]
         return ["broker", "--group", name, "--meta", self.addresses, "--data", data, "--port", port, *options]
 
     def _producer(self, name: str, life: int) -> list[str]:
@@ -193,7 +186,7 @@ class Chaos:
     async def _create(self) -> None:
         async with plait.connect(self.addresses, limits=LIMITS) as client:
             async with asyncio.timeout(DRAIN_SECONDS):
-                while len(await client.admin.brokers()) < len(BROKERS):
+                while len(await client.admin.brokers()) < len(BROKERS):  # noqa: ASYNC110 - nobody tells of a broker
                     await asyncio.sleep(LOOK_SECONDS)
             await client.admin.create_subject(SUBJECT, order="strict", partitions=2)
 
@@ -238,7 +231,8 @@ class Chaos:
             code = await program.end(signal.SIGTERM if fault.kind == "leave" else signal.SIGKILL)
             assert fault.kind != "leave" or code == 0, f"{program.name} left with {code}:\n{program.log[-4000:]}"
             await asyncio.sleep(fault.seconds)
-            await program.start()
+            # A meta server that finds no database ends: whoever supervises it starts it again.
+            await program.start(again=MetaUnavailable.exit_code)
 
     async def _join(self, seconds: float) -> None:
         """Another consumer, for some time."""

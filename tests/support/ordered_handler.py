@@ -25,6 +25,7 @@ GROUP = "billing"
 RETRY = plait.Retry(attempts=1_000, first=0.05, longest=0.3)
 TASKS = 3
 FAILURES = 0.02
+WORK_SECONDS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.003, 0.01, 0.1)
 #: How often the loop is looked at, and what counts as a stall that may have cost the lease.
 LOOK_SECONDS = 0.1
 STALL_SECONDS = 0.5
@@ -193,8 +194,8 @@ class Handler:
         handling = self._history.handle(
             self._name, message.key, value, message.attempt, epoch, lp, place, begun.time, group=GROUP
         )
-        if self._random.random() < 0.3:
-            await asyncio.sleep(self._random.uniform(0.0, 0.03))
+        # Now and then long enough to be stopped in the middle of it.
+        await asyncio.sleep(self._random.choice(WORK_SECONDS))
         if self._random.random() < FAILURES:
             handling.failed(time.monotonic())
             raise _Failed

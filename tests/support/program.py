@@ -42,14 +42,29 @@ class Program:
         """The exit code; None while it runs."""
         return None if self._process is None else self._process.poll()
 
-    async def start(self) -> None:
-        """Start it and wait until it is ready."""
+    async def start(self, *, again: int | None = None) -> None:
+        """Start it and wait until it is ready; as often as it ends with the code ``again`` before that."""
         assert self._process is None, f"{self.name} runs already"
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            try:
+                return await self._start()
+            except AssertionError:
+                assert self._process is not None
+                code = await asyncio.to_thread(self._process.wait, READY_SECONDS)
+                if again is None or code != again or time.monotonic() > deadline:
+                    raise
+                self.kill()
+
+    async def _start(self) -> None:
         self.lives += 1
         command = [sys.executable, "-m", self._module, *self._arguments(self.lives)]
-        with self._path.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
+        self._process = self._spawn(command)
         await asyncio.to_thread(self._wait_ready, self._process)
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with self._path.open("ab") as log:
+            return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
