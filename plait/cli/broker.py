@@ -10,6 +10,7 @@ from plait import names
 from plait.cli.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, check_port
 from plait.cli.loop import run_loop
 from plait.cli.memory import keep_buffers
+from plait.cli.options import Lease
 from plait.cli.running import Data, DeadRetention, Flush, Http, Retention, SegmentSize, config_of, run_broker
 from plait.errors import InvalidArgument
 from plait.server.host import Server
@@ -29,6 +30,7 @@ def broker(
     segment_size: SegmentSize = "1GiB",
     retention: Retention = "72h",
     dead_retention: DeadRetention = "30d",
+    lease: Lease = "10s",
     log_level: LogLevel = "info",
 ) -> int:
     """Run a broker of a cluster on a data directory, until SIGTERM or Ctrl-C."""
@@ -43,6 +45,7 @@ def broker(
         segment_size=segment_size,
         retention=retention,
         dead_retention=dead_retention,
+        lease=lease,
         # Partitions come from the meta servers: one that a client's old route names is not made again.
         auto_create=False,
     )

@@ -29,7 +29,9 @@ from plait.cli.foreground import (
     stop_on_signals,
 )
 from plait.cli.loop import run_loop
+from plait.cli.options import Lease, lease_of
 from plait.errors import DataDirError, InvalidArgument
+from plait.limits import MetaLimits
 from plait.server.meta_server import MetaServer
 from plait.wire.dial import parse_address
 
@@ -49,6 +51,7 @@ def meta(
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
     ] = True,
+    lease: Lease = "10s",
     log_level: LogLevel = "info",
 ) -> int:
     """Run a meta server, until SIGTERM or Ctrl-C."""
@@ -59,7 +62,8 @@ def meta(
         parse_address(address)
     url = _url(database)
     raise_limit()
-    server = MetaServer(database, host=host, port=port, others=others, auto_create=auto_create)
+    limits = MetaLimits.of_lease(lease_of(lease))
+    server = MetaServer(database, host=host, port=port, meta_limits=limits, others=others, auto_create=auto_create)
     with _alone(url):
         return run_loop(_serve(server, url.render_as_string(hide_password=True)))
 

@@ -21,7 +21,7 @@ from plait.broker.config import BrokerConfig
 from plait.broker.recover import RecoveryReport
 from plait.cli.files import fit, raise_limit, segment_count
 from plait.cli.foreground import cannot_listen, check_free, is_about_port, say_ready, stop_on_signals
-from plait.cli.options import duration_of, size_of
+from plait.cli.options import duration_of, lease_of, size_of
 from plait.cli.output import words_of_size
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
 from plait.limits import ServerLimits
@@ -61,6 +61,7 @@ def config_of(
     segment_size: str,
     retention: str,
     dead_retention: str,
+    lease: str,
     auto_create: bool,
 ) -> BrokerConfig:
     """A broker's settings from its options; as many files as can be may be open from now on."""
@@ -71,7 +72,7 @@ def config_of(
         retention_seconds=None if retention == "forever" else duration_of(retention),
         dead_seconds=None if dead_retention == "forever" else duration_of(dead_retention),
         auto_create=auto_create,
-        limits=fit(ServerLimits(), raise_limit(), segment_count(data)),
+        limits=fit(ServerLimits(lease_seconds=lease_of(lease)), raise_limit(), segment_count(data)),
     )
 
 
@@ -149,7 +150,7 @@ def _subjects(server: Server) -> int:
 def _tell_limits(limits: ServerLimits) -> None:
     """That less is served than wanted, and what to do about it."""
     wanted = ServerLimits()
-    if limits != wanted:
+    if (limits.connections, limits.open_maps) != (wanted.connections, wanted.open_maps):
         log.warning(
             "too few files may be open: %d connections are served instead of %d, %d consume logs kept open instead of "
             "%d; raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd) and start again",

@@ -116,6 +116,8 @@ class OrderedPullClient(PullClient):
     def _give_up(self, pieces: list[Piece]) -> None:
         if pieces and not self.settling.closed:
             nack_pieces(pieces, UNBEGUN)
+            # At once, whatever is being said at present: what stands behind may come before the lock is back.
+            self.settling.gather()
 
     def ask(self) -> None:
         """Ask for the locks that are wanted, which renews the lease."""
