@@ -105,7 +105,8 @@ class Strands:
         for strand in strands:
             if strand.key is not None:
                 parent = self.by_lp[int(np.flatnonzero(strand.lps)[0])]
-                if strand.standing is not None and strand.standing == parent.standing:
+                # What came back of a key that failed goes out before the rest of it.
+                if not strand.returned and strand.standing is not None and strand.standing == parent.standing:
                     self.join(parent, strand)
                 continue
             standing = strand.standing
