@@ -14,8 +14,6 @@ from plait.version import VERSION
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES_MAX = 600
-#: Real processes under fire: what happens to them takes its time.
-REAL_TIME = ("tests/support/ordered_chaos.py", "tests/support/ordered_handler.py")
 
 # Written so that the patterns do not find themselves.
 MACHINE_PATH = re.compile(r"(?<![\w.$~{}*-])/(?:wor[k]|roo[t]|hom[e]|User[s]|tm[p]|op[t]|mn[t]/[a-z])(?:/|\b)")
@@ -136,7 +134,7 @@ def test_no_source_file_is_overgrown():
 
 
 def test_no_test_sleeps():
-    files = {name: text for name, text in SOURCES.items() if name.startswith("tests/") and name not in REAL_TIME}
+    files = {name: text for name, text in SOURCES.items() if name.startswith("tests/")}
     assert [found for name, text in files.items() for found in sleeps(name, text)] == []
 
 
