@@ -80,9 +80,11 @@ class OrderedCluster:
         script: Sequence[Fault] | None = None,
         changes: Sequence[Change] | None = None,
         flush: str | None = None,
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         self.simulation = sim = Simulation(seed)
         self.seconds = seconds
+        self._drain_seconds = drain_seconds
         self.random = draw = random.Random(f"{seed} cluster")
         shared = "/dev/shm"
         self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
@@ -159,7 +161,7 @@ class OrderedCluster:
             self.members.settle()
             sim.process("operator").start(self._resume())
             try:
-                sim.run_until(self.senders.drained, seconds=DRAIN_SECONDS, waiting_for="draining")
+                sim.run_until(self.senders.drained, seconds=self._drain_seconds, waiting_for="draining")
             except SimulationFailed as failure:
                 failure.add_note(self._left())
                 raise
