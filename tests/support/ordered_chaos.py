@@ -57,26 +57,28 @@ class Fault(NamedTuple):
     which: int
 
 
-def script(draw: random.Random, seconds: float) -> list[Fault]:
-    """Faults of every kind over so many seconds, in an order and at times that are drawn."""
-    rounds = max(round(seconds / 15.0), 1)
-    kinds: list[Kind] = [
-        "kill consumer", "kill consumer", "pause consumer", "pause consumer", "leave", "join",
-        "kill broker", "kill broker", "kill meta", "stop database", "expand", "expand", "expand",
-    ]  # fmt: skip
-    lasts: dict[Kind, tuple[float, float]] = {
-        "kill consumer": (0.0, LEASE_SECONDS),
-        "pause consumer": (0.5 * LEASE_SECONDS, 3.0 * LEASE_SECONDS),
-        "leave": (0.0, 2.0),
-        "join": (2.0, 6.0),
-        "kill broker": (0.0, 2.0),
-        "kill meta": (0.0, 3.0),
-        "stop database": (0.5, 3.0),
-        "expand": (0.0, 0.0),
-    }
+#: What happens in each quarter of a minute: how often, and how long it lasts (from, to).
+FAULTS: dict[Kind, tuple[int, float, float]] = {
+    "kill consumer": (2, 0.0, LEASE_SECONDS),
+    "pause consumer": (2, 0.5 * LEASE_SECONDS, 3.0 * LEASE_SECONDS),
+    "leave": (1, 0.0, 2.0),
+    "join": (1, 2.0, 6.0),
+    "kill broker": (2, 0.0, 2.0),
+    "kill meta": (1, 0.0, 3.0),
+    "stop database": (1, 0.5, 3.0),
+    "expand": (3, 0.0, 0.0),
+}
+ROUND_SECONDS = 15.0
+
+
+def script(seed: int, seconds: float) -> list[Fault]:
+    """Faults of every kind over so many seconds, in an order and at times that the seed gives."""
+    draw = random.Random(seed)
+    rounds = max(round(seconds / ROUND_SECONDS), 1)
     return sorted(
-        Fault(draw.uniform(0.0, seconds), kind, draw.uniform(*lasts[kind]), draw.randrange(1 << 16))
-        for kind in rounds * kinds
+        Fault(draw.uniform(0.0, seconds), kind, draw.uniform(low, high), draw.randrange(1 << 16))
+        for kind, (count, low, high) in FAULTS.items()
+        for _ in range(rounds * count)
     )
 
 
@@ -86,7 +88,7 @@ class Chaos:
     def __init__(self, directory: Path, seed: int, *, seconds: float, faults: Sequence[Fault] | None = None) -> None:
         self.seed = seed
         self.seconds = seconds
-        self.faults = script(random.Random(seed), seconds) if faults is None else faults
+        self.faults = script(seed, seconds) if faults is None else faults
         self.sink = Sink(directory / "sink")
         self._directory = directory
         self._histories: list[Path] = []
