@@ -33,6 +33,8 @@ SUITES: dict[str, Suite] = {
     "lateness": schedule.lateness,
     "scheduled": schedule.ten_million,
     "allocation": meta.allocation,
+    "ordered": ordered.throughput,
+    "owners": ordered.scaling,
     "handover": ordered_handover.handover,
     "spark": lambda smoke: _spark(smoke),
 }
