@@ -122,14 +122,22 @@ class OrderedGroup(StrandFailures):
             lps = strand.lps & leaving
             if strand.key is not None or strand.leaving or not lps.any():
                 continue
-            whole = self.strands.take_out(lps)
-            busy = self._know(journal, [each for each in whole if each.key is None and each.held])
+            part = strand if np.array_equal(lps, strand.lps) else self.strands.split(strand, lps)
+            busy = self._know(journal, [part]) if part.held else {}
+            part.held, part.exact = {}, set()
+            # Single rows go to the one they are of, instead of all of them to each.
+            single = [piece for piece in part.returned if piece.end - piece.start == 1]
+            part.returned = Ranges(piece for piece in part.returned if piece.end - piece.start > 1)
             for lp, rows in busy.items():
-                alone = self.strands.take_out(_one(lp))[0]
+                alone = part if int(part.lps.sum()) == 1 else self.strands.split(part, _one(lp))
                 alone.held, alone.exact = rows, set(rows)
-            for each in self.strands.take_out(lps & ~_set_of(busy)) if len(busy) < int(lps.sum()) else ():
-                if each.key is None:
-                    each.held = {}
+            rows_of = self._table(journal, [(piece.start, piece.end) for piece in single])
+            for piece in single:
+                place = rows_of.place(piece.start)
+                if place is None:
+                    part.returned.add(*piece)
+                elif lps[place[0]] and place[1] not in self.strands.by_key:
+                    self.strands.by_lp[place[0]].returned.add(*piece)
         for strand in self.strands:
             strand.leaving = bool((strand.lps & leaving).any())
 

@@ -99,6 +99,13 @@ class RowTable:
             ]
         )
 
+    def place(self, sequence: int) -> tuple[int, int] | None:
+        """The logical partition and the key's hash of a row; None: it does not read back."""
+        at = int(np.searchsorted(self._sequences, sequence))
+        if at >= len(self._sequences) or self._sequences[at] != sequence:
+            return None
+        return int(self._lps[at]), int(self._hashes[at])
+
     def of(self, strand: Strand, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
         """A strand's rows in [start, end); None: it has none there."""
         low, high = np.searchsorted(self._sequences, (start, end)).tolist()

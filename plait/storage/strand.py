@@ -11,6 +11,7 @@ for not handed out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -211,21 +212,19 @@ class Strand:
             return None
         return self.next, self.owner, self.leaving, self.limit, returned, tuple(sorted(held.items()))
 
-    def join(self, other: Strand) -> None:
-        """Take over the rows of another one, which has come equally far."""
-        for piece in other.returned:
-            self.returned.add(*piece)
-        tags = self.held.keys() | other.held.keys()
-        self.exact = {tag for tag in tags if all(tag not in each.held or tag in each.exact for each in (self, other))}
-        for tag, ranges in other.held.items():
-            held = self.held.setdefault(tag, Ranges())
-            for piece in ranges:
-                held.add(*piece)
-        if other.key is None:
-            self.lps = self.lps | other.lps
-            self.without |= other.without
-        else:
-            self.without.discard(other.key)
+    def join(self, others: Sequence[Strand]) -> None:
+        """Take over the rows of others, which have come equally far."""
+        everybody = (self, *others)
+        self.returned = _union([each.returned for each in everybody])
+        tags = {tag for each in everybody for tag in each.held}
+        self.exact = {tag for tag in tags if all(tag not in each.held or tag in each.exact for each in everybody)}
+        self.held = {tag: _union([each.held[tag] for each in everybody if tag in each.held]) for tag in tags}
+        for other in others:
+            if other.key is None:
+                self.lps = self.lps | other.lps
+                self.without |= other.without
+            else:
+                self.without.discard(other.key)
 
     # --- what follows ---------------------------------------------------------------------------
 
@@ -279,3 +278,11 @@ class Strand:
 def _several(ranges: Ranges) -> tuple[Range, ...]:
     """Those with more than one sequence."""
     return tuple(piece for piece in ranges if piece.end - piece.start > 1)
+
+
+def _union(several: list[Ranges]) -> Ranges:
+    """All ranges, of which those that overlap are the same."""
+    open_ones = [ranges for ranges in several if ranges]
+    if len(open_ones) <= 1:
+        return open_ones[0] if open_ones else Ranges()
+    return Ranges(sorted({piece for ranges in open_ones for piece in ranges}))

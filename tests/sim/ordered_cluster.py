@@ -36,7 +36,7 @@ BROKERS = {"g1": 7451, "g2": 7452, "g3": 7453}
 ADDRESSES = [f"plait://127.0.0.1:{port}" for port in METAS.values()]
 
 #: Short, so that a run of half a minute has many of them.
-LEASE_SECONDS = 4.0
+LEASE_SECONDS = 3.0
 LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin_seconds=0.3, consumer_lost_seconds=3.0)
 META_LIMITS = MetaLimits(
     member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, beat_flush_seconds=1.0, gap_seconds=1.0
@@ -74,15 +74,17 @@ class OrderedCluster:
         self,
         seed: int,
         *,
-        seconds: float = 12.0,
+        seconds: float = 8.0,
         producers: int = 2,
         consumers: int = 8,
         script: Sequence[Fault] | None = None,
         changes: Sequence[Change] | None = None,
         flush: str | None = None,
+        drain_seconds: float = DRAIN_SECONDS,
     ) -> None:
         self.simulation = sim = Simulation(seed)
         self.seconds = seconds
+        self._drain_seconds = drain_seconds
         self.random = draw = random.Random(f"{seed} cluster")
         shared = "/dev/shm"
         self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
@@ -159,7 +161,7 @@ class OrderedCluster:
             self.members.settle()
             sim.process("operator").start(self._resume())
             try:
-                sim.run_until(self.senders.drained, seconds=DRAIN_SECONDS, waiting_for="draining")
+                sim.run_until(self.senders.drained, seconds=self._drain_seconds, waiting_for="draining")
             except SimulationFailed as failure:
                 failure.add_note(self._left())
                 raise

@@ -1,0 +1,232 @@
+"""Ways to get ordered messages wrong, each put back into the shipped classes: the simulated cluster must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plait.broker.group import Consumer
+from plait.broker.locks import Locks
+from plait.broker.ordered import OrderedGroup
+from plait.broker.partition import Partition
+from plait.client import ordered_consumer
+from plait.client.leases import Wanted
+from plait.client.ordered_buffer import OrderedBuffer
+from plait.client.ordered_pull import OrderedPullClient
+from plait.client.queue import PartitionQueue
+from plait.client.rights import Rights, no_lps
+from plait.frame.lp import lp_set
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta import allocation, membership
+from plait.storage.action_log import Action
+from plait.storage.ranges import Ranges
+from plait.storage.strand import Strand, StrandState
+
+Patch = pytest.MonkeyPatch
+Defect = Callable[[Patch], None]
+
+# --- routes -------------------------------------------------------------------------------------
+
+
+def take_rows_behind_the_fence(patch: Patch) -> None:
+    """R5: a sealed logical partition still takes rows of producers with an old route."""
+    patch.setattr(Partition, "takes", lambda self, frame: True)
+
+
+def report_drained_too_early(patch: Patch) -> None:
+    """R4: a span counts as done before it is."""
+
+    def naive(self: OrderedGroup, wants: list[tuple[int, int, int, int]]) -> Any:
+        return lp_set([(first, end) for first, end, _, until in wants if until])
+
+    patch.setattr(OrderedGroup, "drained", naive)
+
+
+def ask_the_newest_span_first(patch: Patch) -> None:
+    """R4: consumers go where the rows are sent now, whatever is left where they were before."""
+
+    def naive(route: Any, mine: Any, _: Any) -> list[Wanted]:
+        chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
+        for first, end, spans in route.histories:
+            chosen[spans[-1].partition].lps[first:end] |= mine[first:end]
+        return chosen
+
+    patch.setattr(ordered_consumer, "wanted", naive)
+
+
+def ask_all_spans_at_once(patch: Patch) -> None:
+    """R4: all that a logical partition has is pulled at once, from wherever it is."""
+
+    def naive(route: Any, mine: Any, _: Any) -> list[Wanted]:
+        chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
+        for first, end, spans in route.histories:
+            for span in spans:
+                chosen[span.partition].lps[first:end] |= mine[first:end]
+        return chosen
+
+    patch.setattr(ordered_consumer, "wanted", naive)
+
+
+def overtake_rows_that_are_sent_again(patch: Patch) -> None:
+    """R8: what a changed route takes back is sent again in any order."""
+    take_back = PartitionQueue.take_back
+    patch.setattr(PartitionQueue, "take_back", lambda self: take_back(self)[::-1])
+
+
+# --- locks --------------------------------------------------------------------------------------
+
+
+def use_an_epoch_again(patch: Patch) -> None:
+    """What changes hands keeps its epoch."""
+
+    def naive(members: Any, present: allocation.Allocation) -> allocation.Allocation:
+        after = allocation.allocate(members, present)
+        return allocation.Allocation(after.members, after.owners, present.epochs, present.epoch)
+
+    patch.setattr(membership, "allocate", naive)
+
+
+def hand_over_too_early(patch: Patch) -> None:
+    """A lock passes on though its owner has rows in its hands."""
+    pass_on = OrderedGroup.pass_on
+
+    def naive(self: OrderedGroup, journal: Any, now: float) -> None:
+        for strand in self.strands:
+            if strand.leaving:
+                for piece in strand.all_held():
+                    self._give_back(strand, piece, 0, journal, counted=False)
+                strand.held = {}
+        pass_on(self, journal, now)
+
+    patch.setattr(OrderedGroup, "pass_on", naive)
+
+
+def accept_a_lower_epoch(patch: Patch) -> None:
+    """Whoever asks last gets the lock, however old what it was told."""
+    wants = Locks.wants
+
+    def naive(self: Locks, consumer: int, epochs: Any) -> bool:
+        changed = wants(self, consumer, epochs)
+        asked = epochs > 0
+        self._top[asked], self._top_by[asked] = epochs[asked], consumer
+        return changed
+
+    patch.setattr(Locks, "wants", naive)
+    patch.setattr(Locks, "to_grant", property(lambda self: (self.owner == 0) & (self._top_by > 0)))
+    patch.setattr(
+        Locks, "leaving", property(lambda self: (self.owner > 0) & (self._top_by > 0) & (self._top_by != self.owner))
+    )
+
+
+def grant_right_after_a_restart(patch: Patch) -> None:
+    """R15: a broker that has started knows of no owners and grants at once."""
+
+    def naive(self: OrderedGroup, now: int) -> None:
+        self.locks.owner[:] = 0
+
+    patch.setattr(OrderedGroup, "forget_strangers", naive)
+    patch.setattr(OrderedGroup, "frozen_until", property(lambda self: 0.0, lambda self, until: None))
+
+
+def ignore_the_lease(patch: Patch) -> None:
+    """R14: a consumer hands out what it has, however long ago the broker was heard."""
+    patch.setattr(Rights, "valid", lambda self: True)
+
+
+def keep_what_is_not_ours_any_more(patch: Patch) -> None:
+    """What a consumer has got it handles, whoever has the lock by then."""
+    patch.setattr(OrderedPullClient, "_drop_unstarted", lambda self, link, loop: None)
+    patch.setattr(Rights, "valid", lambda self: True)
+    patch.setattr(OrderedBuffer, "take_back", lambda self, partition=None, lps=None: [])
+
+
+# --- rows ---------------------------------------------------------------------------------------
+
+
+def take_rows_of_a_lost_owner_for_done(patch: Patch) -> None:
+    """What a lost consumer had in its hands is not handed out again."""
+    offline = OrderedGroup.offline
+
+    def naive(self: OrderedGroup, consumer: Consumer, journal: Any, now: int) -> int:
+        for strand in self._holding(consumer.id):
+            strand.held = {}
+        return offline(self, consumer, journal, now)
+
+    patch.setattr(OrderedGroup, "offline", naive)
+
+
+def forget_what_is_in_hands_at_a_checkpoint(patch: Patch) -> None:
+    """After a start, what was in somebody's hands counts as done."""
+
+    def naive(self: Strand) -> StrandState:
+        held, self.held = self.held, {}
+        try:
+            return dump(self)
+        finally:
+            self.held = held
+
+    dump = Strand.dump
+    patch.setattr(Strand, "dump", naive)
+
+
+def lose_returned_rows_when_a_strand_is_split(patch: Patch) -> None:
+    """Rows that came back are forgotten when their logical partition changes hands."""
+    split = Strand.split
+
+    def naive(self: Strand, number: int, lps: Any, key: int | None = None) -> Strand:
+        part = split(self, number, lps, key)
+        part.returned = Ranges()
+        return part
+
+    patch.setattr(Strand, "split", naive)
+
+
+def let_a_failed_row_be_overtaken(patch: Patch) -> None:
+    """A failed message of a strict subject does not hold its key."""
+    patch.setattr(OrderedGroup, "strict", property(lambda self: False))
+
+
+def ack_whatever_lies_between(patch: Patch) -> None:
+    """An ack of a range is taken for all rows in it, whichever frame they came with."""
+
+    def naive(
+        self: OrderedGroup, consumer: Consumer, start: int, end: int, epoch: int, journal: Any, tag: int = 0
+    ) -> int:
+        for strand in self._holding(consumer.id):
+            for other in list(strand.held):
+                for piece in strand.in_hands(other, start, end):
+                    journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
+                    strand.let_go(other, piece.start, piece.end)
+        self._after_hands(journal)
+        return 0
+
+    patch.setattr(OrderedGroup, "ack", naive)
+
+
+def hand_out_a_key_twice_at_a_time(patch: Patch) -> None:
+    """Two messages of a key are in the user's hands at once."""
+    patch.setattr(OrderedBuffer, "_is_busy", lambda self, key: False)
+
+
+DEFECTS: list[Defect] = [
+    take_rows_behind_the_fence,
+    report_drained_too_early,
+    ask_the_newest_span_first,
+    ask_all_spans_at_once,
+    overtake_rows_that_are_sent_again,
+    use_an_epoch_again,
+    hand_over_too_early,
+    accept_a_lower_epoch,
+    grant_right_after_a_restart,
+    ignore_the_lease,
+    keep_what_is_not_ours_any_more,
+    take_rows_of_a_lost_owner_for_done,
+    forget_what_is_in_hands_at_a_checkpoint,
+    lose_returned_rows_when_a_strand_is_split,
+    let_a_failed_row_be_overtaken,
+    ack_whatever_lies_between,
+    hand_out_a_key_twice_at_a_time,
+]

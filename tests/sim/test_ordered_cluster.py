@@ -1,0 +1,58 @@
+"""Meta servers, brokers, ordered consumers and producers, all as shipped, through faults of every kind, members that
+come and go, and changes of the partition count: each key of a strict subject in order, one owner of each logical
+partition and epoch, nothing lost, nothing invented. ``OrderedCluster(seed)`` repeats a failure.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.testing.sim import Fault
+from tests.sim.ordered_cluster import STRICT, Change, OrderedCluster
+
+
+@pytest.mark.parametrize("number", range(100))
+def test_each_key_stays_in_order_through_faults_and_changes(seed: int, number: int):
+    cluster = OrderedCluster(seed)
+    cluster.run()
+    assert len(cluster.senders.done) > 10
+
+
+def test_without_faults_everything_is_handled_once_while_partitions_and_members_change():
+    changes = [Change(1.0 + at, STRICT, count) for at, count in enumerate((4, 7, 3, 1, 5))]
+    cluster = OrderedCluster(1, script=[], changes=changes)
+    cluster.run()
+    history = cluster.histories[STRICT]
+    successes = [handling.value for handling in history.handlings if handling.outcome == "ok"]
+    assert len(successes) == len(set(successes)) == len(history.sends) > 50
+    # They came from everywhere.
+    assert len({handling.place[0] for handling in history.handlings if handling.place is not None}) > 4
+
+
+def test_the_same_seed_goes_the_same_way():
+    runs = [OrderedCluster(3, seconds=3.0) for _ in range(2)]
+    for cluster in runs:
+        cluster.run()
+    assert runs[0].simulation.trace.digest == runs[1].simulation.trace.digest
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault("kill", 1.5, 5.0, "g1"),
+        Fault("pause", 1.5, 5.0, "g1"),
+        Fault("pause", 1.5, 5.0, "meta-1"),
+        Fault("kill", 1.5, 5.0, "meta-2"),
+        Fault("pause", 1.5, 5.0, "consumer-0"),
+        Fault("cut", 1.5, 5.0, "g1", "consumer-0"),
+        Fault("cut", 1.5, 5.0, "g1", "meta-1"),
+        Fault("cut_one_way", 1.5, 5.0, "g1", "consumer-0"),
+        Fault("cut_one_way", 1.5, 5.0, "consumer-0", "g1"),
+        Fault("jump", 1.5, 0.0, "g1", amount=-20.0),
+    ],
+    ids=str,
+)
+def test_one_fault_longer_than_a_lease_does_no_harm(fault: Fault):
+    cluster = OrderedCluster(2, script=[fault], changes=[Change(2.0, STRICT, 4), Change(3.0, STRICT, 1)])
+    cluster.run()
+    assert len(cluster.senders.done) > 50
