@@ -1,10 +1,10 @@
 """A cluster of real processes under fire, and the proof that ordered messages kept their promises.
 
 Two meta servers over a PostgreSQL of their own, three brokers, ordered consumers and producers, each a process.
-Consumers, brokers and meta servers are killed, consumers are stopped beyond their lease, join and leave, the database
-goes down, and the number of partitions changes again and again. At the end everything heals and drains, and the
-histories that all processes have written are judged. All of it follows from a seed, but for the moments at which real
-processes do what they do.
+Producers, consumers, brokers and meta servers are killed, consumers are stopped beyond their lease, join and leave, the
+database goes down, and the number of partitions changes again and again. At the end everything heals and drains, and
+the histories that all processes have written are judged. All of it follows from a seed, but for the moments at which
+real processes do what they do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ from tests.support.program import Program
 from tests.support.sink import Sink
 
 Kind = Literal[
-    "kill consumer", "pause consumer", "leave", "join", "kill broker", "kill meta", "stop database", "expand"
+    "kill producer",
+    "kill consumer",
+    "pause consumer",
+    "leave",
+    "join",
+    "kill broker",
+    "kill meta",
+    "stop database",
+    "expand",
 ]
 KINDS = ("iterate", "fetch", "app")
 BROKERS = ("g1", "g2", "g3")
@@ -59,6 +67,7 @@ class Fault(NamedTuple):
 
 #: What happens in each quarter of a minute: how often, and how long it lasts (from, to).
 FAULTS: dict[Kind, tuple[int, float, float]] = {
+    "kill producer": (1, 0.0, 1.0),
     "kill consumer": (2, 0.0, LEASE_SECONDS),
     "pause consumer": (2, 0.5 * LEASE_SECONDS, 3.0 * LEASE_SECONDS),
     "leave": (1, 0.0, 2.0),
@@ -132,7 +141,8 @@ class Chaos:
         return ["broker", "--group", name, "--meta", self.addresses, "--data", data, "--port", port, *options]
 
     def _producer(self, name: str, life: int) -> list[str]:
-        return [self.addresses, name, self._history(name, life), str(self.seed), str(RATE)]
+        # What each life sends is of its own: the one before may not know what became of its last messages.
+        return [self.addresses, f"{name}.{life}", self._history(name, life), str(self.seed), str(RATE)]
 
     @staticmethod
     def _port(programs: list[Program], name: str) -> str:
@@ -219,7 +229,8 @@ class Chaos:
 
     async def _strike(self, fault: Fault) -> None:
         """One program is hit, and comes back."""
-        programs = {"kill broker": self._brokers, "kill meta": self._metas}.get(fault.kind, self._consumers)
+        others = {"kill broker": self._brokers, "kill meta": self._metas, "kill producer": self._producers}
+        programs = others.get(fault.kind, self._consumers)
         program = programs[fault.which % len(programs)]
         async with program.lock:
             begun = time.monotonic()

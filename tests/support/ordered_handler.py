@@ -54,7 +54,7 @@ class Handler:
 
     async def run(self, kind: str) -> None:
         """Handle messages until told to stop; whatever else ends it is tried again."""
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        self._hear_signal()
         watching = asyncio.ensure_future(self._watch())
         while not self._stop.is_set():
             try:
@@ -63,6 +63,9 @@ class Handler:
                 print(f"{self._name}: {error!r}; once more", file=sys.stderr, flush=True)
                 await asyncio.sleep(PAUSE_SECONDS)
         watching.cancel()
+
+    def _hear_signal(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
 
     async def _watch(self) -> None:
         """Note when the process stood still, for whatever reason: that excuses what others did meanwhile."""
@@ -175,9 +178,10 @@ class Handler:
         stopping.add_done_callback(lambda _: app.stop())
         try:
             await app.run()
-            # It hears the signal itself.
+            # It heard the signal itself.
             self._stop.set()
         finally:
+            self._hear_signal()
             stopping.cancel()
 
     # --- handling -------------------------------------------------------------------------------
