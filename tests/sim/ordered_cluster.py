@@ -68,7 +68,10 @@ class Change(NamedTuple):
 
 
 class OrderedCluster:
-    """See the module. ``script`` and ``changes``: these faults and expansions instead of those the seed gives."""
+    """See the module. ``script`` and ``changes``: these faults and expansions instead of those the seed gives.
+
+    ``slow``: more is sent than consumers can handle at once, so that all of them have rows that wait.
+    """
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class OrderedCluster:
         changes: Sequence[Change] | None = None,
         flush: str | None = None,
         drain_seconds: float = DRAIN_SECONDS,
+        slow: bool = False,
     ) -> None:
         self.simulation = sim = Simulation(seed)
         self.seconds = seconds
@@ -95,8 +99,8 @@ class OrderedCluster:
         #: The newest life of each.
         self.servers: dict[str, Server] = {}
         self._meta_servers: list[MetaServer] = []
-        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS)
-        self.members = Members(sim, self.histories, ADDRESSES, CLIENT_LIMITS, on_done=self.senders.handled)
+        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, many=slow)
+        self.members = Members(sim, self.histories, ADDRESSES, CLIENT_LIMITS, on_done=self.senders.handled, slow=slow)
         self.producers = [sim.process(f"producer-{n}", self.senders.run) for n in range(producers)]
         self.consumers = [
             sim.process(f"consumer-{n}", self.members.main(n, [STRICT, LOOSE] if n < 3 else [STRICT]))

@@ -37,12 +37,15 @@ class Members:
         limits: plait.ClientLimits,
         *,
         on_done: Callable[[Handling], None],
+        slow: bool = False,
     ) -> None:
         self.simulation = simulation
         self.histories = histories
         self._addresses = addresses
         self._limits = limits
         self._on_done = on_done
+        #: Every message takes a while, so that others wait behind it.
+        self._slow = slow
         #: Everything is mended: nobody leaves any more, and nothing fails.
         self.settled = False
         #: The highest epoch of each key of the strict subject.
@@ -83,7 +86,7 @@ class Members:
     async def _member(
         self, process: Process, client: plait.Client, number: int, subject: str, draw: random.Random
     ) -> None:
-        prefetch = draw.choice((1, 10, 200))
+        prefetch = 200 if self._slow else draw.choice((1, 10, 200))
         async with client.consumer(subject, GROUP, retry=RETRY, ordered=True, prefetch=prefetch) as consumer:
             if number % 3 == 0:
                 tasks = [asyncio.create_task(self._iterate(process, consumer, draw)) for _ in range(2)]
@@ -178,8 +181,8 @@ class Members:
 
     async def _work(self, handling: Handling, draw: random.Random) -> bool:
         """Whether it succeeded."""
-        if draw.random() < 0.4:
-            await self.simulation.sleep(draw.uniform(0.0, 0.3))
+        if self._slow or draw.random() < 0.4:
+            await self.simulation.sleep(draw.uniform(0.2 if self._slow else 0.0, 0.3))
         if not self.settled and (draw.random() < 0.05 or int(handling.value) % 97 == 0):
             handling.failed(self.simulation.now)
             return False

@@ -22,12 +22,15 @@ class Senders:
         histories: dict[str, History],
         addresses: Sequence[str],
         limits: plait.ClientLimits,
+        *,
+        many: bool = False,
     ) -> None:
         self.simulation = simulation
         self.histories = histories
         self._addresses = addresses
         self._limits = limits
         self.sending = True
+        self._bursts = (4, 8) if many else (1, 1, 2, 6)
         self._number = 0
         #: Sends that are under way, and the life of the process that they are of.
         self._under_way: dict[int, tuple[Process, int]] = {}
@@ -62,7 +65,7 @@ class Senders:
     def _burst(self, process: Process, client: plait.Client, draw: random.Random) -> None:
         """A few messages at once, whose order is that of the calls."""
         subject = draw.choice(list(self.histories))
-        for _ in range(draw.choice((1, 1, 2, 6))):
+        for _ in range(draw.choice(self._bursts)):
             number = self._number = self._number + 1
             key = draw.choice(KEYS)
             record = self.histories[subject].send(key, number, self.simulation.now, producer=client.client_id)
