@@ -76,6 +76,8 @@ class Broker:
         self.config = config or BrokerConfig()
         self.limits = self.config.limits
         self.epoch = 0
+        #: Partitions are made by meta servers, not by whoever names one.
+        self.routed = False
         #: Called when ``commit`` has something to do.
         self.on_dirty: Callable[[], None] = lambda: None
         self.partitions: dict[int, Partition] = {}
