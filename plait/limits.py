@@ -57,6 +57,12 @@ DEAD_SEQUENCES_MAX: Final = 5_000
 #: Parked keys that one request lists, resumes or skips: their letters are looked at one by one.
 PARKED_PAGE_MAX: Final = 500
 
+# --- leases -------------------------------------------------------------------------------------
+#: A consumer's lease: heartbeats come every second, and two of them have to fit...
+LEASE_SECONDS_MIN: Final = 2.0
+#: ...and what a dead consumer had stands still for as long as this.
+LEASE_SECONDS_MAX: Final = 3600.0
+
 # --- open files ---------------------------------------------------------------------------------
 #: Files a server keeps free of connections and maps: those of its loop and of health checks, checkpoints, segments
 #: that are to come, and connections that are about to be refused.
@@ -164,6 +170,11 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     page: int = 500
     #: What was deleted is removed from the database after at least so long.
     clean_seconds: float = 600.0
+
+    @classmethod
+    def of_lease(cls, seconds: float) -> MetaLimits:
+        """For consumers whose lease is so long: other meta servers hear of heartbeats well within it."""
+        return cls(member_lost_seconds=seconds, beat_flush_seconds=min(cls().beat_flush_seconds, seconds / 4))
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from plait.demo.delayed import Delayed
+from plait.demo.desk import Desk
 from plait.demo.ledger import Ledger
 from plait.demo.orders import HANDLED, STEPS, Event, events
 from plait.demo.processes import DemoFailed
@@ -32,7 +33,7 @@ def demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
-    with demo(tmp_path, "--orders", "1500", "--producers", "2", "--seconds", "1.5") as process:
+    with demo(tmp_path, "--orders", "1500", "--producers", "2", "--seconds", "1.5", "--ordered", "300") as process:
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, ""), out
     assert re.search(r"killed billing-0 \(SIGKILL\) with [1-9][\d,]* messages in its hands", out)
@@ -50,6 +51,12 @@ def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
         sent, consumed, redelivered, _, lost, kept = row[1:7]
         assert (sent, consumed, lost, kept) == ("12,000", "12,000", "0", "yes,")
         assert (redelivered != "0") == (group == "billing")
+    assert "each order's events in order: order violations = 0" in table
+    orders, events, lost, *_, handovers = table.splitlines()[-2].replace(",", "").split()
+    assert (orders, events, lost) == ("300", "1200", "0")
+    assert int(handovers) > 0
+    for partitions in (4, 7, 3):
+        assert f"ordered: {partitions} partitions from now on" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -126,6 +133,37 @@ def test_a_ledger_finds_another_order_in_the_log(ledger: Ledger):
     ledger.add("a", np.array(rows, HANDLED).tobytes())
     result = ledger.result()
     assert (result.right, result.order_checked - result.order_kept) == (False, 1)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk(orders=1)
+
+
+def test_a_desk_with_everything_in_order_is_right(desk: Desk):
+    assert all(desk.take("a", "order-1", step, 1) for step in STEPS)
+    assert (desk.complete, desk.result().right, desk.result().handovers) == (True, True, 0)
+
+
+def test_a_desk_refuses_who_is_too_late_and_counts_what_comes_again(desk: Desk):
+    assert desk.take("a", "order-1", "created", 1)
+    assert desk.take("b", "order-1", "created", 2)
+    assert not desk.take("a", "order-1", "paid", 1)
+    result = desk.result()
+    assert (result.refused, result.twice, result.handovers, result.violations, result.lost) == (1, 1, 1, 0, 3)
+
+
+def test_a_desk_finds_a_step_before_its_time(desk: Desk):
+    desk.take("a", "order-1", "created", 1)
+    desk.take("a", "order-1", "pushed", 1)
+    assert desk.result().violations == 1
+    assert not desk.result().right
+
+
+def test_a_desk_finds_two_with_one_epoch(desk: Desk):
+    desk.take("a", "order-1", "created", 1)
+    desk.take("b", "order-1", "paid", 1)
+    assert desk.result().violations == 1
 
 
 def test_delays_are_right_also_where_a_cancel_came_too_late():

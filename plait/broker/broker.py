@@ -2,8 +2,7 @@
 
 It is driven from outside: requests come in as method calls with a callback for the answer, ``commit`` is called at the
 end of a loop turn in which something changed, ``begin_sync``/``end_sync`` around the blocking part, ``run_timers`` when
-``next_deadline`` says so. It sees disk and time only through what it was given, so a test can run it on
-simulated ones, step by step.
+``next_deadline`` says so. It sees disk and time only through what it was given, so a test can run it step by step.
 
 Promises kept here: what is acknowledged was written (``flush="async"``) or is durable (``flush="sync"``), and nothing
 else is visible. Acks, nacks, resets and removals are acknowledged after their events were written to the action log.
@@ -63,8 +62,6 @@ MESSAGE_DIRECTORY = "message"
 #: Columns that frames get from the broker.
 _NOT_SENT_BITS = 1 << Column.RUNS | 1 << Column.SELECTION | 1 << Column.SCHEDULE | 1 << Column.NOTE
 _DELAYED_BIT = 1 << Column.DELIVER_AT
-#: Bytes zeroed ahead of what is written, where sends wait for syncs.
-ZERO_AHEAD = 1 * MIB
 
 
 class Broker:
@@ -78,7 +75,7 @@ class Broker:
         self.epoch = 0
         #: Partitions are made by meta servers, not by whoever names one.
         self.routed = False
-        #: Called when ``commit`` has something to do.
+        #: ``commit`` has something to do.
         self.on_dirty: Callable[[], None] = lambda: None
         self.partitions: dict[int, Partition] = {}
         #: By partition name; a plain subject's partition is named as the subject.
@@ -108,7 +105,8 @@ class Broker:
         self.sessions: dict[int, Consumer] = {}
         self._next_session = 1
         disk.make_directory(CONSUME_DIRECTORY)
-        ahead = ZERO_AHEAD if self.config.flush == "sync" else 0
+        # Zeroed ahead of what is written, where sends wait for syncs.
+        ahead = 1 * MIB if self.config.flush == "sync" else 0
         self.message_log = Log(disk, MESSAGE_DIRECTORY, self.config.message_segment_size, zero_ahead=ahead)
         self.action_log = Log(disk, ACTION_DIRECTORY, self.config.action_segment_size, zero_ahead=ahead)
         self.kept_log = Log(disk, KEPT_DIRECTORY, self.config.kept_segment_size, zero_ahead=ahead)
@@ -237,10 +235,6 @@ class Broker:
     def create_subject(self, subject: str, settings: SubjectSettings | None = None) -> Partition:
         """A new subject, defined in the message log before its first row."""
         return subjects.create_subject(self, subject, settings)
-
-    def update_subject(self, subject: str, settings: SubjectSettings) -> None:
-        """Change what the subject says of itself."""
-        subjects.update_subject(self, subject, settings)
 
     def delete_subject(self, subject: str) -> None:
         """The subject, its messages and its groups are gone."""
@@ -547,7 +541,7 @@ class Broker:
         self._mark()
 
     def bury(self, group: Group, consumer: int, pieces: list[Range], reason: Reason) -> list[Range]:
-        """Make dead letters of what a consumer holds (``Journal``); what has to wait, as there is no room for it."""
+        """Make dead letters of what a consumer holds (``Journal``); what has to wait."""
         return self.dead_letters.bury(group, consumer, pieces, reason)
 
     def event(

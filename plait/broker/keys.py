@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
+from plait.frame.columns import Column
 from plait.frame.lp import Hashes, Lps, key_hashes, lps_of
 from plait.frame.view import FrameView
 
@@ -29,22 +30,30 @@ class KeyCache:
     __slots__ = ("_known", "_rows")
 
     def __init__(self) -> None:
-        self._known: OrderedDict[tuple[int, int], FrameKeys] = OrderedDict()
+        #: By the first sequence of the frame.
+        self._known: OrderedDict[int, FrameKeys] = OrderedDict()
         self._rows = 0
+
+    def known(self, base: int) -> FrameKeys | None:
+        """The keys of a frame that was looked at lately, by its first sequence."""
+        keys = self._known.get(base)
+        if keys is not None:
+            self._known.move_to_end(base)
+        return keys
 
     def of(self, frame: FrameView) -> FrameKeys:
         """The keys of a frame's rows."""
-        place = (frame.base, frame.crc)
-        known = self._known.get(place)
+        whole = not frame.has(Column.SELECTION)
+        known = self.known(frame.base) if whole else None
         if known is not None:
-            self._known.move_to_end(place)
             return known
         hashes = key_hashes(frame)
         # A copy: what is remembered must not keep a segment's mapping open.
         keys = FrameKeys(lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
-        self._known[place] = keys
-        self._rows += frame.count
-        while self._rows > ROWS_MAX and len(self._known) > 1:
-            _, gone = self._known.popitem(last=False)
-            self._rows -= len(gone.lps)
+        if whole:
+            self._known[frame.base] = keys
+            self._rows += frame.count
+            while self._rows > ROWS_MAX and len(self._known) > 1:
+                _, gone = self._known.popitem(last=False)
+                self._rows -= len(gone.lps)
         return keys

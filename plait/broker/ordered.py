@@ -19,8 +19,10 @@ from plait.broker.group import FAILURE, LOST_ATTEMPTS_MIN, Consumer, Delivery, F
 from plait.broker.locks import Locks, Standing, Want, epochs_of
 from plait.broker.partition import Partition
 from plait.broker.strand_failures import StrandFailures
-from plait.broker.strand_rows import LOOK_MAX, Taking
+from plait.broker.strand_rows import LOOK_MAX, Chooser, Taking, select
 from plait.broker.waiting import Waiter
+from plait.errors import FrameError
+from plait.frame.header import SEQUENCE_MAX
 from plait.frame.lp import LpSet, lp_set, runs_of
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.reason import Reason
@@ -29,6 +31,13 @@ from plait.storage.log import Log
 from plait.storage.ranges import Range, Ranges, joined
 from plait.storage.strand import Strand
 
+#: Up to so many strands of an owner are compared at each of its pulls, more at every so many-th.
+JOIN_ALWAYS = 16
+JOIN_EVERY = 8
+#: Behind every sequence.
+LAST = SEQUENCE_MAX
+#: Rows that are known one by one although they may be in nobody's hands any more.
+EXACT_MAX = 4_096
 #: Rows of a key that failed before that are handed out at a time.
 KEY_ROWS_MAX = 100
 
@@ -36,7 +45,7 @@ KEY_ROWS_MAX = 100
 class OrderedGroup(StrandFailures):
     """See the module."""
 
-    __slots__ = ("_turn", "frozen_until", "locks")
+    __slots__ = ("_exact_max", "_tag", "_turn", "frozen_until", "locks")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
@@ -47,6 +56,9 @@ class OrderedGroup(StrandFailures):
         self.frozen_until = 0.0
         #: Which of an owner's strands is served first.
         self._turn = 0
+        self._exact_max = EXACT_MAX
+        #: The last tag of what came back; those of strands are their numbers.
+        self._tag = 0
 
     @property
     def has_more(self) -> bool:
@@ -110,14 +122,22 @@ class OrderedGroup(StrandFailures):
             lps = strand.lps & leaving
             if strand.key is not None or strand.leaving or not lps.any():
                 continue
-            whole = self.strands.take_out(lps)
-            busy = self._in_hands(journal, [each for each in whole if each.key is None and each.held])
+            part = strand if np.array_equal(lps, strand.lps) else self.strands.split(strand, lps)
+            busy = self._know(journal, [part]) if part.held else {}
+            part.held, part.exact = {}, set()
+            # Single rows go to the one they are of, instead of all of them to each.
+            single = [piece for piece in part.returned if piece.end - piece.start == 1]
+            part.returned = Ranges(piece for piece in part.returned if piece.end - piece.start > 1)
             for lp, rows in busy.items():
-                alone = self.strands.take_out(_one(lp))[0]
-                alone.held = rows
-            for each in self.strands.take_out(lps & ~_set_of(busy)) if len(busy) < int(lps.sum()) else ():
-                if each.key is None:
-                    each.held = {}
+                alone = part if int(part.lps.sum()) == 1 else self.strands.split(part, _one(lp))
+                alone.held, alone.exact = rows, set(rows)
+            rows_of = self._table(journal, [(piece.start, piece.end) for piece in single])
+            for piece in single:
+                place = rows_of.place(piece.start)
+                if place is None:
+                    part.returned.add(*piece)
+                elif lps[place[0]] and place[1] not in self.strands.by_key:
+                    self.strands.by_lp[place[0]].returned.add(*piece)
         for strand in self.strands:
             strand.leaving = bool((strand.lps & leaving).any())
 
@@ -140,23 +160,25 @@ class OrderedGroup(StrandFailures):
 
     def _set_locks(self, runs: list[tuple[int, int]], journal: Journal) -> None:
         """These are nobody's any more."""
+        if not runs:
+            return
+        lps = lp_set(runs)
+        owners = np.unique(self.locks.owner[lps]).tolist()
         for first, end in runs:
-            owners = np.unique(self.locks.owner[first:end]).tolist()
             journal.event(Action.LOCK, self, 0, first, end, 0)
             self.locks.set(first, end, 0, 0)
-            for strand in self.strands.take_out(lp_set([(first, end)])):
-                strand.owner, strand.leaving, strand.held, strand.limit = 0, False, {}, 0
-            for owner in owners:
-                journal.leases.news(self, owner)
+        for strand in self.strands.take_out(lps):
+            strand.owner, strand.leaving, strand.held, strand.exact, strand.limit = 0, False, {}, set(), 0
+        for owner in owners:
+            journal.leases.news(self, owner)
 
     def _granted(self, runs: list[tuple[int, int, int, int]], journal: Journal) -> None:
-        owners = set()
-        for first, end, owner, epoch in runs:
-            journal.event(Action.LOCK, self, owner, first, end, 0, epoch)
-            for strand in self.strands.take_out(lp_set([(first, end)])):
+        for owner in {owner for _, _, owner, _ in runs}:
+            mine = [(first, end, epoch) for first, end, each, epoch in runs if each == owner]
+            for first, end, epoch in mine:
+                journal.event(Action.LOCK, self, owner, first, end, 0, epoch)
+            for strand in self.strands.take_out(lp_set([(first, end) for first, end, _ in mine])):
                 strand.owner, strand.leaving = owner, False
-            owners.add(owner)
-        for owner in owners:
             self.strands.join_alike(self.strands.of(owner))
             journal.leases.news(self, owner)
 
@@ -167,7 +189,9 @@ class OrderedGroup(StrandFailures):
         taking = Taking(count, size)
         lps = [each for each in self.strands.of(consumer.id) if not each.leaving]
         keys = [each for each in self.strands.keys_of(consumer.id) if not (each.leaving or each.parked)]
-        if len(lps) + len(keys) > 1:
+        self._turn += 1
+        several = len(lps) + len(keys)
+        if several > 1 and (several <= JOIN_ALWAYS or self._turn % JOIN_EVERY == 0):
             self.strands.join_alike([*lps, *keys])
             lps = [each for each in lps if self.strands.get(each.id) is each]
             keys = [each for each in keys if self.strands.get(each.id) is each]
@@ -179,13 +203,8 @@ class OrderedGroup(StrandFailures):
                     self._take_key(strand, taking, journal)
             else:
                 abreast.append(strand)
-        for strand in lps:
-            while strand.returned and taking.more and not self._at_limit_of(strand):
-                start, end, attempt = strand.returned.head()
-                if start >= strand.until(end):
-                    break
-                self._serve([strand], start, strand.until(end), attempt, taking, journal)
-        self._turn += 1
+        while taking.more and self._serve_again(lps, taking, journal):
+            pass
         by_next: dict[tuple[int, int], list[Strand]] = {}
         for strand in [*lps, *abreast]:
             if not self._at_limit_of(strand):
@@ -241,19 +260,96 @@ class OrderedGroup(StrandFailures):
             or len(self.strands.by_key) >= limits.held_keys
         )
 
+    def _serve_again(self, strands: list[Strand], taking: Taking, journal: Journal) -> bool:
+        """Hand out what came back to strands, as far as it lies in the frame of the lowest row; False: there is none.
+
+        Rows of many strands that lie in one frame go out as one piece, under a tag of its own: others may lie between
+        them that are in hands already.
+        """
+        ready = [
+            strand
+            for strand in strands
+            if strand.returned and strand.returned.first < strand.until(LAST) and not self._at_limit_of(strand)
+        ]
+        if not ready:
+            return False
+        lead = min(ready, key=lambda strand: strand.returned.first)
+        start, end, attempt = lead.returned.head()
+        found = next(self._walk(journal, start, lead.until(end), again=attempt > 0), None)
+        if found is None or found.first > start:
+            # It was kept, and is not any more.
+            lead.settled(start, lead.until(end) if found is None else found.first)
+            return True
+        first, last, frame = found
+        if frame is None:
+            journal.event(Action.SKIP, self, lead.id, first, last, 0)
+            self.lost_count += lead.skipped(first, last)
+            return True
+        pieces = [
+            (index, Range(piece.start, min(piece.end, strand.until(LAST)), attempt))
+            for index, strand in enumerate(ready)
+            for piece in strand.returned.overlap(first, frame.end if first >= self.partition.start else last)
+            if piece.attempt == attempt and piece.start < strand.until(LAST)
+        ]
+        keys, sequences = self.partition.keys.of(frame), frame.sequences()
+        owners = np.full(LOGICAL_PARTITIONS, -1, np.int64)
+        for index, strand in enumerate(ready):
+            owners[strand.lps] = index
+        whose = owners[keys.lps]
+        if self.strands.by_key and keys.hashes is not None:
+            whose[np.isin(keys.hashes, np.fromiter(self.strands.by_key, np.uint64, len(self.strands.by_key)))] = -1
+        wanted = np.zeros(frame.count, bool)
+        for index, piece in pieces:
+            low, high = np.searchsorted(sequences, (piece.start, piece.end)).tolist()
+            wanted[low:high] |= whose[low:high] == index
+        rows = np.flatnonzero(wanted)
+        taking.looked += len(pieces)
+        cut = LAST
+        if len(rows) > taking.room:
+            rows = rows[: taking.room]
+            cut = int(sequences[rows[-1]]) + 1
+        delivery = taking.delivery
+        if len(rows):
+            try:
+                parts, size = select(frame, rows)
+            except FrameError:
+                rows = rows[:0]
+            else:
+                if delivery.count and delivery.size + size > taking.size:
+                    return False
+                self._tag -= 1
+                delivery.parts.extend(parts)
+                delivery.ranges.append((int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1, attempt + 1))
+                delivery.tags.append(self._tag)
+                delivery.count += len(rows)
+                delivery.size += size
+                self.redelivered_count += len(rows) if attempt else 0
+        for index, piece in pieces:
+            if piece.start >= cut:
+                continue
+            strand, stop = ready[index], min(piece.end, cut)
+            low, high = np.searchsorted(sequences[rows], (piece.start, stop)).tolist()
+            mine = rows[low:high][whose[rows[low:high]] == index]
+            strand.settled(piece.start, stop)
+            if len(mine):
+                # From its first row to its last: nobody speaks of what is beside them.
+                strand.pulled(int(sequences[mine[0]]), int(sequences[mine[-1]]) + 1, attempt + 1, self._tag)
+        return True
+
     def _serve(
         self, strands: list[Strand], start: int, end: int, attempt: int, taking: Taking, journal: Journal
     ) -> None:
         """Hand out the rows of these strands in [start, end), which all of them stand at or got back."""
         tag = strands[0].id
         delivery = taking.delivery
+        chooser = Chooser(strands)
         for first, last, frame in self._walk(journal, start, end, again=attempt > 0):
             if frame is None:
                 for strand in strands:
                     journal.event(Action.SKIP, self, strand.id, first, last, 0)
                     self.lost_count += strand.skipped(first, last)
                 continue
-            piece = self._cut(frame, strands, first, last, taking)
+            piece = self._cut(frame, chooser, first, last, taking)
             if piece is None:
                 return
             # What none of them has rows in is behind them, and in nobody's hands.
@@ -281,20 +377,25 @@ class OrderedGroup(StrandFailures):
         """Those rows that were handed out under ``tag`` and lie in [start, end) are done; how many sequences."""
         start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
         count = 0
-        for strand in self._holding(consumer.id):
-            for piece in strand.in_hands(tag, start, end):
-                journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
-                strand.let_go(tag, piece.start, piece.end)
-                count += piece.end - piece.start
+        empty = False
+        for strand, piece in self._reached(consumer.id, self._holding(consumer.id), tag, start, end):
+            journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
+            strand.let_go(tag, piece.start, piece.end)
+            count += piece.end - piece.start
+            empty |= strand.leaving and not strand.held
         if self.kept:
             self.kept.settled()
-        self._after_hands(journal)
+        if empty:
+            self._after_hands(journal)
         return count
 
     def _after_hands(self, journal: Journal) -> None:
         """Some rows are not in somebody's hands any more: what is leaving may go."""
-        if any(strand.leaving for strand in self.strands):
+        if any(strand.leaving and not strand.held for strand in self.strands):
             self.pass_on(journal, journal.leases.now())
+        if len(self._exact) > self._exact_max:
+            self._tidy_exact()
+            self._exact_max = EXACT_MAX + 2 * len(self._exact)
 
     def _holding(self, owner: int) -> list[Strand]:
         return [each for each in self.strands if each.owner == owner and each.held]
@@ -309,16 +410,20 @@ class OrderedGroup(StrandFailures):
         tags: Sequence[int] = (),
     ) -> int:
         """(start, end, epoch) ranges failed: they wait, hold their keys, or are dead letters; how many sequences."""
+        clipped = [
+            (*self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch), tag)
+            for (first, last, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
+        ]
         count = 0
-        for (first, last, epoch), tag in zip(ranges, tags or repeat(0), strict=False):
-            start, end = self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch)
-            for strand in self._holding(consumer.id):
-                for piece in strand.in_hands(tag, start, end):
-                    rows = list(self._rows(journal, strand, piece.start, piece.end))
-                    strand.let_go(tag, piece.start, piece.end)
-                    count += piece.end - piece.start
-                    for sequences, keys in rows:
-                        self._failed(strand, sequences, keys, piece.attempt, journal, now, failure)
+        rows = self._table(journal, [(start, end) for start, end, _ in clipped])
+        holding = self._holding(consumer.id)
+        for start, end, tag in clipped:
+            for strand, piece in self._reached(consumer.id, holding, tag, start, end):
+                strand.let_go(tag, piece.start, piece.end)
+                count += piece.end - piece.start
+                found = rows.of(strand, piece.start, piece.end)
+                if found is not None:
+                    self._failed(strand, *found, piece.attempt, journal, now, failure)
         self._after_hands(journal)
         return count
 

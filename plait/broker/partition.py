@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.keys import KeyCache
+from plait.broker.keys import FrameKeys, KeyCache
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.lp import LpSet, keyed_lps, lp_set
@@ -236,6 +236,30 @@ class Partition:
             yield expected, last, frame
             expected = last
             index = index + 1 if offset == record.offset else self.consume_log.find(expected)
+
+    def keys_in(self, log: Log, start: int, end: int) -> Iterator[tuple[int, int, FrameKeys]]:
+        """(first, last, keys) of the visible rows in [start, end), frame by frame, but for those that do not read back.
+
+        The keys are those of a whole frame's rows that have the sequences [first, last).
+        """
+        end = min(end, self.visible)
+        index = self.consume_log.find(max(start, self.start))
+        while index < len(self.consume_log):
+            record = self.consume_log.record(index)
+            index += 1
+            first, last = max(record.base, start), min(record.base + record.count, end)
+            if record.base >= end:
+                return
+            keys = self.keys.known(record.base)
+            if keys is None or len(keys.lps) != record.count:
+                frame = self._frame(log, record, trusted=False)
+                if frame is None:
+                    continue
+                keys = self.keys.of(frame)
+            low, high = first - record.base, last - record.base
+            if low < high:
+                hashes = None if keys.hashes is None else keys.hashes[low:high]
+                yield first, last, FrameKeys(keys.lps[low:high], hashes)
 
     def whole_frame(self, log: Log, sequence: int) -> FrameView | None:
         """The frame of a sequence, not verified, if it is kept and all of it visible; None otherwise."""

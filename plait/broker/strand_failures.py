@@ -76,7 +76,8 @@ class StrandFailures(StrandRows):
         """A row of a strict subject failed: its key waits alone; without attempts it is parked."""
         if strand.key is None:
             strand = self.strands.hold(strand, lp, key)
-            strand.held = self._in_hands(journal, [strand]).get(lp, {})
+            strand.held = self._know(journal, [strand]).get(lp, {})
+            strand.exact = set(strand.held)
             waiting, strand.waiting = strand.waiting, Waiting()
             for due, pieces in waiting:
                 for piece in pieces:

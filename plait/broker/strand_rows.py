@@ -6,7 +6,7 @@ A strand's ranges are of its own rows, so nothing here looks at more rows than a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +19,12 @@ from plait.broker.strands import Strands
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
 from plait.frame.columns import Column
+from plait.frame.lp import NO_KEY_HASH, LpSet
 from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
-from plait.limits import ServerLimits
+from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.storage.action_log import GroupDefinition
-from plait.storage.ranges import Ranges
+from plait.storage.ranges import Range, Ranges
 from plait.storage.strand import Strand
 
 STRICT = "strict"
@@ -79,10 +80,76 @@ class Taking:
         self.rows = min(self.rows, self.delivery.count + count)
 
 
+#: Rows between two ranges up to which both are looked at together.
+TABLE_GAP = 10_000
+
+
+class RowTable:
+    """Rows by sequence, with their keys."""
+
+    __slots__ = ("_hashes", "_lps", "_sequences")
+
+    def __init__(self, parts: list[tuple[Sequences, FrameKeys]]) -> None:
+        self._sequences: Sequences = np.concatenate([np.empty(0, np.int64), *(each for each, _ in parts)])
+        self._lps = np.concatenate([np.empty(0, np.uint16), *(keys.lps for _, keys in parts)])
+        self._hashes = np.concatenate(
+            [
+                np.empty(0, np.uint64),
+                *(np.full(len(keys.lps), NO_KEY_HASH) if keys.hashes is None else keys.hashes for _, keys in parts),
+            ]
+        )
+
+    def place(self, sequence: int) -> tuple[int, int] | None:
+        """The logical partition and the key's hash of a row; None: it does not read back."""
+        at = int(np.searchsorted(self._sequences, sequence))
+        if at >= len(self._sequences) or self._sequences[at] != sequence:
+            return None
+        return int(self._lps[at]), int(self._hashes[at])
+
+    def of(self, strand: Strand, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
+        """A strand's rows in [start, end); None: it has none there."""
+        low, high = np.searchsorted(self._sequences, (start, end)).tolist()
+        lps, hashes = self._lps[low:high], self._hashes[low:high]
+        chosen = strand.chooses(lps, hashes)
+        if not chosen.any():
+            return None
+        return self._sequences[low:high][chosen], FrameKeys(lps[chosen], hashes[chosen])
+
+
+class Chooser:
+    """Which rows belong to any of some strands."""
+
+    __slots__ = ("_keys", "_lps", "_without", "all")
+
+    def __init__(self, strands: list[Strand]) -> None:
+        wide = [strand for strand in strands if strand.key is None]
+        self._lps: LpSet = wide[0].lps if wide else np.zeros(LOGICAL_PARTITIONS, bool)
+        without = wide[0].without if wide else set[int]()
+        for strand in wide[1:]:
+            self._lps = self._lps | strand.lps
+            without = without | strand.without
+        keys = {strand.key for strand in strands if strand.key is not None}
+        self._without = np.fromiter(without - keys, np.uint64, len(without - keys))
+        #: Keys whose logical partitions are not among them.
+        alone = [key for key in keys if not self._lps[key % LOGICAL_PARTITIONS]]
+        self._keys = np.array(alone, np.uint64)
+        #: Every row does.
+        self.all = not len(self._without) and bool(self._lps.all())
+
+    def __call__(self, keys: FrameKeys) -> npt.NDArray[np.bool_]:
+        chosen: npt.NDArray[np.bool_] = self._lps[keys.lps]
+        if keys.hashes is not None:
+            if len(self._without):
+                chosen &= ~np.isin(keys.hashes, self._without)
+            if len(self._keys):
+                chosen |= np.isin(keys.hashes, self._keys)
+        return chosen
+
+
 class StrandRows(Group):
     """An ordered group as far as its rows are concerned."""
 
-    __slots__ = ("strands",)
+    __slots__ = ("_exact", "strands")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
@@ -94,6 +161,9 @@ class StrandRows(Group):
                 action, self, strand, start, end, attempt, value
             ),
         )
+
+        #: Rows in somebody's hands that are known one by one: their logical partition and key.
+        self._exact: dict[int, tuple[int, int | None]] = {}
 
     @property
     def logs_pulls(self) -> bool:
@@ -108,27 +178,22 @@ class StrandRows(Group):
     def _parent(self, strand: Strand) -> Strand:
         return self.strands.by_lp[int(np.flatnonzero(strand.lps)[0])]
 
-    def _cut(self, frame: FrameView, strands: list[Strand], first: int, last: int, taking: Taking) -> Piece | None:
+    def _cut(self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: Taking) -> Piece | None:
         """The rows of the strands in [first, last) of a frame, as far as there is room; None: there is none."""
         delivery = taking.delivery
         sequences = frame.sequences()
         low, high = np.searchsorted(sequences, [first, last]).tolist()
         taking.looked += high - low
-        if strands[0].whole:
-            low, high = low, min(high, low + taking.room)
-            rows = np.arange(low, high)
+        if chooser.all:
+            rows = np.arange(low, min(high, low + taking.room))
         else:
-            keys = self.partition.keys.of(frame)
-            chosen = strands[0].chooses(keys.lps, keys.hashes)
-            for strand in strands[1:]:
-                chosen |= strand.chooses(keys.lps, keys.hashes)
-            rows = low + np.flatnonzero(chosen[low:high])
+            rows = low + np.flatnonzero(chooser(self.partition.keys.of(frame))[low:high])
             rows = rows[: taking.room]
         if not len(rows):
             return Piece(first, first, last, 0, 0, [])
         end = last if len(rows) < taking.room else int(sequences[rows[-1]]) + 1
         try:
-            parts, size = _select(frame, rows)
+            parts, size = select(frame, rows)
         except FrameError:
             # Its rows cannot be told apart any more.
             return Piece(first, first, last, 0, 0, [])
@@ -153,30 +218,77 @@ class StrandRows(Group):
 
     def _rows(self, journal: Journal, strand: Strand, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
         """The sequences of a strand's rows in [start, end), with their keys."""
-        for first, last, frame in self._walk(journal, start, end, again=True):
-            if frame is None:
-                continue
-            keys = self.partition.keys.of(frame)
-            sequences = frame.sequences()
-            chosen = strand.chooses(keys.lps, keys.hashes) & (sequences >= first) & (sequences < last)
+        for sequences, keys in self._all_rows(journal, start, end):
+            chosen = strand.chooses(keys.lps, keys.hashes)
             if chosen.any():
                 hashes = None if keys.hashes is None else keys.hashes[chosen]
                 yield sequences[chosen], FrameKeys(keys.lps[chosen], hashes)
 
-    def _in_hands(self, journal: Journal, strands: list[Strand]) -> dict[int, dict[int, Ranges]]:
-        """The rows that are in their owner's hands, one by one: for each logical partition, by tag."""
+    def _all_rows(self, journal: Journal, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
+        kept_until = min(end, self.partition.start)
+        if start < kept_until:
+            for first, last, frame in self._walk(journal, start, kept_until, again=True):
+                if frame is not None:
+                    keys, sequences = self.partition.keys.of(frame), frame.sequences()
+                    low, high = np.searchsorted(sequences, [first, last]).tolist()
+                    hashes = None if keys.hashes is None else keys.hashes[low:high]
+                    yield sequences[low:high], FrameKeys(keys.lps[low:high], hashes)
+        for first, last, keys in self.partition.keys_in(journal.message_log, max(start, kept_until), end):
+            yield np.arange(first, last), keys
+
+    def _table(self, journal: Journal, ranges: list[tuple[int, int]]) -> RowTable:
+        """All rows that lie within ranges, whoever's they are."""
+        ranges = [piece for piece in ranges if piece[0] < piece[1]]
+        spans: list[tuple[int, int]] = []
+        for start, end in sorted(ranges):
+            if spans and start <= spans[-1][1] + TABLE_GAP:
+                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+            else:
+                spans.append((start, end))
+        return RowTable([found for start, end in spans for found in self._all_rows(journal, start, end)])
+
+    def _know(self, journal: Journal, strands: list[Strand]) -> dict[int, dict[int, Ranges]]:
+        """The rows of strands in their owner's hands, one by one: for each logical partition, by tag."""
         found: dict[int, dict[int, Ranges]] = {}
         for strand in strands:
             for tag, held in strand.held.items():
                 for start, end, attempt in held:
                     for sequences, keys in self._rows(journal, strand, start, end):
-                        for lp, sequence in zip(keys.lps.tolist(), sequences.tolist(), strict=True):
+                        hashes = repeat(None) if keys.hashes is None else keys.hashes.tolist()
+                        for sequence, lp, key in zip(sequences.tolist(), keys.lps.tolist(), hashes, strict=False):
                             rows = found.setdefault(lp, {}).setdefault(tag, Ranges())
                             rows.add(sequence, sequence + 1, attempt)
+                            self._exact[sequence] = (lp, key)
         return found
 
+    def _reached(self, owner: int, holding: list[Strand], tag: int, start: int, end: int) -> list[tuple[Strand, Range]]:
+        """What of [start, end) an owner was handed under a tag, and the strands it is of."""
+        found = [
+            (strand, piece)
+            for strand in holding
+            if tag not in strand.exact
+            for piece in strand.in_hands(tag, start, end)
+        ]
+        if self._exact:
+            few = end - start <= len(self._exact)
+            known = range(start, end) if few else sorted(each for each in self._exact if start <= each < end)
+            for sequence in known:
+                place = self._exact.get(sequence)
+                if place is not None:
+                    strand = self.strands.for_row(*place)
+                    if strand.owner == owner and tag in strand.exact:
+                        found += [(strand, piece) for piece in strand.in_hands(tag, sequence, sequence + 1)]
+        return found
 
-def _select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer], int]:
+    def _tidy_exact(self) -> None:
+        """Forget rows that are in nobody's hands any more."""
+        if self._exact:
+            self._exact = {
+                sequence: place for sequence, place in self._exact.items() if self.strands.for_row(*place).held
+            }
+
+
+def select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer], int]:
     """Rows of a frame, ascending, as a frame of its own."""
     first, last = int(rows[0]), int(rows[-1]) + 1
     if last - first == len(rows):

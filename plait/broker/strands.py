@@ -6,6 +6,7 @@ Splitting and joining are events, as later ones name strands by number.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -90,30 +91,32 @@ class Strands:
         self._tell(Action.HOLD, strand.id, lp, part.id, _signed(key), 0)
         return part
 
-    def join(self, strand: Strand, other: Strand) -> None:
-        """``other`` has come as far as ``strand`` and becomes a part of it."""
-        self._join(strand, other)
-        # What was handed out was not told, nor where one had no rows: so it is told where both are now.
-        self._tell(Action.JOIN, strand.id, other.id, strand.next, 0, 0)
+    def join(self, strand: Strand, others: list[Strand]) -> None:
+        """``others`` have come as far as ``strand`` and become parts of it."""
+        self._join(strand, others)
+        # What was handed out was not told, nor where one had no rows: so it is told where all are now.
+        for other in others:
+            self._tell(Action.JOIN, strand.id, other.id, strand.next, 0, 0)
         for piece in [*strand.returned, *strand.all_held()]:
             self._tell(Action.RETURN, strand.id, piece.start, piece.end, 0, piece.attempt)
 
     def join_alike(self, strands: Iterable[Strand]) -> None:
         """Make one of those that have come equally far."""
-        firsts: dict[tuple[int, int], list[Strand]] = {}
+        alike: dict[Any, list[Strand]] = {}
+        keys: list[Strand] = []
         for strand in strands:
             if strand.key is not None:
-                parent = self.by_lp[int(np.flatnonzero(strand.lps)[0])]
-                if strand.alike(parent):
-                    self.join(parent, strand)
-                continue
-            known = firsts.setdefault((strand.next, strand.owner), [])
-            for each in known:
-                if strand.alike(each):
-                    self.join(each, strand)
-                    break
-            else:
-                known.append(strand)
+                keys.append(strand)
+            elif (standing := strand.standing) is not None:
+                alike.setdefault(standing, []).append(strand)
+        for first, *others in alike.values():
+            if others:
+                self.join(first, others)
+        for strand in keys:
+            parent = self.by_lp[int(np.flatnonzero(strand.lps)[0])]
+            # What came back of a key that failed goes out before the rest of it.
+            if not strand.returned and strand.standing is not None and strand.standing == parent.standing:
+                self.join(parent, [strand])
 
     def _add(self, part: Strand) -> None:
         self._all[part.id] = part
@@ -124,14 +127,15 @@ class Strands:
         for lp in np.flatnonzero(part.lps).tolist():
             self.by_lp[lp] = part
 
-    def _join(self, strand: Strand, other: Strand) -> None:
-        strand.join(other)
-        del self._all[other.id]
-        if other.key is not None:
-            del self.by_key[other.key]
-            return
-        for lp in np.flatnonzero(other.lps).tolist():
-            self.by_lp[lp] = strand
+    def _join(self, strand: Strand, others: list[Strand]) -> None:
+        strand.join(others)
+        for other in others:
+            del self._all[other.id]
+            if other.key is not None:
+                del self.by_key[other.key]
+                continue
+            for lp in np.flatnonzero(other.lps).tolist():
+                self.by_lp[lp] = strand
 
     # --- replay, checkpoints --------------------------------------------------------------------
 
@@ -159,7 +163,7 @@ class Strands:
         elif action == Action.JOIN:
             other = self._all.get(start)
             if other is not None:
-                self._join(strand, other)
+                self._join(strand, [other])
             strand.next = end
             strand.returned.clear()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 from plait.broker.broker import Broker
 from plait.broker.group import Group
@@ -33,6 +34,8 @@ class ConsumerView(msgspec.Struct, frozen=True):
     client: str
     online: bool
     held: int
+    #: Logical partitions that an ordered one may handle here.
+    locks: int = 0
 
 
 class GroupView(msgspec.Struct, frozen=True):
@@ -134,7 +137,12 @@ def _ordered_view(group: OrderedGroup) -> GroupView:
         group.redelivered_count,
         group.lost_count,
         sum(consumer.connected for consumer in group.consumers.values()),
-        [ConsumerView(c.client, c.connected, round(hands.get(c.id, 0.0))) for c in group.consumers.values()],
+        [
+            ConsumerView(
+                c.client, c.connected, round(hands.get(c.id, 0.0)), int(np.count_nonzero(group.locks.owner == c.id))
+            )
+            for c in group.consumers.values()
+        ],
         group.pull_log.dead.count,
         True,
         len(group.strands.by_key),

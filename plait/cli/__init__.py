@@ -1,4 +1,4 @@
-"""The command line: ``plait serve | send | tail | subject | group | dlq | schedule | bench | doctor``.
+"""The command line: ``plait serve | meta | broker | send | tail | subject | group | dlq | schedule | cluster | …``.
 
 Commands import what they need when they run, so that ``plait --help`` answers at once. What goes wrong on purpose ends
 in one line on standard error and the error's stable exit code (docs/errors.md).

@@ -1,4 +1,4 @@
-"""``plait group``: how far each group is, and moving it."""
+"""``plait group``: how far each group is, moving it, and its parked keys."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
+from msgspec import to_builtins
 
 from plait.cli.loop import with_client
 from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server
 from plait.cli.output import print_facts, print_json, print_table
+from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
     from plait.client.admin import GroupInfo
+    from plait.client.client import Client
+    from plait.client.cluster import AllocationInfo
 
-app = App(name="group", help="List, describe and reset consumer groups.")
+app = App(name="group", help="List, describe and reset consumer groups; their parked keys.")
+app.command("plait.cli.parked:parked", name="parked", help="List the keys that wait for a decision.")
+app.command("plait.cli.parked:resume", name="resume", help="Go on with parked keys, with the messages that failed.")
+app.command("plait.cli.parked:skip", name="skip", help="Go on with parked keys behind the messages that failed.")
 
 Subject = Annotated[str, Parameter(help="The subject the group consumes.")]
 Group = Annotated[str, Parameter(help="The group's name.")]
@@ -48,15 +55,20 @@ def describe(
     output: Output = "table",
 ) -> None:
     """Describe a group and its consumers; over several partitions, or in one of them."""
-    found = with_client(server, lambda client: client.admin.group(subject, group, partition=partition))
+
+    async def work(client: Client) -> tuple[GroupInfo, AllocationInfo | None]:
+        info = await client.admin.group(subject, group, partition=partition)
+        return info, await client.admin.allocation(subject, group) if info.ordered else None
+
+    found, allocation = with_client(server, work)
     if output == "json":
-        print_json(found)
+        print_json({**to_builtins(found), "allocation": allocation} if allocation is not None else found)
         return
     print_facts(
         [
             ("subject", found.subject),
             ("group", found.group),
-            ("kind", "broadcast" if found.broadcast else "shared"),
+            ("kind", kind_of(found)),
             ("delivery", found.delivery.replace("_", " ")),
             ("retry", f"failed messages wait {found.retry}"),
             ("lag", f"{found.lag:,} not done yet"),
@@ -67,11 +79,43 @@ def describe(
             ("dead", f"{found.dead:,} failed for good (plait dlq)"),
             ("redelivered", f"{found.redelivered:,} so far"),
             ("lost", f"{found.lost:,} taken by retention or damage before they were done"),
+            *_facts_of_keys(found),
         ]
     )
-    if found.consumers:
+    if allocation is not None:
+        _print_shares(found, allocation)
+    elif found.consumers:
         rows = ((c.client, "yes" if c.online else "no", f"{c.held:,}") for c in found.consumers)
         print_table(("consumer", "online", "unacked"), rows, right=("unacked",))
+
+
+def _facts_of_keys(group: GroupInfo) -> list[tuple[str, str]]:
+    if not group.ordered:
+        return []
+    return [
+        ("holding", f"{group.holding:,} keys failed and hold their place"),
+        ("parked", f"{group.parked:,} of them wait for a decision (plait group parked)"),
+    ]
+
+
+def _print_shares(group: GroupInfo, allocation: AllocationInfo) -> None:
+    """Who is to handle what, and what of it each has."""
+    consumers = {consumer.client: consumer for consumer in group.consumers}
+    shares = {member.client: member.count for member in allocation.members}
+    rows = []
+    for client in sorted(consumers.keys() | shares.keys()):
+        known = consumers.get(client)
+        rows.append(
+            (
+                client,
+                "yes" if known is not None and known.online else "no",
+                f"{shares.get(client, 0)} of {LOGICAL_PARTITIONS}",
+                "0" if known is None else str(known.locks),
+                "0" if known is None else f"{known.held:,}",
+            )
+        )
+    columns = ("consumer", "online", "share", "locks", "unacked")
+    print_table(columns, rows, right=columns[2:])
 
 
 @app.command
@@ -99,6 +143,11 @@ def reset(
         print_facts([("subject", subject), ("group", group), ("next", str(sequence))])
 
 
+def kind_of(group: GroupInfo) -> str:
+    """How the group's messages are given to its members."""
+    return "broadcast" if group.broadcast else "ordered" if group.ordered else "shared"
+
+
 def print_groups(groups: Iterable[GroupInfo]) -> None:
     """A line a group."""
     columns = (
@@ -110,6 +159,7 @@ def print_groups(groups: Iterable[GroupInfo]) -> None:
         "returned",
         "waiting",
         "dead",
+        "parked",
         "redelivered",
         "lost",
         "online",
@@ -118,12 +168,13 @@ def print_groups(groups: Iterable[GroupInfo]) -> None:
         (
             g.subject,
             g.group,
-            "broadcast" if g.broadcast else "shared",
+            kind_of(g),
             f"{g.lag:,}",
             f"{g.unacked:,}",
             f"{g.returned:,}",
             f"{g.waiting:,}",
             f"{g.dead:,}",
+            f"{g.parked:,}",
             f"{g.redelivered:,}",
             f"{g.lost:,}",
             str(g.online),

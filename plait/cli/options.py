@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from cyclopts import Parameter
 
 from plait.errors import InvalidArgument
-from plait.limits import GIB, KIB, MIB
+from plait.limits import GIB, KIB, LEASE_SECONDS_MAX, LEASE_SECONDS_MIN, MIB
 
 Server = Annotated[str, Parameter(env_var="PLAIT_SERVER", help="The node to talk to: plait://host:port.")]
 Output = Annotated[Literal["table", "json"], Parameter(name=("--output", "-o"), help="For people or for programs.")]
@@ -17,6 +17,10 @@ Partition = Annotated[
     str | None, Parameter(help="The partition that is meant, as name@group; where the subject has several.")
 ]
 Yes = Annotated[bool, Parameter(name=("--yes", "-y"), help="Do not ask.", show_default=False)]
+
+Lease = Annotated[
+    str, Parameter(help="How long an ordered consumer has its locks after a word from it; the same on all servers.")
+]
 
 DEFAULT_SERVER = "plait://127.0.0.1:7450"
 
@@ -44,6 +48,17 @@ def duration_of(text: str) -> float:
         return seconds_of(float(text))
     except ValueError:
         return seconds_of(text)
+
+
+def lease_of(text: str) -> float:
+    """Seconds of a lease in words."""
+    seconds = duration_of(text)
+    if not LEASE_SECONDS_MIN <= seconds <= LEASE_SECONDS_MAX:
+        raise InvalidArgument(
+            f"--lease {text} is not possible: use {LEASE_SECONDS_MIN:g} s (heartbeats come every second) "
+            f"to {LEASE_SECONDS_MAX:g} s"
+        )
+    return seconds
 
 
 def delay_of(text: str) -> Any:

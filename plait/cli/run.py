@@ -20,7 +20,7 @@ EXIT_PIPE_CLOSED = 141
 
 app = App(
     name="plait",
-    help="A durable message queue: one process, one data directory.",
+    help="A durable message queue: one process and one data directory, or a cluster of them.",
     version=VERSION,
     result_action="return_value",
     exit_on_error=False,
@@ -28,12 +28,15 @@ app = App(
     default_parameter=Parameter(negative=()),
 )
 app.command("plait.cli.serve:serve", name="serve", help="Run a node on a data directory.")
+app.command("plait.cli.meta:meta", name="meta", help="Run a meta server of a cluster.")
+app.command("plait.cli.broker:broker", name="broker", help="Run a broker of a cluster.")
 app.command("plait.cli.send:send", name="send", help="Send one message, or a line each from standard input.")
 app.command("plait.cli.tail:tail", name="tail", help="Print messages as they come.")
-app.command("plait.cli.subject:app", name="subject", help="List, describe, create and delete subjects.")
-app.command("plait.cli.group:app", name="group", help="List, describe and reset consumer groups.")
+app.command("plait.cli.subject:app", name="subject", help="List, describe, create, expand and delete subjects.")
+app.command("plait.cli.group:app", name="group", help="List, describe and reset consumer groups; their parked keys.")
 app.command("plait.cli.dlq:app", name="dlq", help="List, show, resend and purge dead letters.")
 app.command("plait.cli.schedule:app", name="schedule", help="List, count, cancel and move delayed messages.")
+app.command("plait.cli.cluster:app", name="cluster", help="List the brokers of a cluster and set their states.")
 app.command("plait.cli.bench:bench", name="bench", help="Measure throughput and latency in a few seconds.")
 app.command("plait.cli.doctor:doctor", name="doctor", help="Check a data directory and say what is damaged.")
 

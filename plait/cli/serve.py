@@ -27,7 +27,7 @@ from plait.broker.recover import RecoveryReport
 from plait.cli.files import fit, raise_limit, segment_count
 from plait.cli.loop import run_loop
 from plait.cli.memory import keep_buffers
-from plait.cli.options import duration_of, size_of
+from plait.cli.options import Lease, duration_of, lease_of, size_of
 from plait.cli.output import words_of_size
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
 from plait.limits import ServerLimits
@@ -72,6 +72,7 @@ def serve(
     dead_retention: Annotated[
         str, Parameter(help="How long dead letters are kept; 'forever' keeps them until they are purged.")
     ] = "30d",
+    lease: Lease = "10s",
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
     ] = True,
@@ -89,7 +90,7 @@ def serve(
         retention_seconds=None if retention == "forever" else duration_of(retention),
         dead_seconds=None if dead_retention == "forever" else duration_of(dead_retention),
         auto_create=auto_create,
-        limits=fit(ServerLimits(), raise_limit(), segment_count(data)),
+        limits=fit(ServerLimits(lease_seconds=lease_of(lease)), raise_limit(), segment_count(data)),
     )
     keep_buffers()
     return run_loop(_serve(data, host, port, http, config))
@@ -211,7 +212,7 @@ def _subjects(server: Server) -> int:
 def _tell_limits(limits: ServerLimits) -> None:
     """That less is served than wanted, and what to do about it."""
     wanted = ServerLimits()
-    if limits != wanted:
+    if (limits.connections, limits.open_maps) != (wanted.connections, wanted.open_maps):
         log.warning(
             "too few files may be open: %d connections are served instead of %d, %d consume logs kept open instead of "
             "%d; raise the hard limit (ulimit -Hn, LimitNOFILE= of systemd) and start again",

@@ -1,9 +1,11 @@
-"""``plait subject``: what there is, and what is kept of it."""
+"""``plait subject``: what there is, what is kept of it, and over which partitions it is spread."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from typing import TYPE_CHECKING, Annotated
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import App, Parameter
 
@@ -17,12 +19,18 @@ from plait.cli.output import (
     words_of_size,
     words_of_time,
 )
-from plait.errors import InvalidArgument
+from plait.errors import InvalidArgument, Timeout
+from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
     from plait.client.admin import SubjectInfo
+    from plait.client.client import Client
+    from plait.client.cluster import RouteInfo
 
-app = App(name="subject", help="List, describe, create and delete subjects.")
+app = App(name="subject", help="List, describe, create, expand and delete subjects.")
+
+#: How often ``expand --wait`` looks.
+LOOK_SECONDS = 0.25
 
 Name = Annotated[str, Parameter(help="The subject's name.")]
 
@@ -84,6 +92,16 @@ def create(
     retention_size: Annotated[
         str | None, Parameter(help="How much of the newest is kept at least, as in 10GiB.")
     ] = None,
+    order: Annotated[
+        Literal["best_tried", "strict"],
+        Parameter(help="What a failed message does: its key goes on, or waits for it."),
+    ] = "best_tried",
+    partitions: Annotated[
+        int | None, Parameter(help="How many; one on each of two broker groups, or of --group, if it is not said.")
+    ] = None,
+    group: Annotated[
+        list[str] | None, Parameter(help="A broker group for them; again for more. Any, if none is named.")
+    ] = None,
     server: Server = DEFAULT_SERVER,
     output: Output = "table",
 ) -> None:
@@ -91,12 +109,86 @@ def create(
     size = None if retention_size is None else size_of(retention_size)
     seconds = None if retention is None else duration_of(retention)
     created = with_client(
-        server, lambda client: client.admin.create_subject(subject, retention=seconds, retention_bytes=size)
+        server,
+        lambda client: client.admin.create_subject(
+            subject, retention=seconds, retention_bytes=size, order=order, partitions=partitions, groups=group
+        ),
     )
     if output == "json":
         print_json(created)
     else:
         _print_subject(created)
+
+
+@app.command
+def expand(
+    subject: Name,
+    /,
+    *,
+    partitions: Annotated[
+        str,
+        Parameter(
+            help="How many are to take its messages, more or fewer than now; or which, as name@group,name@group."
+        ),
+    ],
+    wait: Annotated[bool, Parameter(help="Until all has moved.", show_default=False)] = False,
+    timeout: Annotated[str, Parameter(help="How long --wait waits.")] = "60s",
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Spread a subject over other partitions; its messages and the order of its keys are kept."""
+    wanted = int(partitions) if partitions.lstrip("-").isdecimal() else [name.strip() for name in partitions.split(",")]
+    seconds = duration_of(timeout)
+
+    async def work(client: Client) -> RouteInfo:
+        route = await client.admin.expand_subject(subject, wanted)
+        return await _reached(client, route, seconds) if wait else route
+
+    _print_route(with_client(server, work), output)
+
+
+async def _reached(client: Client, route: RouteInfo, seconds: float) -> RouteInfo:
+    """The route once nothing is left to move, with progress until then."""
+    from plait.cli.progress import Steps
+
+    until = time.monotonic() + seconds
+    first = route.moving
+    with Steps() as steps:
+        steps.step("moving", first, "logical partitions")
+        while not route.reached:
+            if time.monotonic() >= until:
+                raise Timeout(
+                    f"{route.moving} of {LOGICAL_PARTITIONS} logical partitions of {route.subject!r} have not moved "
+                    f"within {seconds:g} s (--timeout); it goes on: see 'plait subject route {route.subject}'"
+                )
+            steps.update(max(first - route.moving, 0))
+            await asyncio.sleep(LOOK_SECONDS)
+            route = await client.admin.route(route.subject)
+    return route
+
+
+@app.command
+def route(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+    """Show which partitions take a subject's messages, and which have older ones."""
+    _print_route(with_client(server, lambda client: client.admin.route(subject)), output)
+
+
+def _print_route(route: RouteInfo, output: str) -> None:
+    if output == "json":
+        print_json(route)
+        return
+    still = f"{route.moving} of {LOGICAL_PARTITIONS} logical partitions are still to move"
+    print_facts(
+        [
+            ("subject", route.subject),
+            ("order", route.order),
+            ("version", str(route.version)),
+            ("target", "reached" if route.reached else still),
+        ]
+    )
+    columns = ("partition", "state", "takes", "wanted", "draining")
+    rows = ((p.partition, p.state, str(p.takes), str(p.wanted), str(p.draining)) for p in route.partitions)
+    print_table(columns, rows, right=columns[2:])
 
 
 @app.command

@@ -38,6 +38,8 @@ class ConsumerInfo(msgspec.Struct, frozen=True):
     client: str
     online: bool
     held: int
+    #: Locks of an ordered one: logical partitions that it may handle, over all partitions of the subject.
+    locks: int = 0
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -195,7 +197,10 @@ def _merged_group(parts: list[GroupInfo]) -> GroupInfo:
     for consumer in (consumer for part in parts for consumer in part.consumers):
         known = consumers.get(consumer.client, ConsumerInfo(consumer.client, False, 0))
         consumers[consumer.client] = ConsumerInfo(
-            consumer.client, known.online or consumer.online, known.held + consumer.held
+            consumer.client,
+            known.online or consumer.online,
+            known.held + consumer.held,
+            known.locks + consumer.locks,
         )
     return msgspec.structs.replace(
         parts[0],

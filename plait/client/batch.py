@@ -64,6 +64,10 @@ class Batch(Sequence[Message]):
         self._nack_soon(rejected_of(reason))
         await flush_pieces(self._pieces)
 
+    def _may_begin(self) -> bool:
+        """All of it is still the user's to handle."""
+        return all(delivered.may_begin(slice(start, stop)) for delivered, start, stop in self._pieces)
+
     def _ack_soon(self) -> None:
         ack_pieces(self._pieces)
 

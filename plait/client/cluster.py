@@ -131,7 +131,11 @@ class ClusterAdmin(Calls):
         return found
 
     async def set_broker_state(self, group: str, state: State) -> None:
-        """What a broker group is to allow: "RW", "R" (no new messages), "W" (no consuming) or "NRW"."""
+        """Use a broker group less: with "R", "W" or "NRW" new partitions go to others; "RW" is as usual.
+
+        With "R" and "NRW" clients also send elsewhere what may go elsewhere, once they have looked at their routes.
+        What is stored there is consumed all the same.
+        """
         if state not in STATES:
             raise InvalidArgument(f"state {state!r} is not known; use {', '.join(STATES)}")
         await self._run("broker.state", None, group=group, state=state)

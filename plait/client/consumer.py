@@ -315,7 +315,7 @@ class Consumer:
                 longest = self._gathering(available)
                 if longest is not None:
                     remaining = min(remaining, longest)
-                if remaining <= 0 or not await self._arrival(remaining):
+                if remaining <= 0 or self._handed_over or not await self._arrival(remaining):
                     break
         finally:
             self._demand = 0

@@ -178,6 +178,10 @@ class Delivered:
         """The epoch that a row's handling stands under."""
         return self.epoch
 
+    def may_begin(self, rows: int | slice) -> bool:
+        """They are still the user's to handle."""
+        return True
+
     # --- settling -------------------------------------------------------------------------------
 
     def ack_row(self, row: int) -> Acknowledgement:

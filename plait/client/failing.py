@@ -1,4 +1,4 @@
-"""Keys of a strict group whose messages failed: what stands behind a failed row comes again after it."""
+"""Keys whose messages failed in a strict group, or were given back: what stands behind such a row comes after it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.client.ordered_delivered import OrderedDelivered, RowMask, rows_of
-from plait.client.words import EpochRange, Nacks
+from plait.client.words import UNBEGUN, EpochRange, Nacks
 from plait.frame.lp import Hashes
 
 #: A frame, and the runs of its rows that were acked and that failed.
@@ -50,12 +50,13 @@ class Failing:
         self._keys, self._sequences = np.delete(self._keys, again), np.delete(self._sequences, again)
 
 
-def failing_in(said: Iterable[Said]) -> Failing | None:
-    """What failed of rows with keys; None: nothing did."""
+def failing_in(said: Iterable[Said], *, strict: bool) -> Failing | None:
+    """What rows with keys hold their keys: in a strict group all that failed, in others what is given back."""
     keys, sequences = [], []
     for frame, _, nacks in said:
-        if frame.keys is not None and frame.keyed is not None and nacks:
-            rows = np.concatenate([rows_of(runs) for runs in nacks.values()])
+        holding = [rows_of(runs) for failed, runs in nacks.items() if strict or failed == UNBEGUN]
+        if frame.keys is not None and frame.keyed is not None and holding:
+            rows = np.concatenate(holding)
             rows = rows[frame.keyed[rows]]
             keys.append(frame.keys[rows])
             sequences.append(frame.sequences[rows])

@@ -7,7 +7,6 @@ frame leaves, as one frame of many rows costs less than many of one.
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from plait import chance
 from plait.client.delayed_queue import DelayedQueue
 from plait.client.encoding import encode_key
 from plait.client.queue import PartitionQueue
@@ -100,8 +100,10 @@ class Fan(Generic[Queue]):
             self._look()
         if but is not None:
             others = [queue for queue in self._well if queue is not but]
-            return random.choice(others or [queue for queue in self.queues if queue is not but])
-        return self._well[bisect_right(self._weights, random.random() * self._weights[-1])]
+            others = others or [queue for queue in self.queues if queue is not but]
+            return others[min(int(chance.uniform(0, len(others))), len(others) - 1)]
+        last = len(self._well) - 1
+        return self._well[min(bisect_right(self._weights, chance.uniform(0, self._weights[-1])), last)]
 
     def _look(self) -> None:
         """Who is well: connected, taking sends, and not slow or failing of late. Never nobody."""

@@ -27,6 +27,10 @@ class HandedOver:
         self._lock = threading.Lock()
         self._stopped = False
 
+    def __bool__(self) -> bool:
+        """There is something that nobody has taken."""
+        return bool(self._pieces)
+
     def add(self, pieces: Iterable[Piece]) -> None:
         """For whoever asks next."""
         with self._lock:

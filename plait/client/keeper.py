@@ -23,6 +23,9 @@ from plait.wire import messages as m
 #: How long the end of a client waits for the thread.
 STOP_SECONDS = 2.0
 
+#: Sockets are closed a few turns of the loop after they were told to.
+CLOSING_TURNS = 10
+
 #: The keepers of parent processes: never touched, not even by the garbage collector.
 _inherited: list[Keeper] = []
 
@@ -111,7 +114,10 @@ class Keeper:
         if self._background is None:
             self._background = self._new_background()
             self._background.start(self._run())
-        elif self._loop is not None and self._news is not None:
+
+    def look(self) -> None:
+        """There is a lease that was not there before."""
+        if self._background is not None and self._loop is not None and self._news is not None:
             self._loop.call_soon_threadsafe(self._news.set)
 
     def remove(self, holder: Holder) -> None:
@@ -143,6 +149,8 @@ class Keeper:
         finally:
             for node in self._nodes.values():
                 await node.close()
+            for _ in range(CLOSING_TURNS):
+                await asyncio.sleep(0)
 
     async def _renew_all(self) -> float:
         """Renew what is to be renewed; when to do so again."""

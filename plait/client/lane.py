@@ -476,7 +476,8 @@ class Lane:
 
     def _timeout(self) -> Timeout:
         node = self.node or self.producer.router.meta
-        detail = f": {node.last_error}" if node.last_error and node.link is None else ""
+        trouble = self.outlet.trouble or (node.last_error if node.link is None else None)
+        detail = f": {trouble}" if trouble else ""
         limit = self.producer.limits.send_seconds
         return Timeout(f"no answer for a send to {self.subject!r} within {limit:g} s{detail}")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from plait.client.router import Router
-from plait.errors import PlaitError, Unavailable
+from plait.errors import InternalError, PlaitError, SubjectNotFound, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 
@@ -121,14 +121,14 @@ class _Beats:
         try:
             await self._known()
         except BaseException:
-            del self.members[key]
+            self.members.pop(key, None)
             raise
 
     async def leave(self, member: Member) -> None:
-        if self.members.pop((member.subject, member.group_name), None) is None:
-            return
+        known = self.members.pop((member.subject, member.group_name), None)
         try:
-            await self._known()
+            if known is not None:
+                await self._known()
         finally:
             if not self.members and self._task is not None:
                 self._task.cancel()
@@ -158,9 +158,13 @@ class _Beats:
             try:
                 answer = await self._beat()
             except PlaitError as error:
-                if not error.retryable:
-                    self._refused(error, changes)
-                    return
+                if isinstance(error, SubjectNotFound):
+                    await self._make_anew()
+                elif not error.retryable and not isinstance(error, InternalError):
+                    self._refused(error)
+                    if not self.members:
+                        return
+                    continue
                 log.info("no answer to the heartbeat of %s: %s", self._client, error)
                 await self._rest(pause)
                 pause = min(2 * pause, self._limits.reconnect_max_seconds)
@@ -212,6 +216,7 @@ class _Beats:
             member = self.members.get((subject, group))
             if member is not None and not member.overdue():
                 member.allocated(strategy, grants)
+        self._router.learn(answer.metas)
         for subject, version in answer.routes.items():
             known = self._router.known(subject)
             if known is not None and known.version < version:
@@ -227,10 +232,19 @@ class _Beats:
         self._refreshing.add(task)
         task.add_done_callback(self._refreshing.discard)
 
-    def _refused(self, error: PlaitError, changes: int) -> None:
-        self._tell(changes, error)
-        for member in list(self.members.values()):
-            member.give_up(error)
+    async def _make_anew(self) -> None:
+        """A subject was deleted; who consumes it makes it anew."""
+        for subject in {subject for subject, _ in self.members}:
+            with contextlib.suppress(PlaitError):
+                await self._router.refresh(subject)
+
+    def _refused(self, error: PlaitError) -> None:
+        """Those that the error is about, or all, cannot be members."""
+        about = (error.details.get("subject"), error.details.get("group"))
+        for key in [key for key in self.members if about in (key, (None, None))]:
+            self.members.pop(key).give_up(error)
+        if not self.members:
+            self._tell(self._changes, error)
 
     def _tell(self, changes: int, error: PlaitError | None) -> None:
         """Who waited for what was said by then."""

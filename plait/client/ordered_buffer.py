@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.buffer import ITERATION_COUNT
 from plait.client.delivered import Delivered
 from plait.client.ordered_delivered import ALONE, BATCHED, BROKEN, DONE, WAITS, OrderedDelivered, RowMask
 from plait.client.rights import Rights
@@ -39,9 +38,11 @@ class OrderedBuffer:
         #: Iteration: frames that it has not looked at (None: at none), messages that it has made, the next one last,
         #: those that wait for their key, and those whose key is free again.
         self._scan: deque[OrderedDelivered] | None = None
-        self._ready: list[Message] = []
+        self._ready: list[tuple[Message, int | None]] = []
         self._blocked: dict[int, deque[Message]] = {}
-        self._runnable: deque[Message] = deque()
+        self._runnable: deque[tuple[Message, int]] = deque()
+        #: Partitions whose lease was over when iteration came to them.
+        self._stalled: set[Rights] = set()
 
     # --- in and out -----------------------------------------------------------------------------
 
@@ -102,48 +103,60 @@ class OrderedBuffer:
 
     def next(self) -> Message | None:
         """One row as a message, which is the user's now; None: there is none."""
+        message = self._next()
+        if message is None and any(rights.valid() for rights in self._stalled):
+            # Renewed meanwhile: all of its rows are looked at again, in their order.
+            self._start_over()
+            message = self._next()
+        return message
+
+    def _next(self) -> Message | None:
         while self._runnable:
-            message = self._runnable.popleft()
+            message, key = self._runnable.popleft()
             if self._may_go(message):
-                return self._hand_alone(message)
-            key = _frame_of(message).key(message._row)
-            if key is not None and not self._is_busy(key):
+                if not self._is_busy(key):
+                    return self._hand_alone(message, key)
+                self._blocked.setdefault(key, deque()).appendleft(message)
+            elif _frame_of(message).rights not in self._stalled:
                 # It was given back; those behind it may be others.
                 self._unblock(key)
-        while (found := self._scanned()) is not None:
-            if self._may_go(found):
-                return self._hand_alone(found)
+        while self._ready or self._scan_on():
+            message, found = self._ready.pop()
+            if self._may_go(message):
+                if found is None or not self._is_busy(found):
+                    return self._hand_alone(message, found)
+                self._blocked.setdefault(found, deque()).append(message)
         return None
 
-    def _scanned(self) -> Message | None:
-        """The next row in the order of arrival that iteration has not looked at."""
-        while not self._ready:
-            if self._scan is None:
-                self._scan = deque(self._frames)
-            if not self._scan:
-                return None
+    def _scan_on(self) -> bool:
+        """Look at the next frame that iteration has not looked at; whether there is one."""
+        if self._scan is None:
+            self._scan = deque(self._frames)
+        while self._scan and not self._ready:
             delivered = self._scan.popleft()
-            if delivered.waiting:
-                waiting = np.flatnonzero(delivered.states == WAITS)
-                for start in range(0, len(waiting), ITERATION_COUNT):
-                    chosen = waiting[start : start + ITERATION_COUNT]
-                    first = int(chosen[0])
-                    messages = delivered.messages(first, int(chosen[-1]) + 1)
-                    self._ready += [messages[row - first] for row in chosen.tolist()]
-                self._ready.reverse()
-        return self._ready.pop()
+            if not delivered.waiting:
+                continue
+            waiting = np.flatnonzero(delivered.states == WAITS)
+            first, last = int(waiting[0]), int(waiting[-1]) + 1
+            pairs = zip(delivered.messages(first, last), delivered.key_list(first, last), strict=True)
+            if last - first == len(waiting):
+                self._ready = list(pairs)
+            else:
+                rows = list(pairs)
+                self._ready = [rows[row - first] for row in waiting.tolist()]
+            self._ready.reverse()
+        return bool(self._ready)
 
     def _may_go(self, message: Message) -> bool:
-        """The row can be handed out; if not, it is kept for when it can."""
-        delivered, row = _frame_of(message), message._row
-        if delivered.states[row] != WAITS or not delivered.rights.valid():
-            # A renewed lease lets iteration look at all rows again.
+        """The row waits, and its lock is ours; if not, none of its partition's go until all are looked at again."""
+        delivered = _frame_of(message)
+        rights = delivered.rights
+        if rights in self._stalled:
             return False
-        key = delivered.key(row)
-        if key is None or not self._is_busy(key):
-            return True
-        self._blocked.setdefault(key, deque()).append(message)
-        return False
+        if not rights.valid():
+            self._stalled.add(rights)
+            return False
+        return bool(delivered.states[message._row] == WAITS)
 
     def _is_busy(self, key: int) -> bool:
         if key in self._alone:
@@ -154,12 +167,10 @@ class OrderedBuffer:
         at = int(np.searchsorted(busy, np.uint64(key)))
         return at < len(busy) and int(busy[at]) == key
 
-    def _hand_alone(self, message: Message) -> Message:
-        delivered, row = _frame_of(message), message._row
-        key = delivered.key(row)
+    def _hand_alone(self, message: Message, key: int | None) -> Message:
         if key is not None:
             self._alone[key] = self._alone.get(key, 0) + 1
-        self._hand(delivered, row, ALONE)
+        self._hand(_frame_of(message), message._row, ALONE)
         return message
 
     def _hand(self, delivered: OrderedDelivered, rows: int | npt.NDArray[np.int64], how: int) -> None:
@@ -184,8 +195,10 @@ class OrderedBuffer:
     def _free(self) -> Iterator[tuple[OrderedDelivered, RowMask]]:
         """The rows of each frame that can be handed out; those of one key together."""
         busy = self._busy_keys()
+        # Once for all frames: a lease that is renewed in between must not let later rows go before earlier ones.
+        valid = {rights for rights in self._rights() if rights.valid()}
         for delivered in list(self._frames):
-            if not delivered.rights.valid():
+            if delivered.rights not in valid:
                 continue
             mask = delivered.states == WAITS
             if len(busy) and delivered.keys is not None and delivered.keyed is not None:
@@ -263,7 +276,7 @@ class OrderedBuffer:
             if not blocked:
                 del self._blocked[key]
             if _frame_of(message).states[message._row] == WAITS:
-                self._runnable.append(message)
+                self._runnable.append((message, key))
                 return True
         return False
 
@@ -331,6 +344,7 @@ class OrderedBuffer:
         self._ready = []
         self._blocked.clear()
         self._runnable.clear()
+        self._stalled.clear()
 
 
 def _frame_of(message: Message) -> OrderedDelivered:

@@ -22,6 +22,7 @@ from plait.client.membership import Membership
 from plait.client.ordered_buffer import OrderedBuffer
 from plait.client.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
 from plait.client.ordered_pull import OrderedPullClient
+from plait.client.prefetch import Prefetch
 from plait.client.pull_client import PullClient, Terms
 from plait.client.rights import LpEpochs, grants_of, no_lps, nothing_said
 from plait.client.router import Router, SubjectRoute
@@ -77,6 +78,8 @@ class OrderedConsumer(Consumer):
         self._ordered_buffer = OrderedBuffer(self._wake)
         super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, buffer=self._ordered_buffer)
         self._handed_over = HandedOver(_may_go)
+        # A stuck key costs nothing but itself.
+        self._prefetch = Prefetch(limits, spans=False)
         self._membership = membership
         self._keeper = keeper
         self._clock = clock
@@ -131,6 +134,7 @@ class OrderedConsumer(Consumer):
             drained=self._want,
             refused=lambda: self._membership.ask_again(self._member),
             may_renew=lambda: not self._overdue(),
+            leased=self._keeper.look,
         )
         holder = self._holders[client] = _Holder(self, client)
         self._keeper.add(holder)

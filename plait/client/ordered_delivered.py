@@ -94,8 +94,22 @@ class OrderedDelivered(Delivered):
             return None
         return int(self.keys[row])
 
+    def key_list(self, start: int, stop: int) -> list[int | None]:
+        """The same of rows [start, stop)."""
+        if self.keys is None or self.keyed is None:
+            return [None] * (stop - start)
+        keys: list[int | None] = self.keys[start:stop].tolist()
+        for row in np.flatnonzero(~self.keyed[start:stop]).tolist():
+            keys[row] = None
+        return keys
+
     def epoch_of(self, row: int) -> int:
         return int(self.lock_epochs[row])
+
+    def may_begin(self, rows: int | slice) -> bool:
+        """The locks under which they were handed out are ours."""
+        lps, rights = self.lps[rows], self.rights
+        return rights.valid() and bool(np.all(rights.open[lps] & (rights.epochs[lps] == self.lock_epochs[rows])))
 
     # --- settling -------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class OrderedPullClient(PullClient):
         drained: Callable[[], None],
         refused: Callable[[], None],
         may_renew: Callable[[], bool],
+        leased: Callable[[], None],
     ) -> None:
         super().__init__(feed, node, limits, terms, partition, kind, spool)
         self._buffer = buffer
@@ -63,6 +64,7 @@ class OrderedPullClient(PullClient):
         self._drained = drained
         self._refused = refused
         self._may_renew = may_renew
+        self._new_lease = leased
         #: The locks that are asked for.
         self._wanted: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -114,6 +116,8 @@ class OrderedPullClient(PullClient):
     def _give_up(self, pieces: list[Piece]) -> None:
         if pieces and not self.settling.closed:
             nack_pieces(pieces, UNBEGUN)
+            # At once, whatever is being said at present: what stands behind may come before the lock is back.
+            self.settling.gather()
 
     def ask(self) -> None:
         """Ask for the locks that are wanted, which renews the lease."""
@@ -193,6 +197,7 @@ class OrderedPullClient(PullClient):
         self.rights.attached(attached)
         self._asking = False
         self._early = []
+        self._new_lease()
         self.ask()
         self._renew_later()
 
@@ -200,6 +205,7 @@ class OrderedPullClient(PullClient):
         """The lease is over, or the broker has given us up: others have what we had not started."""
         if self._stale or not self.rights.valid():
             self._stale = False
+            self.rights.give_up(self.rights.open)
             self._drop(self._feed.take_back(self))
 
     def _unbegun(self) -> list[EpochRange]:
@@ -224,16 +230,17 @@ class OrderedPullClient(PullClient):
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
     ) -> None:
-        if self._asking and session == self._session and (self._wanted & ~self.rights.open).any():
+        if session != self._session or not self.attached:
+            return
+        news = error is None and answer.news > self.rights.news
+        if news:
+            self.ask()
+        if self._asking and (news or (self._wanted & ~self.rights.open).any()):
             # Its rows may be of locks that the answer under way tells of.
             self._early.append(lambda: self._pulled(session, count, number, answer, payload, error))
             return
         super()._pulled(session, count, number, answer, payload, error)
-        if session != self._session or not self.attached or error is not None:
-            return
         self._pending.failing = [failing for failing in self._pending.failing if not failing.over(number)]
-        if answer.news != self.rights.news and not self._asking:
-            self.ask()
 
     def _take_in(self, answer: m.Pulled, payload: memoryview, number: int) -> None:
         for frame, attempts, tag in zip(frames_in(payload), answer.ranges, answer.tags, strict=True):

@@ -11,11 +11,11 @@ What a broker definitely refused goes to another partition, unless the subject i
 from __future__ import annotations
 
 import asyncio
-import random
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from plait import chance
 from plait.client.delayed_queue import DelayedQueue
 from plait.client.fan import DelayedFan, Fan
 from plait.client.lane import Frame, Lane
@@ -55,6 +55,7 @@ class Outlet:
         "producer",
         "route",
         "subject",
+        "trouble",
     )
 
     def __init__(self, producer: Producer, subject: str, *, delayed: bool = False) -> None:
@@ -68,6 +69,8 @@ class Outlet:
         self._wanted = 0
         #: How often that was in vain since something was stored.
         self.astray = 0
+        #: Why the route cannot be had at present.
+        self.trouble: PlaitError | None = None
         self._looking: asyncio.Task[None] | None = None
         self._queues: dict[PartitionName, PartitionQueue] = {}
         #: The first error of a posted frame since the last flush.
@@ -138,7 +141,9 @@ class Outlet:
                     if not error.retryable:
                         self.abandon(error)
                         return
+                    self.trouble = error
                 else:
+                    self.trouble = None
                     if found.version >= self._wanted:
                         break
                 await self._rest(pause)
@@ -149,7 +154,7 @@ class Outlet:
 
     @staticmethod
     async def _rest(seconds: float) -> None:
-        await asyncio.sleep(seconds * random.uniform(0.5, 1.0))
+        await asyncio.sleep(seconds * chance.uniform(0.5, 1.0))
 
     def begin(self, route: SubjectRoute) -> None:
         """Change over to a route, as soon as what that concerns has drained."""

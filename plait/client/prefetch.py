@@ -32,8 +32,10 @@ class Puller(Protocol):
 class Prefetch:
     """The limits of one consumer."""
 
-    def __init__(self, limits: ClientLimits) -> None:
+    def __init__(self, limits: ClientLimits, *, spans: bool = True) -> None:
         self._limits = limits
+        #: One stuck row does not let the rest run away.
+        self._spans = spans
         #: Rows.
         self.ahead = limits.prefetch_count
 
@@ -48,7 +50,7 @@ class Prefetch:
         held = puller.held() + puller.asked
         if not held and count == 1:
             return self.ahead
-        if puller.span() >= max(limits.prefetch_span, 2 * self.ahead):
+        if self._spans and puller.span() >= max(limits.prefetch_span, 2 * self.ahead):
             return 0
         if count == 1:
             return 0 if puller.open_bytes >= limits.prefetch_bytes else self._whole(self.ahead - held, 1)

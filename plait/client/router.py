@@ -47,9 +47,15 @@ class SubjectRoute:
         self.version = found.version
         #: "best_tried" or "strict".
         self.order = found.order
-        self.partitions = [PartitionName(name, group) for name, group in found.partitions]
+        # Those that rows are, were or may be in; others are to come, and their brokers may not have them yet.
+        used = sorted({partition for _, _, spans in found.histories for partition, _ in spans})
+        index = {partition: number for number, partition in enumerate(used)}
+        self.partitions = [PartitionName(*found.partitions[partition]) for partition in used]
         #: Logical partitions [first, end) and their spans, the oldest first.
-        self.histories = [(first, end, [Span(*span) for span in spans]) for first, end, spans in found.histories]
+        self.histories = [
+            (first, end, [Span(index[partition], fence) for partition, fence in spans])
+            for first, end, spans in found.histories
+        ]
         #: Broker group → its addresses and its state ("RW", "R", "W", "NRW").
         self.brokers = found.brokers
         #: Logical partition → the index of the partition that takes its rows.

@@ -104,6 +104,10 @@ class Subscription:
                 if not await self._resumed(stopping):
                     message._delivered.nack_row(message._row, UNBEGUN)
                     return
+                if not message._delivered.may_begin(message._row):
+                    # Its lock was lost during a suspension.
+                    message._delivered.nack_row(message._row, UNBEGUN)
+                    continue
                 self._suspend(consumer, await self._handle(message, pool))
             return
         while not stopping.is_set():
@@ -111,7 +115,9 @@ class Subscription:
             if not await self._resumed(stopping):
                 batch._nack_soon(UNBEGUN)
                 return
-            if len(batch):
+            if not batch._may_begin():
+                batch._nack_soon(UNBEGUN)
+            elif len(batch):
                 self._suspend(consumer, await self._handle_batch(batch, pool))
 
     async def _handle(self, message: Message, pool: ThreadPoolExecutor) -> BaseException | None:

@@ -89,7 +89,7 @@ class Admin:
         return self._run(self._admin.brokers())
 
     def set_broker_state(self, group: str, state: State) -> None:
-        """What a broker group is to allow: "RW", "R" (no new messages), "W" (no consuming) or "NRW"."""
+        """Use a broker group less: with "R", "W" or "NRW" new partitions go to others; "RW" is as usual."""
         self._run(self._admin.set_broker_state(group, state))
 
     def allocation(self, subject: str, group: str) -> AllocationInfo:

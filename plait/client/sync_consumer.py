@@ -150,6 +150,8 @@ class Consumer:
         """On the loop."""
         self._inner._unhand()
         self._handed_over.add(await self._inner._fetch(count, wait, apart=apart))
+        # They may be for callers who wait for rows of their own.
+        self._inner._wake()
 
     def __iter__(self) -> Self:
         return self

@@ -40,8 +40,8 @@ class TaggedPending:
 
     def collect(self, frames: Iterable[Delivered]) -> None:
         said: list[Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
-        if self.strict and any(nacks for _, _, nacks in said):
-            failing = failing_in(said)
+        if any(nacks for _, _, nacks in said):
+            failing = failing_in(said, strict=self.strict)
             if failing is not None:
                 self.failing.append(failing)
                 said = [_without(failing, *words) for words in said] + self._behind(failing)

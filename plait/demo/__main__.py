@@ -16,7 +16,9 @@ from plait.demo.scenario import Plan, run
 from plait.errors import InvalidArgument, PlaitError
 
 app = App(
-    name="plait.demo", version_flags=[], help="Producers, groups, a killed consumer, and Spark over the log files."
+    name="plait.demo",
+    version_flags=[],
+    help="Producers, groups, a killed consumer, ordered consumers under fire, and Spark over the log files.",
 )
 
 
@@ -26,13 +28,14 @@ def demo(
     orders: Annotated[int, Parameter(help="Orders of each producer; an order is four messages.")] = 20_000,
     producers: Annotated[int, Parameter(help="Producer processes.")] = 3,
     seconds: Annotated[float, Parameter(help="How long the sending is spread over.")] = 8.0,
+    ordered: Annotated[int, Parameter(help="Orders whose events are consumed in order.")] = 1_500,
     spark: Annotated[bool, Parameter(negative="--no-spark", help="Whether Spark checks the log files.")] = True,
 ) -> int:
     """Show a node at work, and check that nothing is lost."""
-    for name, value in (("orders", orders), ("producers", producers)):
+    for name, value in (("orders", orders), ("producers", producers), ("ordered", ordered)):
         if value < 1:
             raise InvalidArgument(f"--{name} must be 1 or more, not {value}")
-    return run_loop(_run(Plan(producers, orders, seconds, spark)))
+    return run_loop(_run(Plan(producers, orders, seconds, ordered, spark)))
 
 
 async def _run(plan: Plan) -> int:

@@ -1,4 +1,4 @@
-"""A producer process: ``python -m plait.demo.producer ADDRESS NUMBER ORDERS SECONDS``.
+"""A producer process: ``python -m plait.demo.producer ADDRESS SUBJECT NUMBER ORDERS SECONDS``.
 
 Sends the events of its orders, spread over about so many seconds, and prints how many were acknowledged so far.
 """
@@ -13,13 +13,13 @@ from itertools import islice
 import msgspec
 
 import plait
-from plait.demo.orders import STEPS, SUBJECT, events
+from plait.demo.orders import STEPS, events
 
 #: Events that are posted before their receipts are waited for.
 CHUNK = 500
 
 
-async def produce(address: str, number: int, orders: int, seconds: float) -> None:
+async def produce(address: str, subject: str, number: int, orders: int, seconds: float) -> None:
     """Send everything; returns when all of it is acknowledged."""
     total = orders * len(STEPS)
     source = events(number, orders)
@@ -29,7 +29,7 @@ async def produce(address: str, number: int, orders: int, seconds: float) -> Non
     async with plait.connect(address) as client:
         while chunk := list(islice(source, CHUNK)):
             for event in chunk:
-                client.post(SUBJECT, encode(event), key=event.order, tags=[event.step])
+                client.post(subject, encode(event), key=event.order, tags=[event.step])
             await client.flush()
             acknowledged += len(chunk)
             print(acknowledged, flush=True)
@@ -38,8 +38,8 @@ async def produce(address: str, number: int, orders: int, seconds: float) -> Non
 
 
 def main() -> None:
-    address, number, orders, seconds = sys.argv[1:]
-    asyncio.run(produce(address, int(number), int(orders), float(seconds)))
+    address, subject, number, orders, seconds = sys.argv[1:]
+    asyncio.run(produce(address, subject, int(number), int(orders), float(seconds)))
 
 
 if __name__ == "__main__":

@@ -20,8 +20,10 @@ import plait
 from plait.cli.node import OwnNode
 from plait.demo.dead import show_dead_letter
 from plait.demo.delayed import show_delays
+from plait.demo.desk import OrderedResult
 from plait.demo.failing import FAILURES, show_retries
 from plait.demo.ledger import GroupResult, Ledger
+from plait.demo.ordered import LEASE_SECONDS, Ordered
 from plait.demo.orders import HANDLED, STEPS, SUBJECT
 from plait.demo.processes import Child, Children, DemoFailed
 from plait.demo.screen import Screen
@@ -43,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True):
     producers: int
     orders: int
     seconds: float
+    #: Orders whose events are consumed in order.
+    ordered: int
     spark: bool
 
     @property
@@ -79,6 +83,7 @@ class Demo:
         self._listening: list[asyncio.Task[None]] = []
         self._last_progress = time.monotonic()
         self._returned = 0
+        self._ordered: OrderedResult | None = None
         self._spark: dict[str, Any] | None = None
 
     async def run(self, stack: AsyncExitStack) -> None:
@@ -88,7 +93,14 @@ class Demo:
             spark = await self.children.start("spark", "plait.demo.spark_check", str(self._data), SUBJECT)
             screen.say("Spark is starting beside it")
         node = await stack.enter_async_context(
-            OwnNode(self._data, "--segment-size", "64MiB", log=self._directory / "node.log")
+            OwnNode(
+                self._data,
+                "--segment-size",
+                "64MiB",
+                "--lease",
+                f"{LEASE_SECONDS:g}s",
+                log=self._directory / "node.log",
+            )
         )
         screen.say(f"node ready at {node.address}")
         async with plait.connect(node.address) as client:
@@ -103,6 +115,7 @@ class Demo:
             screen.line()
             await self._stop_consumers()
             await self._compare(client)
+            self._ordered = await Ordered(node.address, plan.ordered, self.children, screen).run()
         code = await node.stop()
         if code != 0:
             raise DemoFailed(f"the node ended with code {code}")
@@ -118,7 +131,7 @@ class Demo:
                 await self._consumer(address, group, number)
         for number in self._sent:
             seconds = f"{self._plan.seconds:g}"
-            arguments = (address, str(number), str(self._plan.orders), seconds)
+            arguments = (address, SUBJECT, str(number), str(self._plan.orders), seconds)
             child = await self.children.start(f"producer-{number}", "plait.demo.producer", *arguments)
             self._listen(self._hear_producer(child, number))
         self._screen.say(
@@ -282,10 +295,25 @@ class Demo:
             kept = "yes" if found["out_of_order"] == 0 else f"NO, {found['out_of_order']:,} times"
             table.add_row("Spark", sent, f"{found['different']:,}", "", "", f"{lost:,}", kept)
         self._screen.table(table)
+        self._show_ordered()
+
+    def _show_ordered(self) -> None:
+        """The ordered consumers; handovers are of logical partitions, refused is what came too late."""
+        assert self._ordered is not None
+        found = self._ordered
+        title = f"each order's events in order: order violations = {found.violations}"
+        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+        for column in ("orders", "events", "lost", "twice", "refused (too late)", "handovers"):
+            table.add_column(column, justify="right", overflow="fold")
+        figures = (found.orders, found.events, found.lost, found.twice, found.refused, found.handovers)
+        table.add_row(*(f"{figure:,}" for figure in figures))
+        self._screen.table(table)
 
     def check(self) -> None:
         """Everything must have come out right."""
         wrong = [f"group {r.group!r}: {r}" for r in self._results if not r.right]
+        if self._ordered is None or not self._ordered.right or not self._ordered.handovers:
+            wrong.append(f"in order: {self._ordered}")
         redelivered = sum(r.redelivered for r in self._results)
         if redelivered < self._returned:
             wrong.append(f"{self._returned} messages were in a killed consumer's hands, {redelivered} came again")

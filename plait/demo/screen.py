@@ -23,7 +23,8 @@ class Screen:
         self._begun = time.monotonic()
         self._next_line = self._begun + LINE_SECONDS
         self._counts: dict[str, tuple[int, int]] = {}
-        self._last_line = ""
+        #: What the last line told.
+        self._told: dict[str, tuple[int, int]] = {}
         self._tasks: dict[str, TaskID] = {}
         self._bars: Progress | None = None
 
@@ -56,12 +57,12 @@ class Screen:
             self.line()
 
     def line(self) -> None:
-        """All counts, where there are no bars."""
-        text = ", ".join(f"{name} {done:,} of {total:,}" for name, (done, total) in self._counts.items())
-        if self._bars is None and text != self._last_line:
+        """The counts that have changed since the last line, where there are no bars."""
+        new = {name: count for name, count in self._counts.items() if self._told.get(name) != count}
+        if self._bars is None and new:
             self._next_line = time.monotonic() + LINE_SECONDS
-            self._last_line = text
-            self.say(text)
+            self._told |= new
+            self.say(", ".join(f"{name} {done:,} of {total:,}" for name, (done, total) in new.items()))
 
     def table(self, table: Table) -> None:
         self._console.print(table)

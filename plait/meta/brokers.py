@@ -44,7 +44,7 @@ class Brokers:
         known = self._core.mirror.brokers.get(group, {})
         others = [row for name, row in known.items() if name != broker]
         for other in others:
-            if self._watch.is_certain(_who(other)):
+            if self._lives(other):
                 raise InvalidArgument(
                     f"broker group {group!r} has a broker, {other.broker!r} at {other.address}; use another group name"
                 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plait import names
-from plait.errors import InternalError, InvalidArgument, PlaitError
+from plait.errors import InternalError, InvalidArgument, PlaitError, Unavailable
 from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
 from plait.meta.views import PartitionFacts, RouteView, State
@@ -112,6 +112,7 @@ class MetaHandlers:
         #: Of all meta servers, as far as they are known here.
         self._addresses = addresses
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
         self._operations: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {
             "subject.create": (CreateSubject, self._create),
             "subject.delete": (OfSubject, self._delete),
@@ -155,13 +156,16 @@ class MetaHandlers:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """Nobody is answered any more."""
+        """Nobody is answered any more: who asks is told to ask another."""
+        self._stopped = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def serve(self, message: m.Message) -> m.Message:
         """The answer to a request."""
+        if self._stopped:
+            raise Unavailable("this meta server is stopping; ask another, or again")
         if isinstance(message, m.FindRoute):
             names.check("subject", message.subject)
             view = await self._host.route(message.subject, create=message.create)

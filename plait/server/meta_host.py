@@ -26,7 +26,8 @@ from plait.storage.catalog import Fence
 
 log = logging.getLogger("plait.meta")
 
-TICK_SECONDS = 1.0
+#: How often is looked who lives: half of the second within which a dead owner's successors are to be known.
+TICK_SECONDS = 0.5
 #: How long a client may wait for news.
 BEAT_WAIT_MAX = 30.0
 #: Orders that are carried out at a time.

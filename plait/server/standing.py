@@ -95,7 +95,10 @@ class Standing:
             if self._handlers.takes(message):
                 self._handlers.handle(connection, correlation, message)
                 return True
-        elif self._addresses and isinstance(message, m.FindRoute | m.Beat):
+        elif self._addresses and (
+            isinstance(message, m.FindRoute | m.Beat)
+            or (isinstance(message, m.Admin) and message.operation in ("subject.create", "subject.delete"))
+        ):
             raise InvalidArgument(f"this is a broker; ask a meta server: {', '.join(self._addresses)}")
         return False
 

@@ -17,7 +17,7 @@ from plait.storage.disk import Disk
 
 DIRECTORY = "checkpoints"
 KEEP = 5
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _MAGIC = b"PLCK"
 
 

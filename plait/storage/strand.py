@@ -11,6 +11,9 @@ for not handed out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,9 @@ import numpy.typing as npt
 from plait.frame.lp import Hashes, Lps, LpSet, lp_set, runs_of
 from plait.storage.ranges import Range, Ranges
 from plait.storage.waiting import Due, Waiting
+
+#: Ranges that are compared to find strands that have come equally far; with more it can wait.
+COMPARED_MAX = 16
 
 
 class StrandState(msgspec.Struct, array_like=True):
@@ -39,6 +45,7 @@ class Strand:
     """See the module."""
 
     __slots__ = (
+        "exact",
         "held",
         "id",
         "key",
@@ -65,6 +72,8 @@ class Strand:
         self.next = start
         #: In its owner's hands, by the tag under which it was handed out: rows that were handed out together.
         self.held: dict[int, Ranges] = {}
+        #: Tags whose ranges are its rows one by one, with nothing between them.
+        self.exact: set[int] = set()
         #: Unacked and in nobody's hands: handed out again before anything new.
         self.returned = Ranges()
         #: The same, and not due yet.
@@ -103,6 +112,7 @@ class Strand:
         if held is None:
             held = self.held[tag] = Ranges()
         held.add(start, end, attempt)
+        self.exact.discard(tag)
 
     def until(self, end: int) -> int:
         """What is wanted of [.., end) ends here."""
@@ -175,6 +185,8 @@ class Strand:
         """A strand of its own for some of its logical partitions, or for one key."""
         part = Strand(number, lps, self.next, key)
         part.held = {tag: Ranges(held) for tag, held in self.held.items()}
+        # Of what was known row by row both have some.
+        self.exact = set()
         part.returned = Ranges(self.returned)
         part.waiting = Waiting(self.waiting)
         part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
@@ -186,28 +198,33 @@ class Strand:
             self.without.add(key)
         return part
 
-    def alike(self, other: Strand) -> bool:
-        """They have come equally far: one strand would do."""
-        return (
-            self.next == other.next
-            and self.owner == other.owner
-            and self.leaving == other.leaving
-            and self.limit == other.limit
-            and not (self.parked or other.parked or self.waiting or other.waiting)
-            and list(self.returned) == list(other.returned)
-            and self._hands() == other._hands()
-        )
+    @property
+    def standing(self) -> Any:
+        """How far it has come: those with the same may be one strand. None: too much is open to compare.
 
-    def _hands(self) -> dict[int, list[Range]]:
-        return {tag: list(held) for tag, held in self.held.items()}
+        A range of one sequence means that row whichever strand it is in, so these need not be the same.
+        """
+        if self.parked or self.waiting:
+            return None
+        returned = _several(self.returned)
+        held = {tag: several for tag, ranges in self.held.items() if (several := _several(ranges))}
+        if len(returned) + sum(map(len, held.values())) > COMPARED_MAX:
+            return None
+        return self.next, self.owner, self.leaving, self.limit, returned, tuple(sorted(held.items()))
 
-    def join(self, other: Strand) -> None:
-        """Take over the rows of another one, which has come equally far."""
-        if other.key is None:
-            self.lps = self.lps | other.lps
-            self.without |= other.without
-        else:
-            self.without.discard(other.key)
+    def join(self, others: Sequence[Strand]) -> None:
+        """Take over the rows of others, which have come equally far."""
+        everybody = (self, *others)
+        self.returned = _union([each.returned for each in everybody])
+        tags = {tag for each in everybody for tag in each.held}
+        self.exact = {tag for tag in tags if all(tag not in each.held or tag in each.exact for each in everybody)}
+        self.held = {tag: _union([each.held[tag] for each in everybody if tag in each.held]) for tag in tags}
+        for other in others:
+            if other.key is None:
+                self.lps = self.lps | other.lps
+                self.without |= other.without
+            else:
+                self.without.discard(other.key)
 
     # --- what follows ---------------------------------------------------------------------------
 
@@ -256,3 +273,16 @@ class Strand:
         strand.waiting = Waiting(state.waiting)
         strand.parked, strand.letter = state.parked, state.letter
         return strand
+
+
+def _several(ranges: Ranges) -> tuple[Range, ...]:
+    """Those with more than one sequence."""
+    return tuple(piece for piece in ranges if piece.end - piece.start > 1)
+
+
+def _union(several: list[Ranges]) -> Ranges:
+    """All ranges, of which those that overlap are the same."""
+    open_ones = [ranges for ranges in several if ranges]
+    if len(open_ones) <= 1:
+        return open_ones[0] if open_ones else Ranges()
+    return Ranges(sorted({piece for ranges in open_ones for piece in ranges}))

@@ -74,7 +74,8 @@ def check(
             raise ValueError(f"{send.value!r} was sent twice in this history: give every message a value of its own")
     excuses = _Excuses(history.faults)
     by_group: dict[str, list[Handling]] = {group: [] for group in groups or ()}
-    for handling in history.handlings:
+    # As they began: threads may have recorded two of one moment the other way round.
+    for handling in sorted(history.handlings, key=lambda handling: handling.begun):
         by_group.setdefault(handling.group, []).append(handling)
     found = list(_send_order(history.sends, moves=moves))
     for group, handlings in (by_group or {"": []}).items():

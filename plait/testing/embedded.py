@@ -101,6 +101,7 @@ class EmbeddedBroker:
         client = plait.connect(self.address, client_id=client_id, limits=limits)
         if isinstance(self.clock, ManualClock):
             client._go_by(self.clock.now)
+            client._clock = self.clock
         return client
 
     async def start(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from plait.broker.dead_letters import Choice, Letters
 from plait.broker.group import Consumer, Group
+from plait.broker.subjects import update_subject
 from plait.frame.columns import Column
 from plait.limits import ServerLimits
 from plait.reason import Reason
@@ -462,7 +463,7 @@ def test_a_pull_over_many_lost_copies_does_not_look_at_each():
     node.send("orders", *[b"x"] * 4000)
     node.pull(consumer, 4000)
     node.nack(consumer, (0, 4000), delay=None)
-    node.broker.update_subject("orders", SubjectSettings(retention_seconds=10.0))
+    update_subject(node.broker, "orders", SubjectSettings(retention_seconds=10.0))
     node.clock.advance(100)
     node.retention.run()
     spoil(node, consumer.group, 0, Column.BODY)

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from plait.broker import retention as retention_module
+from plait.broker.subjects import update_subject
 from plait.broker.views import group_view, subject_view
 from plait.storage.catalog import SubjectSettings
 from plait.storage.consume_log import DIRECTORY as CONSUME
@@ -41,7 +42,7 @@ def test_of_the_newest_rows_so_many_bytes_are_kept():
     log, start = node.partition("orders").consume_log, node.partition("orders").start
     kept = log.slice(log.find(start), len(log))
     assert 4000 < int(kept["size"].sum()) <= 5000
-    node.broker.update_subject("orders", SubjectSettings(retention_bytes=1))
+    update_subject(node.broker, "orders", SubjectSettings(retention_bytes=1))
     node.retention.run()
     assert len(node.bodies("orders")) == 1, "the newest frame stays"
 

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.broker.subjects import update_subject
 from plait.errors import (
     FrameError,
     LimitExceeded,
@@ -237,7 +238,7 @@ def test_a_subject_and_its_settings_survive_any_end(end: str, checkpoints: int):
     node.broker.create_subject("kept", SubjectSettings(retention_seconds=5.0))
     if checkpoints:
         node.checkpoint()
-    node.broker.update_subject("kept", SubjectSettings(retention_seconds=7.0))
+    update_subject(node.broker, "kept", SubjectSettings(retention_seconds=7.0))
     node.broker.create_subject("gone")
     node.send("gone", b"a")
     node.broker.delete_subject("gone")

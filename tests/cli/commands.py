@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def plait(*arguments: str, stdin: bytes = b"", **env: str) -> subprocess.Complet
 
 
 class Serving:
-    """A ``plait serve`` process that is ready."""
+    """A process that serves and is ready."""
 
     def __init__(self, process: subprocess.Popen[bytes], ready: str) -> None:
         self.process = process
@@ -49,14 +49,13 @@ class Serving:
 
 
 @contextmanager
-def serve(data: Path, *options: str, files: tuple[int, int] | None = None) -> Iterator[Serving]:
-    """A node on a free port, ended whatever happens; ``files`` are its soft and hard limit of open files."""
-    command = [sys.executable, "-m", "plait.cli", "serve", "--data", str(data), "--port", "0"]
+def running(*arguments: str, files: tuple[int, int] | None = None, **env: str) -> Iterator[Serving]:
+    """A command that says when it is ready, ended whatever happens; ``files`` are its limits of open files."""
     process = subprocess.Popen(
-        [*command, "--segment-size", "32MiB", *options],
+        [sys.executable, "-m", "plait.cli", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=environment(),
+        env=environment(**env),
         preexec_fn=None if files is None else partial(resource.setrlimit, resource.RLIMIT_NOFILE, files),
     )
     try:
@@ -70,3 +69,20 @@ def serve(data: Path, *options: str, files: tuple[int, int] | None = None) -> It
         if process.poll() is None:
             process.kill()
         process.communicate(timeout=SECONDS)
+
+
+def serve(data: Path, *options: str, files: tuple[int, int] | None = None) -> AbstractContextManager[Serving]:
+    """A node on a free port."""
+    return running("serve", "--data", str(data), "--port", "0", "--segment-size", "32MiB", *options, files=files)
+
+
+def meta(database: str, *options: str, port: int = 0) -> AbstractContextManager[Serving]:
+    """A meta server."""
+    return running("meta", "--database", database, "--port", str(port), *options)
+
+
+def broker(group: str, metas: str, data: Path, *options: str) -> AbstractContextManager[Serving]:
+    """A broker of a cluster."""
+    return running(
+        "broker", "--group", group, "--meta", metas, "--data", str(data), "--segment-size", "32MiB", *options
+    )

@@ -32,9 +32,8 @@ def subject() -> str:
 
 
 @pytest.fixture
-def here(node: Serving, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Here:
-    """A command against the node that is there for all, without a process of its own."""
-    monkeypatch.setenv("PLAIT_SERVER", node.address)
+def call(capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Here:
+    """A command without a process of its own."""
     monkeypatch.delenv("PLAIT_DEBUG", raising=False)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -42,4 +41,11 @@ def here(node: Serving, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: 
         out, err = capfdbinary.readouterr()
         return subprocess.CompletedProcess(arguments, code, out, err)
 
+    return call
+
+
+@pytest.fixture
+def here(node: Serving, call: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """The same against the node that is there for all."""
+    monkeypatch.setenv("PLAIT_SERVER", node.address)
     return call

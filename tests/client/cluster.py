@@ -32,6 +32,7 @@ class MetaDouble:
         self.error: plait.PlaitError | None = None
         #: Client → what is its; None: an even share.
         self.fixed: dict[str, list[m.LpGrant]] | None = None
+        self.routes: dict[str, int] = {}
         self._changed = asyncio.Event()
         self.beats: list[m.Beat] = []
 
@@ -50,7 +51,7 @@ class MetaDouble:
                 async with asyncio.timeout(beat.wait):
                     await self._changed.wait()
         members = [(subject, group, self.strategy, self.grants(beat.client)) for subject, group, _ in beat.members]
-        return m.Beaten(self.epoch, members)
+        return m.Beaten(self.epoch, members, routes=self.routes)
 
     def grants(self, client: str) -> list[m.LpGrant]:
         """What is a client's."""

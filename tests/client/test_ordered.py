@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import plait
+from plait.client.ordered_pull import OrderedPullClient
 from plait.frame.lp import lp_of_key
 from plait.testing import ManualClock
 from plait.wire import messages as m
@@ -194,8 +197,8 @@ async def test_who_leaves_gives_its_keys_and_what_it_held_to_the_others(cluster:
             begun = await one.fetch(1)
             assert len(begun) == 1
         assert cluster.meta.members == ["b"]
-        found = await fetch_all(two, 30)
-        assert {key: sorted(found) for key, found in by_key(found).items()} == by_key_of(rows(30))
+        found = await handle(two, 30)
+        assert by_key(found) == by_key_of(rows(30))
         assert [message.attempt for message in found if message.sequence != begun[0].sequence] == [1] * 29
 
 
@@ -400,6 +403,60 @@ async def test_an_allocation_that_shrinks_gives_back_what_is_not_begun(cluster: 
         cluster.meta.change()
         await until(lambda: consumer._buffer.count == 10)
         assert by_key(await consumer.fetch(20)) == {low: list(range(0, 20, 2))}
+
+
+@pytest.mark.parametrize("order", ["strict", "best_tried"])
+async def test_rows_of_an_earlier_pull_do_not_pass_those_that_were_given_back_while_the_broker_is_slow(
+    cluster: Cluster, client: plait.Client, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    cluster.order = order
+    await cluster.open("g1")
+    late: list[functools.partial[None]] = []
+    pulled = OrderedPullClient._pulled
+    slow = False
+
+    def take(self: OrderedPullClient, *answer: Any) -> None:
+        if slow:
+            late.append(functools.partial(pulled, self, *answer))
+        else:
+            pulled(self, *answer)
+
+    monkeypatch.setattr(OrderedPullClient, "_pulled", take)
+    cluster.meta.fixed = {"a": [(0, 1024, 1)]}
+    await cluster.send_keyed("g1", rows(4, keys=["k"]))
+    async with client.consumer("s", group="g", ordered=True) as consumer:
+        await until(lambda: consumer._buffer.count == 4)
+        (partition,) = consumer._clients
+        assert isinstance(partition, OrderedPullClient)
+        slow = True
+        await cluster.send_keyed("g1", rows(1, first=4, keys=["k"]))
+        await until(lambda: bool(late))
+        first = await consumer.fetch(1)
+        # The answer to what was said before does not come; nothing else is said until it does.
+        answered = asyncio.Event()
+        assert partition._link is not None
+        request = partition._link.request
+
+        async def ask(message: m.Message, *more: Any) -> Any:
+            answer = await request(message, *more)
+            if isinstance(message, m.Ack):
+                await answered.wait()
+            return answer
+
+        monkeypatch.setattr(partition._link, "request", ask)
+        acking = asyncio.create_task(first.ack())
+        await until(lambda: partition.settling.under_way and not partition.settling._unsent)
+        consumer._allocated("exclusive", [])  # type: ignore[attr-defined]
+        await until(lambda: not partition._asking)
+        consumer._allocated("exclusive", [(0, 1024, 2)])  # type: ignore[attr-defined]
+        await until(lambda: bool(partition.rights.open.all()))
+        slow = False
+        for answer in late:
+            answer()
+        assert numbers(await consumer.fetch(10, wait=0)) == []
+        answered.set()
+        await acking
+        assert numbers(await handle(consumer, 4)) == [1, 2, 3, 4]
 
 
 async def test_refused_locks_make_it_ask_the_meta_server_again(cluster: Cluster, client: plait.Client) -> None:

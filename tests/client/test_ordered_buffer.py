@@ -165,6 +165,19 @@ def test_a_lease_that_is_over_hides_its_rows_until_it_is_renewed() -> None:
     assert (bench.buffer.available(), take(bench)) == (2, 0)
 
 
+def test_a_lease_renewed_between_two_looks_lets_no_row_go_before_an_earlier_one() -> None:
+    bench = Bench()
+    bench.arrive([A, B])
+    bench.arrive([A, B])
+    bench.clock.advance(10)
+    looks = iter([False, True, True, True, True, True])
+    bench.rights.valid = lambda: next(looks)  # type: ignore[method-assign]
+    assert take(bench) == 0
+    looks = iter([True, False, True, True])
+    bench.buffer.renewed()
+    assert numbers(bench.buffer.take(1)) == [1]
+
+
 def test_rows_of_lost_logical_partitions_are_taken_back_alone() -> None:
     bench = Bench()
     bench.arrive([A, B, A])
@@ -203,6 +216,17 @@ def test_the_epoch_is_that_of_the_lock_at_the_handing_out() -> None:
     second = bench.buffer.next()
     assert second is not None
     assert (first.epoch, second.epoch) == (5, 6)
+
+
+def test_what_was_handed_out_may_begin_while_its_lock_is_the_same() -> None:
+    bench = Bench()
+    delivered = bench.arrive([A, B])
+    bench.buffer.take(2)
+    assert delivered.may_begin(slice(0, 2))
+    bench.rights.give_up(lp_set([(B % 1024, B % 1024 + 1)]))
+    assert (delivered.may_begin(0), delivered.may_begin(1), delivered.may_begin(slice(0, 2))) == (True, False, False)
+    bench.clock.advance(10)
+    assert not delivered.may_begin(0)
 
 
 def test_words_of_neighbours_in_a_frame_make_one_range_whatever_lies_between() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 import plait
 from plait.client.node import Node
@@ -119,3 +120,31 @@ def test_a_route_says_what_it_leads_to() -> None:
     assert route.table[:100].tolist() == [0] * 100
     assert set(route.table[100:].tolist()) == {1}
     assert route.histories[0][2][0].fence == 7
+
+
+async def test_a_send_whose_route_cannot_be_had_says_why(meta: PlayedMeta) -> None:
+    async def find(subject: str, create: bool) -> m.RouteFound:
+        raise plait.NoBroker("no broker group is available")
+
+    async with meta.client(limits=msgspec.structs.replace(LIMITS, send_seconds=0.05)) as client:
+        client._router.find = find  # type: ignore[method-assign]
+        with pytest.raises(plait.Timeout, match="no broker group is available"):
+            await client.send("s", b"x")
+        client._router.find = meta.find  # type: ignore[method-assign]
+        client._producer.limits = LIMITS
+        await client.send("s", b"y")
+
+
+def test_partitions_that_nothing_was_sent_to_yet_are_not_led_to() -> None:
+    found = m.RouteFound(
+        "s",
+        3,
+        "strict",
+        [("s#2", "g3"), ("s", "g1"), ("s#1", "g2")],
+        [(0, 100, [(1, 7), (2, None)]), (100, 1024, [(1, None)])],
+        {"g1": (["plait://a:1"], "RW"), "g2": (["plait://b:1"], "RW"), "g3": (["plait://c:1"], "RW")},
+    )
+    route = SubjectRoute(found)
+    assert [str(partition) for partition in route.partitions] == ["s@g1", "s#1@g2"]
+    assert route.histories == [(0, 100, [(0, 7), (1, None)]), (100, 1024, [(0, None)])]
+    assert (route.table[0], route.table[100]) == (1, 0)

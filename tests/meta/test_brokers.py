@@ -104,6 +104,17 @@ def test_a_second_broker_of_a_group_is_refused_while_the_first_lives(service: Me
     assert not service.beat_broker("g1", "b1", "RW")
 
 
+def test_a_meta_server_that_has_just_started_takes_no_second_broker_either(stores: Stores, clock: ManualClock):
+    """It has not heard of the first one yet; that does not mean that nobody has."""
+    first, second = MetaService(stores(), clock), MetaService(stores(), clock)
+    register(first, "g1")
+    with pytest.raises(InvalidArgument, match="'g1' has a broker"):
+        second.register_broker("g1", "b2", "plait://b2:1")
+    pass_time(clock, 10, first, second, beating=["g1"])
+    with pytest.raises(InvalidArgument, match="'g1' has a broker"):
+        second.register_broker("g1", "b2", "plait://b2:1")
+
+
 def test_wrong_names_and_states_are_refused(service: MetaService):
     with pytest.raises(InvalidName, match="broker group name"):
         service.register_broker("a b", "b1", "plait://b1:1")

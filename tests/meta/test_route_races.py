@@ -8,7 +8,7 @@ from plait.meta.lps import Run
 from plait.meta.routes import Place, Route, current, default_route, moves, openings, retarget, sealed, spans, target
 from tests.meta.test_routes import check, places
 
-RUNS, STEPS = 400, 60
+RUNS, STEPS = 300, 60
 STEPS_OF = ("retarget", "order", "order", "seal", "seal", "report", "report", "order_to_open", "open", "open", "send")
 
 
@@ -65,8 +65,8 @@ class World:
         self.older, self.route = self.route, route
 
     def open_all(self) -> None:
-        for index, place in enumerate(self.route.partitions):
-            self.broker(place).take(self.route.version, openings(self.route)[index])
+        for place, lps in zip(self.route.partitions, openings(self.route), strict=True):
+            self.broker(place).take(self.route.version, lps)
 
     def retarget(self, count: int) -> None:
         self.publish(retarget(self.route, places(count, groups=1)))
@@ -96,8 +96,8 @@ class World:
                 self.publish(sealed(self.route, version, self.route.partitions.index(place), fences))
 
     def order_to_open(self) -> None:
-        for index, place in enumerate(self.route.partitions):
-            self.told.append((self.route.version, place, openings(self.route)[index]))
+        for place, lps in zip(self.route.partitions, openings(self.route), strict=True):
+            self.told.append((self.route.version, place, lps))
 
     def open(self, pick: int, *, keep: bool) -> None:
         """An order to open arrives, perhaps late, perhaps once more."""

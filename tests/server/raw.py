@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
-from plait.server import Server
+from plait.server.listener import Listener
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, HEADER_SIZE, pack
 
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 class Raw:
     """One connection. ``async with Raw(server) as raw`` connects; ``hello`` introduces it."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Listener) -> None:
         self._server = server
         self._next = 0
 

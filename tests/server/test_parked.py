@@ -187,6 +187,17 @@ async def test_a_key_whose_letter_was_purged_is_listed_and_goes_on_behind_it(ser
         assert await member.pull() == [b"a2"]
 
 
+async def test_a_letter_that_was_resent_waits_until_its_key_is_resumed(server: Server):
+    async with Raw(server) as raw:
+        member = await park(raw)
+        await ask(raw, "dlq.resend", **OF, select={"sequences": [0]})
+        assert await member.pull() == []
+        assert await ask(raw, "group.skip", **OF, keys=[hash_of("a")]) == 1
+        assert await member.pull() == [b"a1"]
+        await member.ack()
+        assert await member.pull() == [b"a2"]
+
+
 @pytest.mark.parametrize(
     ("operation", "arguments", "error", "words"),
     [

@@ -352,6 +352,6 @@ async def test_a_newer_format_is_refused_untouched(tmp_path: Path):
     manifest.write_bytes(b"PLCK" + crc32c(encoded).to_bytes(4, "little") + encoded)
     before = contents(tmp_path)
     refused = Server(RealDisk(tmp_path), plait_config(), port=0)
-    with pytest.raises(DataDirError, match=r"format version 3, this Plait reads up to 2"):
+    with pytest.raises(DataDirError, match=r"format version 4, this Plait reads up to 3"):
         await refused.start()
     assert contents(tmp_path) == before

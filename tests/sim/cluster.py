@@ -7,7 +7,8 @@ while, mends everything, waits until all that was sent is handled, and judges th
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -18,7 +19,7 @@ from plait.errors import FlowControl, PlaitError
 from plait.limits import KIB, MIB
 from plait.server import Server
 from plait.testing.checker import Violation, check
-from plait.testing.history import Handling, History
+from plait.testing.history import Handling, History, Send, Value
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
 
 ADDRESS = "plait://127.0.0.1:7450"
@@ -36,7 +37,7 @@ CONFIG = BrokerConfig(
 RETRY = plait.Retry(attempts=10_000, first=0.2, longest=2.0)
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
 #: What a fault still causes when it is over: a consumer is given up, connections are made again.
-AFTERMATH_SECONDS = 30.0
+AFTERMATH_SECONDS = 10.0
 #: The longest pause between two reconnects, the lost time, retries and then some.
 DRAIN_SECONDS = 120.0
 
@@ -72,7 +73,7 @@ class Cluster:
         self._lose = lose
         self._number = 0
         #: Sends that are under way, and the life of the process that they are of.
-        self._sending: dict[int, tuple[Process, int]] = {}
+        self._sending: dict[Value, tuple[Process, int]] = {}
         #: Sent for certain and not handled yet.
         self.waiting: set[int] = set()
         self.done: set[int] = set()
@@ -80,8 +81,11 @@ class Cluster:
         self.producers = [sim.process(f"producer-{n}", self._produce) for n in range(producers)]
         self.consumers = [sim.process(f"consumer-{n}", self._consume) for n in range(consumers)]
         self.consumers.append(sim.process("app", self._run_app))
+        self.once = sim.process("once", self._consume_once)
+        #: What the at-most-once group got.
+        self.got_once: Counter[int] = Counter()
         if script is None:
-            others = [process.name for process in (*self.producers, *self.consumers)]
+            others = [process.name for process in (*self.producers, *self.consumers, self.once)]
             script = Faults(
                 self.random,
                 ["broker", *others],
@@ -98,7 +102,7 @@ class Cluster:
         """Go through it all; what is wrong at the end."""
         sim = self.simulation
         with sim:
-            for process in (self.broker, *self.producers, *self.consumers):
+            for process in (self.broker, *self.producers, *self.consumers, self.once):
                 process.start()
             play(sim, self.script, self._fault)
             sim.run_for(self.seconds)
@@ -115,6 +119,7 @@ class Cluster:
             sim.run_for(20.0)
             found = check(self.history, ordered=False, groups=[GROUP])
             assert found == [], "\n".join(map(str, found))
+            assert [number for number, count in self.got_once.items() if count > 1] == []
         return found
 
     def _drained(self) -> bool:
@@ -128,15 +133,18 @@ class Cluster:
         self.history.gone(consumer.name, self.simulation.now)
 
     def _fault(self, fault: Fault) -> None:
-        """Tell the history what this excuses."""
+        """Tell the history what this excuses.
+
+        That the broker is killed or stands still excuses nothing: its consumers come back and name what they hold. A
+        crash in the middle of a turn may lose that something was just handed out.
+        """
         now = self.simulation.now
         until = now + fault.seconds + AFTERMATH_SECONDS
         names = {fault.process, fault.other}
-        if fault.kind == "jump" or names & {process.name for process in self.producers}:
+        if fault.kind == "jump" or names & {process.name for process in (*self.producers, self.once)}:
             return
         consumers = names & {process.name for process in self.consumers}
-        if not consumers:
-            # The broker, and so everybody.
+        if not consumers and fault.kind in ("crash_at", "power_loss"):
             self.history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss")
         for consumer in consumers:
             self.history.broken(fault.kind, now, until=until, consumer=consumer)
@@ -162,22 +170,52 @@ class Cluster:
                 await self.simulation.sleep(1.0)
 
     async def _send(self, process: Process, client: plait.Client, draw: random.Random) -> None:
+        """One or several messages, by one of the ways there are."""
+        way = draw.choices(["send", "post", "send_many", "delay"], [6, 1, 1, 1])[0]
+        count = draw.randint(2, 10) if way in ("post", "send_many") else 1
+        messages = [self._message(client, draw) for _ in range(count)]
+        numbers = [record.value for record, _ in messages]
+        self._sending[numbers[0]] = process, process.lives
+        if way == "post":
+            tickets = [client.post(SUBJECT, body, key=record.key) for record, body in messages]
+            for (record, _), ticket in zip(messages, tickets, strict=True):
+                await self._outcome([record], _one(ticket))
+        else:
+            records = [record for record, _ in messages]
+            [record, *_], body = records, messages[0][1]
+            if way == "send_many":
+                bodies = [body for _, body in messages]
+                await self._outcome(records, client.send_many(SUBJECT, bodies, keys=[each.key for each in records]))
+            elif way == "delay":
+                await self._outcome(
+                    records, _one(client.send(SUBJECT, body, key=record.key, delay=draw.uniform(0.05, 3)))
+                )
+            else:
+                await self._outcome(records, _one(client.send(SUBJECT, body, key=record.key)))
+        del self._sending[numbers[0]]
+
+    def _message(self, client: plait.Client, draw: random.Random) -> tuple[Send, bytes]:
         number = self._number = self._number + 1
         key = draw.choice([None, "a", "b", "c"])
         record = self.history.send(key, number, self.simulation.now, producer=client.client_id)
-        body = f"{number}|".encode() + bytes(draw.choice((0, 100, 3000)))
-        self._sending[number] = process, process.lives
+        return record, f"{number}|".encode() + bytes(draw.choice((0, 100, 3000)))
+
+    async def _outcome(self, records: list[Send], sending: Awaitable[Iterable[plait.Receipt]]) -> None:
         try:
-            receipt = await client.send(SUBJECT, body, key=key)
+            receipts = list(await sending)
         except FlowControl as error:
-            record.failed(error, self.simulation.now)
+            for record in records:
+                # Of several, only some may have been refused.
+                (record.failed if len(records) == 1 else record.unknown)(error, self.simulation.now)
         except PlaitError as error:
-            record.unknown(error, self.simulation.now)
+            for record in records:
+                record.unknown(error, self.simulation.now)
         else:
-            record.ok((str(receipt.partition), receipt.sequence or 0), self.simulation.now)
-            if number not in self.done:
-                self.waiting.add(number)
-        del self._sending[number]
+            for record, receipt in zip(records, receipts, strict=True):
+                place = None if receipt.sequence is None else (str(receipt.partition), receipt.sequence)
+                record.ok(place, self.simulation.now)
+                if record.value not in self.done:
+                    self.waiting.add(int(record.value))
 
     async def _consume(self, process: Process) -> None:
         draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
@@ -187,7 +225,8 @@ class Cluster:
                     process.connect(ADDRESS, client_id=process.name) as client,
                     client.consumer(SUBJECT, GROUP, retry=RETRY) as consumer,
                 ):
-                    while True:
+                    # Now and then it leaves in order and comes back.
+                    while draw.random() < 0.97:
                         batch = await consumer.fetch(draw.choice((1, 5, 50)), wait=draw.uniform(0.0, 2.0))
                         handled = [await self._handle(process, message, draw) for message in batch]
                         await self._acked(consumer, [each for each in handled if each is not None])
@@ -236,11 +275,28 @@ class Cluster:
             except PlaitError:
                 await self.simulation.sleep(1.0)
 
+    async def _consume_once(self, process: Process) -> None:
+        while True:
+            try:
+                async with (
+                    process.connect(ADDRESS, client_id=process.name) as client,
+                    client.consumer(SUBJECT, "once", delivery="at_most_once") as consumer,
+                ):
+                    async for message in consumer:
+                        self.got_once[_number_of(message)] += 1
+            except PlaitError:
+                await self.simulation.sleep(1.0)
+
     def _begin(self, process: Process, message: plait.Message) -> Handling:
-        number = int(message.body.split(b"|")[0])
         place = (str(message.partition), message.sequence)
         return self.history.handle(
-            process.name, message.key, number, message.attempt, place=place, time=self.simulation.now, group=GROUP
+            process.name,
+            message.key,
+            _number_of(message),
+            message.attempt,
+            place=place,
+            time=self.simulation.now,
+            group=GROUP,
         )
 
     def _end(self, handling: Handling) -> None:
@@ -248,3 +304,11 @@ class Cluster:
         number = int(handling.value)
         self.done.add(number)
         self.waiting.discard(number)
+
+
+def _number_of(message: plait.Message) -> int:
+    return int(message.body.split(b"|")[0])
+
+
+async def _one(sending: Awaitable[plait.Receipt]) -> list[plait.Receipt]:
+    return [await sending]

@@ -429,3 +429,24 @@ def test_what_a_killed_process_had_not_accepted_is_ended(sim: Simulation):
     server.kill()
     sim.run_for(1.0)
     assert client.lost == [None]
+
+
+def test_asyncio_streams_work_as_ever(sim: Simulation):
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            writer.write(line.upper())
+            await writer.drain()
+        writer.close()
+
+    async def talk() -> bytes:
+        reader, writer = await asyncio.open_connection(HOST, PORT)
+        writer.write(b"one\ntwo\n")
+        writer.write_eof()
+        answer = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+        return answer
+
+    server = sim.process("server")
+    sim.run_until(server.start(asyncio.start_server(echo, HOST, PORT)).done)
+    assert sim.run(talk()) == b"ONE\nTWO\n"

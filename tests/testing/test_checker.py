@@ -140,6 +140,17 @@ def test_a_producers_places_follow_its_calls():
     assert kinds(history, drained=False) == ["send_order"]
 
 
+def test_where_partitions_change_only_places_of_one_key_follow_the_calls():
+    history = History()
+    history.send("a", 1, 0.0).ok(("s", 2), 0.1)
+    history.send("b", 2, 0.2).ok(("s", 1), 0.3)
+    history.send(None, 3, 0.4).ok(("s", 4), 0.5)
+    history.send(None, 4, 0.6).ok(("s", 3), 0.7)
+    assert check(history, drained=False, moves=True) == []
+    history.send("a", 5, 0.8).ok(("s", 0), 0.9)
+    assert kinds(history, drained=False, moves=True) == ["send_order"]
+
+
 def test_places_of_two_partitions_have_no_order():
     history = History()
     sent(history, 1, place=("a", 2))

@@ -172,7 +172,7 @@ class Simulation:
                 if self._steps > STEPS_MAX:
                     raise SimulationFailed(f"{STEPS_MAX} steps and no end")
             return True
-        except AssertionError as error:
+        except Exception as error:
             self._explain(error)
             raise
         finally:

@@ -1,0 +1,111 @@
+"""Ordered consumers as members: what they hear from a meta server, and what they do without one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.cluster import EAGER, Cluster, cluster_of
+from tests.client.support import PATIENCE_SECONDS, until
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+    async with cluster_of(tmp_path, 1) as running:
+        yield running
+
+
+async def test_one_heartbeat_names_all_members_of_a_client(cluster: Cluster) -> None:
+    async with (
+        cluster.connect(client_id="a") as client,
+        client.consumer("s", group="one", ordered=True),
+        client.consumer("s", group="two", ordered=True),
+    ):
+        assert sorted(cluster.meta.beats[-1].members) == [("s", "one", True), ("s", "two", True)]
+    assert cluster.meta.beats[-1].leaving
+    assert cluster.meta.beats[-1].client == "a"
+
+
+async def test_a_second_consumer_of_a_group_is_a_member_of_its_own(cluster: Cluster) -> None:
+    async with (
+        cluster.connect(client_id="a") as client,
+        client.consumer("s", group="g", ordered=True),
+        client.consumer("s", group="g", ordered=True),
+    ):
+        assert cluster.meta.members == ["a", "a:2"]
+    assert cluster.meta.members == []
+
+
+async def test_without_a_meta_server_everybody_goes_on_with_what_it_has(cluster: Cluster) -> None:
+    async with cluster.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
+        cluster.meta.error = plait.Unavailable("no meta server")
+        cluster.meta.change()
+        beats = len(cluster.meta.beats)
+        await until(lambda: len(cluster.meta.beats) > beats + 2)
+        await cluster.send_keyed("g1", [("k", 1)])
+        batch = await consumer.fetch(1, wait=PATIENCE_SECONDS)
+        assert len(batch) == 1
+        await batch.ack()
+        cluster.meta.error = None
+        cluster.meta.epoch = 50
+        cluster.meta.change()
+        await until(lambda: consumer._epochs.max() == 51)  # type: ignore[attr-defined]
+
+
+async def test_a_meta_server_that_does_not_answer_lets_no_consumer_open(cluster: Cluster) -> None:
+    cluster.meta.error = plait.Unavailable("no meta server")
+    limits = msgspec.structs.replace(EAGER, request_seconds=0.2)
+    async with cluster.connect(client_id="a", limits=limits) as client:
+        with pytest.raises(plait.Unavailable, match=r"no meta server answered within 0\.2 s"):
+            await client.consumer("s", group="g", ordered=True).__aenter__()
+        assert not [task for task in asyncio.all_tasks() if task.get_name() == "plait-membership"]
+
+
+async def test_a_member_that_is_refused_does_not_cost_the_others(broker: EmbeddedBroker) -> None:
+    async with broker.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
+        async with client.consumer("s", group="shared"):
+            pass
+        with pytest.raises(plait.GroupMismatch, match="ordered"):
+            await client.consumer("s", group="shared", ordered=True).__aenter__()
+        await client.send("s", b"1", key="k")
+        assert len(await consumer.fetch(1, wait=PATIENCE_SECONDS)) == 1
+
+
+async def test_a_newer_route_is_asked_for_when_a_heartbeat_tells_of_it(cluster: Cluster) -> None:
+    async with cluster.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
+        cluster.version = 2
+        cluster.partitions = [("s", "g1"), ("s.1", "g1")]
+        cluster.meta.routes = {"s": 2}
+        cluster.meta.change()
+        await until(lambda: len(consumer._clients) == 2)
+
+
+async def test_members_come_and_go_and_all_is_handled_once(broker: EmbeddedBroker) -> None:
+    keys = [f"key-{n}" for n in range(40)]
+    seen: dict[str, list[int]] = {key: [] for key in keys}
+
+    async def work(client_id: str, count: int) -> None:
+        async with (
+            broker.connect(client_id=client_id) as client,
+            client.consumer("s", group="g", ordered=True, prefetch=20) as consumer,
+        ):
+            while count > 0 and sum(map(len, seen.values())) < 400:
+                batch = await consumer.fetch(10, wait=0.1)
+                for message in batch:
+                    assert message.key is not None
+                    seen[message.key].append(int(message.body))
+                await batch.ack()
+                count -= len(batch)
+
+    async with broker.connect() as client:
+        await client.send_many("s", [b"%d" % n for n in range(400)], keys=[keys[n % 40] for n in range(400)])
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await asyncio.gather(work("a", 60), work("b", 80))
+        await asyncio.gather(work("c", 400), work("d", 400))
+    assert seen == {key: list(range(at, 400, 40)) for at, key in enumerate(keys)}

@@ -1,0 +1,20 @@
+"""Ten minutes of a cluster of real processes under fire, each minute with faults of its own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.deep import Cycles
+from tests.support.ordered_chaos import Chaos
+
+
+@pytest.mark.deep("ordered")
+async def test_ordered_messages_keep_their_order_for_ten_minutes_of_faults(tmp_path: Path, seed: int, cycles: Cycles):
+    for number in cycles(10):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        await Chaos(directory, seed + number, seconds=45.0).run()
+        shutil.rmtree(directory)

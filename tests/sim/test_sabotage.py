@@ -1,0 +1,55 @@
+"""The simulated cluster is no use if it cannot fail: defects that are put into shipped code are found."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.broker.group import Group
+from plait.storage.producers import ProducerTable, Verdict
+from plait.testing.disk import SimulatedDisk
+from plait.testing.sim import Fault
+from tests.sim.cluster import Cluster
+
+#: The broker goes away and comes back again and again, in the middle of what it does.
+CRASHES = [Fault("crash_at", 0.5 + number / 2, 0.1, "broker", amount=number % 5) for number in range(28)]
+KILLS = [Fault("kill", 0.5 + 2 * number, 0.1, "broker") for number in range(6)]
+#: Seeds until one finds it; each does more often than not.
+TRIES = 8
+
+
+def found(script: list[Fault]) -> str:
+    """What the first failing seed says; nothing if none fails."""
+    for seed in range(TRIES):
+        try:
+            Cluster(seed, script=script).run()
+        except AssertionError as failure:
+            return str(failure)
+    return ""
+
+
+def test_resends_that_are_stored_twice_are_found(monkeypatch: pytest.MonkeyPatch):
+    judge = ProducerTable.judge
+
+    def forgetful(self: ProducerTable, *arguments: int) -> Verdict:
+        verdict = judge(self, *arguments)
+        return Verdict.NEW if verdict is Verdict.DUPLICATE else verdict
+
+    monkeypatch.setattr(ProducerTable, "judge", forgetful)
+    assert "stored_twice" in found(CRASHES)
+
+
+def test_messages_that_stay_with_a_lost_consumer_are_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Group, "lost", lambda *_: 0)
+    assert "draining is not done" in found([Fault("pause", 12.0, 3.0, "consumer-0")])
+
+
+def test_a_broker_that_does_not_hear_what_its_consumers_hold_is_found(monkeypatch: pytest.MonkeyPatch):
+    reclaim = Group.reclaim
+    monkeypatch.setattr(Group, "reclaim", lambda self, consumer, holds, *rest: reclaim(self, consumer, [], *rest))
+    assert "duplicate" in found(KILLS)
+
+
+def test_a_disk_that_loses_what_was_acknowledged_is_found(monkeypatch: pytest.MonkeyPatch):
+    """As if a kill took the page cache along."""
+    monkeypatch.setattr(SimulatedDisk, "copy", lambda self: self.after_crash(keep="none"))
+    assert found(KILLS)

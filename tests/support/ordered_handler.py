@@ -1,0 +1,229 @@
+"""An ordered consumer process: ``python -m tests.support.ordered_handler ADDRESSES NAME HISTORY SINK SEED KIND``.
+
+Runs until SIGTERM, and then finishes what it has begun with. Of each message it asks the sink whether it may begin,
+works a little, fails now and then, writes to the sink, and acks. All of it goes into a history, with the sink's times.
+There are three kinds: ``iterate`` with several tasks, ``fetch`` in batches, and ``app``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+import time
+
+import plait
+from plait.errors import PlaitError
+from plait.frame.lp import lp_of_key
+from plait.testing.history import Handling, History
+from tests.support.ordered_sender import LIMITS, SUBJECT
+from tests.support.sink import SinkClient
+
+GROUP = "billing"
+#: Nothing is parked, however often it comes again.
+RETRY = plait.Retry(attempts=1_000, first=0.05, longest=0.3)
+TASKS = 3
+FAILURES = 0.02
+WORK_SECONDS = (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.003, 0.01, 0.1)
+#: How often the loop is looked at, and what counts as a stall that may have cost the lease.
+LOOK_SECONDS = 0.1
+STALL_SECONDS = 0.5
+PAUSE_SECONDS = 0.3
+
+
+class _Fenced(Exception):
+    """Somebody with a higher epoch was there."""
+
+
+class _Failed(Exception):
+    """The handler has failed."""
+
+
+class Handler:
+    """See the module."""
+
+    def __init__(self, addresses: str, name: str, history: History, sink: SinkClient, draw: random.Random) -> None:
+        self._addresses = addresses
+        self._name = name
+        self._history = history
+        self._sink = sink
+        self._random = draw
+        self._stop = asyncio.Event()
+        self._ready = False
+
+    async def run(self, kind: str) -> None:
+        """Handle messages until told to stop; whatever else ends it is tried again."""
+        self._hear_signal()
+        watching = asyncio.ensure_future(self._watch())
+        while not self._stop.is_set():
+            try:
+                await (self._app() if kind == "app" else self._consume(kind))
+            except PlaitError as error:
+                print(f"{self._name}: {error!r}; once more", file=sys.stderr, flush=True)
+                await asyncio.sleep(PAUSE_SECONDS)
+        watching.cancel()
+
+    def _hear_signal(self) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+
+    async def _watch(self) -> None:
+        """Note when the process stood still, for whatever reason: that excuses what others did meanwhile."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            now = time.monotonic()
+            if now - last > STALL_SECONDS:
+                self._history.broken("stalled", last, until=now, consumer=self._name)
+            last = now
+
+    def _say_ready(self) -> None:
+        if not self._ready:
+            self._ready = True
+            print("ready", flush=True)
+
+    # --- kinds ----------------------------------------------------------------------------------
+
+    async def _consume(self, kind: str) -> None:
+        prefetch = self._random.choice((1, 20, 500))
+        async with (
+            plait.connect(self._addresses, client_id=self._name, limits=LIMITS) as client,
+            client.consumer(SUBJECT, GROUP, ordered=True, retry=RETRY, prefetch=prefetch) as consumer,
+        ):
+            self._say_ready()
+            if kind == "fetch":
+                await self._fetch(consumer)
+            else:
+                await self._iterate(consumer)
+
+    async def _iterate(self, consumer: plait.Consumer) -> None:
+        tasks = [asyncio.ensure_future(self._each(consumer)) for _ in range(TASKS)]
+        stopping = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([*tasks, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (*tasks, stopping):
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+        for each in ended:
+            if isinstance(each, Exception):
+                raise each
+
+    async def _each(self, consumer: plait.Consumer) -> None:
+        async for message in consumer:
+            work = asyncio.ensure_future(self._one(consumer, message))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                # Who leaves finishes what it has begun with.
+                await work
+                raise
+
+    async def _one(self, consumer: plait.Consumer, message: plait.Message) -> None:
+        handling = await self._try(message)
+        if handling is not None:
+            await self._flush(consumer, [handling])
+
+    async def _fetch(self, consumer: plait.Consumer) -> None:
+        while not self._stop.is_set():
+            batch = await consumer.fetch(self._random.choice((1, 10, 50)), wait=0.3)
+            failed: set[str | None] = set()
+            done = []
+            for message in batch:
+                # What follows one that failed comes again after it.
+                if message.key not in failed:
+                    handling = await self._try(message)
+                    if handling is None:
+                        failed.add(message.key)
+                    else:
+                        done.append(handling)
+            if done:
+                await self._flush(consumer, done)
+
+    async def _try(self, message: plait.Message) -> Handling | None:
+        """The handling if it succeeded; the message is acked or nacked."""
+        try:
+            handling = await self._handle(message)
+        except (_Fenced, _Failed):
+            message.nack(delay=0.05)
+            return None
+        message.ack()
+        return handling
+
+    async def _flush(self, consumer: plait.Consumer, handlings: list[Handling]) -> None:
+        try:
+            await consumer.flush()
+        except PlaitError:
+            for handling in handlings:
+                handling.ack_unknown(time.monotonic())
+            raise
+        for handling in handlings:
+            handling.ack_ok(time.monotonic())
+
+    async def _app(self) -> None:
+        app = plait.App(self._addresses, group=GROUP, client_id=self._name, limits=LIMITS)
+
+        @app.subscriber(SUBJECT, ordered=True, concurrency=TASKS, retry=RETRY)
+        async def handle(message: plait.Message) -> None:
+            try:
+                await self._handle(message)
+            except (_Fenced, _Failed):
+                raise plait.RetryLater(0.05) from None
+
+        @app.on_startup
+        async def ready() -> None:
+            self._say_ready()
+
+        stopping = asyncio.ensure_future(self._stop.wait())
+        stopping.add_done_callback(lambda _: app.stop())
+        try:
+            await app.run()
+            # It heard the signal itself.
+            self._stop.set()
+        finally:
+            self._hear_signal()
+            stopping.cancel()
+
+    # --- handling -------------------------------------------------------------------------------
+
+    async def _handle(self, message: plait.Message) -> Handling:
+        assert message.key is not None
+        lp = lp_of_key(message.key)
+        epoch = message.epoch
+        begun = await self._sink.begin(lp, epoch)
+        if not begun.accepted:
+            raise _Fenced
+        value = message.body.decode()
+        place = (str(message.partition), message.sequence)
+        handling = self._history.handle(
+            self._name, message.key, value, message.attempt, epoch, lp, place, begun.time, group=GROUP
+        )
+        # Now and then long enough to be stopped in the middle of it.
+        await asyncio.sleep(self._random.choice(WORK_SECONDS))
+        if self._random.random() < FAILURES:
+            handling.failed(time.monotonic())
+            raise _Failed
+        producer, _, number = value.rpartition(":")
+        written = await self._sink.write(lp, epoch, message.key, producer, int(number))
+        if not written.accepted:
+            handling.failed(written.time)
+            raise _Fenced
+        handling.done(written.time)
+        return handling
+
+
+async def run(addresses: str, name: str, path: str, sink: str, seed: str, kind: str) -> None:
+    history, client = History(path), SinkClient(sink, name)
+    try:
+        await Handler(addresses, name, history, client, random.Random(f"{seed} {path}")).run(kind)
+    finally:
+        await client.close()
+        history.close()
+
+
+def main() -> None:
+    asyncio.run(run(*sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

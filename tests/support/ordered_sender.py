@@ -1,0 +1,77 @@
+"""A producer process: ``python -m tests.support.ordered_sender ADDRESSES NAME HISTORY SEED RATE``, until SIGTERM.
+
+Posts bursts of messages of a few keys and records what became of each. A body is ``name:number``; numbers of a producer
+rise. At its end it waits for the fate of everything it sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import sys
+import time
+
+import plait
+from plait.errors import FlowControl, PlaitError
+from plait.testing.history import History, Send
+
+SUBJECT = "orders"
+KEYS = 60
+#: A cluster that is hit again and again may take long to answer; what has no answer then is of unknown fate.
+LIMITS = plait.ClientLimits(reconnect_max_seconds=0.5, route_seconds=2.0, request_seconds=3.0, send_seconds=60.0)
+
+
+async def produce(addresses: str, name: str, path: str, seed: int, rate: float) -> None:
+    """Send until told to stop."""
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    draw = random.Random(f"{seed} {name}")
+    history = History(path)
+    waiting: set[asyncio.Task[None]] = set()
+    number = 0
+    async with plait.connect(addresses, client_id=name, limits=LIMITS) as client:
+        print("ready", flush=True)
+        while not stop.is_set():
+            count = draw.choice((1, 1, 2, 6))
+            for _ in range(count):
+                key = f"key-{draw.randrange(KEYS)}"
+                record = history.send(key, f"{name}:{number}", time.monotonic(), producer=name)
+                try:
+                    ticket = client.post(SUBJECT, f"{name}:{number}".encode(), key=key)
+                except PlaitError as error:
+                    record.failed(error, time.monotonic())
+                else:
+                    task = asyncio.ensure_future(_settle(ticket, record))
+                    waiting.add(task)
+                    task.add_done_callback(waiting.discard)
+                number += 1
+            try:
+                async with asyncio.timeout(draw.expovariate(rate / count)):
+                    await stop.wait()
+            except TimeoutError:
+                pass
+        if waiting:
+            await asyncio.wait(waiting)
+    history.close()
+
+
+async def _settle(ticket: plait.Ticket, record: Send) -> None:
+    try:
+        receipt = await ticket
+    except FlowControl as error:
+        record.failed(error, time.monotonic())
+    except PlaitError as error:
+        record.unknown(error, time.monotonic())
+    else:
+        place = None if receipt.sequence is None else (str(receipt.partition), receipt.sequence)
+        record.ok(place, time.monotonic())
+
+
+def main() -> None:
+    addresses, name, path, seed, rate = sys.argv[1:]
+    asyncio.run(produce(addresses, name, path, int(seed), float(rate)))
+
+
+if __name__ == "__main__":
+    main()
