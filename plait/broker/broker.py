@@ -75,7 +75,6 @@ class Broker:
         self.epoch = 0
         #: Partitions are made by meta servers, not by whoever names one.
         self.routed = False
-        #: ``commit`` has something to do.
         self.on_dirty: Callable[[], None] = lambda: None
         self.partitions: dict[int, Partition] = {}
         #: By partition name; a plain subject's partition is named as the subject.
