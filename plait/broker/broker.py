@@ -6,8 +6,7 @@ end of a loop turn in which something changed, ``begin_sync``/``end_sync`` aroun
 
 Promises kept here: what is acknowledged was written (``flush="async"``) or is durable (``flush="sync"``), and nothing
 else is visible. Acks, nacks, resets and removals are acknowledged after their events were written to the action log.
-Rows that are delivered at most once leave after their event is durable. Rows that are delivered at least once leave
-before theirs is written: a crash in between hands them out again, as it may.
+Rows delivered at most once leave after their event is durable; others may leave before, and come again after a crash.
 """
 
 from __future__ import annotations
@@ -73,7 +72,8 @@ class Broker:
         self.config = config or BrokerConfig()
         self.limits = self.config.limits
         self.epoch = 0
-        #: ``commit`` has something to do.
+        #: Partitions are made by meta servers, not by whoever names one.
+        self.routed = False
         self.on_dirty: Callable[[], None] = lambda: None
         self.partitions: dict[int, Partition] = {}
         #: By partition name; a plain subject's partition is named as the subject.

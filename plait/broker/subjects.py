@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from plait.broker.partition import Partition
-from plait.errors import LimitExceeded, SubjectExists, SubjectNotFound
+from plait.errors import LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
 from plait.storage.catalog import PartitionRow, SubjectSettings
 from plait.storage.consume_log import ConsumeLog
 
@@ -16,7 +16,15 @@ if TYPE_CHECKING:
 
 
 def make(broker: Broker, subject: str, *, create: bool) -> Partition:
-    """A subject that does not exist, made because somebody uses it; ``SubjectNotFound`` where that is not allowed."""
+    """A subject that does not exist, made because somebody uses it; ``SubjectNotFound`` where that is not allowed.
+
+    Where meta servers make partitions, who comes too early, or too late, is sent back to them: the name may be that of
+    any partition of a subject.
+    """
+    if create and broker.routed:
+        # They could not make it either.
+        broker.refuse_when_full()
+        raise StaleRoute(f"there is no partition {subject!r} here; the meta server knows where its subject is")
     if not (create and broker.config.auto_create):
         raise SubjectNotFound(f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'")
     return broker.create_subject(subject)

@@ -202,6 +202,9 @@ class PullClient:
             try:
                 return await self._attach(link)
             except StaleRoute:
+                if self._loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(self._limits.reconnect_first_seconds)
                 await self._feed.astray()
             except Unavailable:
                 if self._loop.time() >= deadline:

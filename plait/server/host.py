@@ -76,6 +76,7 @@ class Server(Listener):
             self.disk.lock()
         try:
             self.broker = Broker(self.disk, self.clock, self.config)
+            self.broker.routed = not self.cluster.alone
             self.report = await self.loop.run_in_executor(self.threads, self.broker.start)
             self.membership = Membership(self.broker)
             self.retention = Retention(self.broker)

@@ -49,6 +49,11 @@ class Standing:
         self._link: Link | None = None
         self._turn = 0
 
+    @property
+    def alone(self) -> bool:
+        """There is no meta server."""
+        return self._url is None and not self._addresses
+
     async def start(self) -> None:
         """Become known; where no meta server can be reached, go on trying."""
         server = self._server

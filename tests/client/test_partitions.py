@@ -10,6 +10,8 @@ import msgspec
 import pytest
 
 import plait
+from plait.testing import EmbeddedBroker
+from plait.wire import messages as m
 from tests.client.cluster import EAGER, Cluster, by_partition, cluster_of
 from tests.client.support import fetch_all, numbers, until
 
@@ -245,3 +247,14 @@ async def test_a_handler_gets_messages_of_all_partitions(cluster: Cluster) -> No
     app.stop()
     await running
     assert sorted(seen) == ["s@g1", "s@g1", "s@g2", "s@g2"]
+
+
+async def test_a_broker_of_a_cluster_makes_no_subject_of_a_partitions_name(plait_async_broker: EmbeddedBroker) -> None:
+    """A consumer that comes before the meta server's order does must not found a subject that nobody can name."""
+    async with plait_async_broker.connect() as client:
+        await client.admin.create_subject("s")
+        link = client._node.link
+        assert link is not None
+        with pytest.raises(plait.StaleRoute):
+            await link.request(m.Attach("s#1", "g", "early", "earliest", "at_least_once", [], 0))
+    assert list(plait_async_broker.server.broker.subjects) == ["s"]

@@ -258,6 +258,7 @@ async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
 
 async def test_a_long_gone_consumer_is_forgotten():
     async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
+        await client.admin.create_subject("orders")
         async with Raw(broker.server) as raw:
             await raw.hello("gone")
             await raw.store("orders", b"x")

@@ -1,0 +1,79 @@
+"""A key of a strict subject that is stuck costs nothing but itself: the others of its partition go on as before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import plait
+from plait.broker.ordered import OrderedGroup
+from plait.meta.database import file_url
+from plait.server import Server
+from plait.testing.embedded import empty_database
+from plait.testing.sim import Process, Simulation
+from tests.sim.cluster import ADDRESS
+from tests.sim.ordered_cluster import CONFIG
+
+MINUTES = 10
+PER_SECOND = 4
+KEYS = [f"k{n}" for n in range(8)]
+STUCK = KEYS[0]
+
+
+def handled_others(database: Path, *, stuck: bool) -> tuple[int, list[int]]:
+    """How many messages of the other keys were handled in ten minutes, and the strands and ranges minute by minute."""
+    database.write_bytes(empty_database())
+    with Simulation(5) as sim:
+        servers: list[Server] = []
+        sizes: list[int] = []
+        count = 0
+
+        async def serve(process: Process) -> None:
+            servers.append(Server(process.disk, CONFIG, clock=process.clock, meta=file_url(str(database))))
+            await servers[-1].start()
+
+        async def create(process: Process) -> None:
+            async with process.connect(ADDRESS) as client:
+                await client.admin.create_subject("s", order="strict", partitions=1)
+
+        async def produce(process: Process) -> None:
+            async with process.connect(ADDRESS) as client:
+                for _ in range(MINUTES * 60):
+                    await client.send_many("s", [b"x"] * PER_SECOND, keys=[KEYS[n % 8] for n in range(PER_SECOND)])
+                    await sim.sleep(1.0)
+
+        async def consume(process: Process) -> None:
+            nonlocal count
+            retry = plait.Retry(attempts=10_000, first=1.0, longest=5.0)
+            async with (
+                process.connect(ADDRESS) as client,
+                client.consumer("s", "g", ordered=True, retry=retry) as consumer,
+            ):
+                async for message in consumer:
+                    if stuck and message.key == STUCK:
+                        message.nack()
+                    else:
+                        message.ack()
+                        count += message.key != STUCK
+
+        sim.process("broker", serve).start()
+        sim.run(create(sim.process("test")))
+        sim.process("consumer", consume).start()
+        sim.process("producer", produce).start()
+        for _ in range(MINUTES):
+            sim.run_for(60.0)
+            [group] = servers[0].broker.subjects["s"].groups.values()
+            assert isinstance(group, OrderedGroup)
+            ranges = sum(len(strand.returned) + len(strand.all_held()) for strand in group.strands)
+            sizes.append(len(list(group.strands)) + ranges)
+        host = servers[0].cluster._host
+        assert host is not None
+        assert host._store is not None
+        host._store.close()
+        return count, sizes
+
+
+def test_other_keys_keep_their_pace_and_memory_stays_flat_beside_a_stuck_one(tmp_path: Path):
+    usual, _ = handled_others(tmp_path / "usual.db", stuck=False)
+    beside, sizes = handled_others(tmp_path / "beside.db", stuck=True)
+    assert beside >= 0.95 * usual > 1000
+    assert sizes[-1] <= sizes[1] + 5
