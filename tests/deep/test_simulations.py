@@ -19,4 +19,4 @@ def test_a_shared_cluster_survives_two_thousand_seeds(seed: int, cycles: Cycles,
 @pytest.mark.deep("sim")
 def test_an_ordered_cluster_survives_two_thousand_seeds(seed: int, cycles: Cycles):
     for number in cycles(2000):
-        OrderedCluster(seed + number, seconds=8.0 + number % 3 * 6.0).run()
+        OrderedCluster(seed + number, seconds=8.0 + number % 3 * 4.0).run()

@@ -5,17 +5,41 @@ partition and epoch, nothing lost, nothing invented. ``OrderedCluster(seed)`` re
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 
 from plait.testing.sim import Fault
 from tests.sim.ordered_cluster import STRICT, Change, OrderedCluster
 
+#: Seeds that one test runs, side by side in processes of their own: ten times ten in all.
+SEEDS = 10
 
-@pytest.mark.parametrize("number", range(100))
-def test_each_key_stays_in_order_through_faults_and_changes(seed: int, number: int):
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+def survives(seed: int) -> str:
+    """What went wrong; nothing if all went well."""
     cluster = OrderedCluster(seed)
-    cluster.run()
-    assert len(cluster.senders.done) > 10
+    try:
+        cluster.run()
+        assert len(cluster.senders.done) > 10
+    except BaseException as failure:  # noqa: BLE001 - told by whoever asked
+        return f"OrderedCluster({seed}): {type(failure).__name__}: {failure}"
+    return ""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(10))
+def test_each_key_stays_in_order_through_faults_and_changes(seed: int, number: int, processes: ProcessPoolExecutor):
+    failures = [failure for failure in processes.map(survives, range(seed, seed + SEEDS)) if failure]
+    assert not failures, "\n".join(failures)
 
 
 def test_without_faults_everything_is_handled_once_while_partitions_and_members_change():
