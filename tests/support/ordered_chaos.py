@@ -173,7 +173,8 @@ class Chaos:
         finally:
             for program in self._programs:
                 program.kill()
-            await asyncio.to_thread(postgres.remove)
+            # Not in a thread: an interrupt must not come between.
+            postgres.remove()
 
     async def _run(self, postgres: Postgres) -> None:
         self._url = await asyncio.to_thread(postgres.create)

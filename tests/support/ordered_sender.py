@@ -13,11 +13,12 @@ import sys
 import time
 
 import plait
-from plait.errors import FlowControl, PlaitError
+from plait.errors import FlowControl, PlaitError, Unavailable
 from plait.testing.history import History, Send
 
 SUBJECT = "orders"
 KEYS = 60
+PAUSE_SECONDS = 0.3
 #: A cluster that is hit again and again may take long to answer; what has no answer then is of unknown fate.
 LIMITS = plait.ClientLimits(reconnect_max_seconds=0.5, route_seconds=2.0, request_seconds=3.0, send_seconds=60.0)
 
@@ -30,7 +31,7 @@ async def produce(addresses: str, name: str, path: str, seed: int, rate: float) 
     history = History(path)
     waiting: set[asyncio.Task[None]] = set()
     number = 0
-    async with plait.connect(addresses, client_id=name, limits=LIMITS) as client:
+    async with await _connected(addresses, name) as client:
         print("ready", flush=True)
         while not stop.is_set():
             count = draw.choice((1, 1, 2, 6))
@@ -54,6 +55,16 @@ async def produce(addresses: str, name: str, path: str, seed: int, rate: float) 
         if waiting:
             await asyncio.wait(waiting)
     history.close()
+
+
+async def _connected(addresses: str, name: str) -> plait.Client:
+    """A client, once a meta server is there."""
+    while True:
+        try:
+            return await plait.connect(addresses, client_id=name, limits=LIMITS).open()
+        except Unavailable as error:
+            print(f"{name}: {error}; once more", file=sys.stderr, flush=True)
+            await asyncio.sleep(PAUSE_SECONDS)
 
 
 async def _settle(ticket: plait.Ticket, record: Send) -> None:
