@@ -12,7 +12,7 @@ import numpy as np
 
 from plait.client.delivered import Delivered
 from plait.client.failing import Failing, Said, failing_in
-from plait.client.ordered_delivered import OrderedDelivered, mask_of, rows_of
+from plait.client.ordered_delivered import WAITS, OrderedDelivered, mask_of, rows_of
 from plait.client.pending import merged
 from plait.client.words import UNBEGUN, EpochRange, Failed, Nacks
 from plait.wire import messages as m
@@ -44,7 +44,9 @@ class TaggedPending:
             failing = failing_in(said, strict=self.strict)
             if failing is not None:
                 self.failing.append(failing)
-                said = [_without(failing, *words) for words in said] + self._behind(failing)
+                if self.strict:
+                    said = [_without(failing, *words) for words in said]
+                said += self._behind(failing)
         for frame, acks, nacks in said:
             _put(frame, self._acks, acks)
             for failed, runs in nacks.items():
@@ -52,12 +54,17 @@ class TaggedPending:
                     _put(frame, self._nacks.setdefault(failed, {}), runs)
 
     def _behind(self, failing: Failing) -> list[Said]:
-        """What else is in our hands and stands behind is given back."""
+        """What else is in our hands and stands behind is given back.
+
+        Where a failed row holds nothing, rows behind one that comes again may be in the user's hands: they stay there.
+        """
         said: list[Said] = []
         for delivered in list(self._open_frames()):
             assert isinstance(delivered, OrderedDelivered)
             behind = failing.behind(delivered)
-            if behind is not None:
+            if behind is not None and not self.strict:
+                behind &= delivered.states == WAITS
+            if behind is not None and behind.any():
                 said.append((delivered, [], {UNBEGUN: delivered.close_rows(behind)}))
         return said
 

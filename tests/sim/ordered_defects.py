@@ -21,9 +21,8 @@ from plait.client.rights import Rights, no_lps
 from plait.frame.lp import lp_set
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta import allocation, membership
-from plait.storage.action_log import Action
 from plait.storage.ranges import Ranges
-from plait.storage.strand import Strand, StrandState
+from plait.storage.strand import Strand
 
 Patch = pytest.MonkeyPatch
 Defect = Callable[[Patch], None]
@@ -121,16 +120,6 @@ def accept_a_lower_epoch(patch: Patch) -> None:
     )
 
 
-def grant_right_after_a_restart(patch: Patch) -> None:
-    """R15: a broker that has started knows of no owners and grants at once."""
-
-    def naive(self: OrderedGroup, now: int) -> None:
-        self.locks.owner[:] = 0
-
-    patch.setattr(OrderedGroup, "forget_strangers", naive)
-    patch.setattr(OrderedGroup, "frozen_until", property(lambda self: 0.0, lambda self, until: None))
-
-
 def ignore_the_lease(patch: Patch) -> None:
     """R14: a consumer hands out what it has, however long ago the broker was heard."""
     patch.setattr(Rights, "valid", lambda self: True)
@@ -158,20 +147,6 @@ def take_rows_of_a_lost_owner_for_done(patch: Patch) -> None:
     patch.setattr(OrderedGroup, "offline", naive)
 
 
-def forget_what_is_in_hands_at_a_checkpoint(patch: Patch) -> None:
-    """After a start, what was in somebody's hands counts as done."""
-
-    def naive(self: Strand) -> StrandState:
-        held, self.held = self.held, {}
-        try:
-            return dump(self)
-        finally:
-            self.held = held
-
-    dump = Strand.dump
-    patch.setattr(Strand, "dump", naive)
-
-
 def lose_returned_rows_when_a_strand_is_split(patch: Patch) -> None:
     """Rows that came back are forgotten when their logical partition changes hands."""
     split = Strand.split
@@ -189,44 +164,6 @@ def let_a_failed_row_be_overtaken(patch: Patch) -> None:
     patch.setattr(OrderedGroup, "strict", property(lambda self: False))
 
 
-def ack_whatever_lies_between(patch: Patch) -> None:
-    """An ack of a range is taken for all rows in it, whichever frame they came with."""
-
-    def naive(
-        self: OrderedGroup, consumer: Consumer, start: int, end: int, epoch: int, journal: Any, tag: int = 0
-    ) -> int:
-        for strand in self._holding(consumer.id):
-            for other in list(strand.held):
-                for piece in strand.in_hands(other, start, end):
-                    journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
-                    strand.let_go(other, piece.start, piece.end)
-        self._after_hands(journal)
-        return 0
-
-    patch.setattr(OrderedGroup, "ack", naive)
-
-
 def hand_out_a_key_twice_at_a_time(patch: Patch) -> None:
     """Two messages of a key are in the user's hands at once."""
     patch.setattr(OrderedBuffer, "_is_busy", lambda self, key: False)
-
-
-DEFECTS: list[Defect] = [
-    take_rows_behind_the_fence,
-    report_drained_too_early,
-    ask_the_newest_span_first,
-    ask_all_spans_at_once,
-    overtake_rows_that_are_sent_again,
-    use_an_epoch_again,
-    hand_over_too_early,
-    accept_a_lower_epoch,
-    grant_right_after_a_restart,
-    ignore_the_lease,
-    keep_what_is_not_ours_any_more,
-    take_rows_of_a_lost_owner_for_done,
-    forget_what_is_in_hands_at_a_checkpoint,
-    lose_returned_rows_when_a_strand_is_split,
-    let_a_failed_row_be_overtaken,
-    ack_whatever_lies_between,
-    hand_out_a_key_twice_at_a_time,
-]

@@ -81,7 +81,17 @@ class Members:
 
     async def _client(self, process: Process, number: int, subjects: Sequence[str], draw: random.Random) -> None:
         async with process.connect(self._addresses, client_id=process.name, limits=self._limits) as client:
-            await asyncio.gather(*(self._member(process, client, number, subject, draw) for subject in subjects))
+            await asyncio.gather(*(self._members(process, client, number, subject, draw) for subject in subjects))
+
+    async def _members(
+        self, process: Process, client: plait.Client, number: int, subject: str, draw: random.Random
+    ) -> None:
+        """Be a member until it leaves by itself: an error of one subject's does not end the other's."""
+        while True:
+            try:
+                return await self._member(process, client, number, subject, draw)
+            except PlaitError:
+                await self.simulation.sleep(0.5)
 
     async def _member(
         self, process: Process, client: plait.Client, number: int, subject: str, draw: random.Random
