@@ -23,7 +23,7 @@ from plait.storage.ranges import Range, Ranges
 from plait.storage.waiting import Due, Waiting
 
 #: Ranges that are compared to find strands that have come equally far; with more it can wait.
-COMPARED_MAX = 16
+COMPARED_MAX = 256
 
 
 class StrandState(msgspec.Struct, array_like=True):
@@ -200,26 +200,18 @@ class Strand:
 
     @property
     def standing(self) -> Any:
-        """How far it has come: those with the same may be one strand. None: too much is open to compare.
-
-        A range of one sequence means that row whichever strand it is in, so these need not be the same.
-        """
+        """How far it has come: those with the same may be one strand. None: too much is open to compare."""
         if self.parked or self.waiting:
             return None
-        returned = _several(self.returned)
-        held = {tag: several for tag, ranges in self.held.items() if (several := _several(ranges))}
-        if len(returned) + sum(map(len, held.values())) > COMPARED_MAX:
+        if len(self.returned) + sum(map(len, self.held.values())) > COMPARED_MAX:
             return None
-        return self.next, self.owner, self.leaving, self.limit, returned, tuple(sorted(held.items()))
+        held = tuple((tag, tuple(ranges)) for tag, ranges in sorted(self.held.items()))
+        return self.next, self.owner, self.leaving, self.limit, tuple(self.returned), held
 
     def join(self, others: Sequence[Strand]) -> None:
         """Take over the rows of others, which have come equally far."""
-        everybody = (self, *others)
-        self.returned = _union([each.returned for each in everybody])
-        tags = {tag for each in everybody for tag in each.held}
-        self.exact = {tag for tag in tags if all(tag not in each.held or tag in each.exact for each in everybody)}
-        self.held = {tag: _union([each.held[tag] for each in everybody if tag in each.held]) for tag in tags}
         for other in others:
+            self.exact &= other.exact
             if other.key is None:
                 self.lps = self.lps | other.lps
                 self.without |= other.without
@@ -273,16 +265,3 @@ class Strand:
         strand.waiting = Waiting(state.waiting)
         strand.parked, strand.letter = state.parked, state.letter
         return strand
-
-
-def _several(ranges: Ranges) -> tuple[Range, ...]:
-    """Those with more than one sequence."""
-    return tuple(piece for piece in ranges if piece.end - piece.start > 1)
-
-
-def _union(several: list[Ranges]) -> Ranges:
-    """All ranges, of which those that overlap are the same."""
-    open_ones = [ranges for ranges in several if ranges]
-    if len(open_ones) <= 1:
-        return open_ones[0] if open_ones else Ranges()
-    return Ranges(sorted({piece for ranges in open_ones for piece in ranges}))
