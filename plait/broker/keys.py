@@ -6,11 +6,17 @@ Every owner of an ordered group looks at the same frames, one after another.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from plait.frame.columns import Column
-from plait.frame.lp import Hashes, Lps, key_hashes, lps_of
+from plait.frame.lp import Hashes, Lps, key_hashes
 from plait.frame.view import FrameView
+
+Sequences = npt.NDArray[np.int64]
 
 #: Rows that are remembered for one partition, 10 bytes each.
 ROWS_MAX = 1 << 18
@@ -27,9 +33,10 @@ class FrameKeys(NamedTuple):
 class KeyCache:
     """See the module."""
 
-    __slots__ = ("_known", "_rows")
+    __slots__ = ("_known", "_lps_of", "_rows")
 
-    def __init__(self) -> None:
+    def __init__(self, lps_of: Callable[[Sequences, Hashes | None], Lps]) -> None:
+        self._lps_of = lps_of
         #: By the first sequence of the frame.
         self._known: OrderedDict[int, FrameKeys] = OrderedDict()
         self._rows = 0
@@ -49,7 +56,7 @@ class KeyCache:
             return known
         hashes = key_hashes(frame)
         # A copy: what is remembered must not keep a segment's mapping open.
-        keys = FrameKeys(lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
+        keys = FrameKeys(self._lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
         if whole:
             self._known[frame.base] = keys
             self._rows += frame.count

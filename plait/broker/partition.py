@@ -11,7 +11,7 @@ import numpy.typing as npt
 from plait.broker.keys import FrameKeys, KeyCache
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
-from plait.frame.lp import LpSet, keyed_lps, lp_set
+from plait.frame.lp import NO_KEY_HASH, Hashes, Lps, LpSet, keyed_lps, lp_set, lps_of
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
@@ -49,6 +49,7 @@ class Partition:
 
     __slots__ = (
         "_row",
+        "_slots",
         "accepts",
         "consume_log",
         "epochs",
@@ -81,7 +82,7 @@ class Partition:
         #: (first sequence, epoch) of each epoch that stored rows here, ascending.
         self.epochs: list[tuple[int, int]] = []
         self.groups: dict[str, Group] = {}
-        self.keys = KeyCache()
+        self.keys = KeyCache(self.lps_of)
         #: Groups with suspended pulls, in the order they began to wait.
         self.waiting: dict[Group, None] = {}
         #: Suspended reads that belong to no group.
@@ -101,10 +102,23 @@ class Partition:
             self.fences = np.zeros(LOGICAL_PARTITIONS, np.int64)
             for first, end, fence in row.fences:
                 self.fences[first:end] = fence
+        self._slots = [(start, np.flatnonzero(lp_set(runs))) for start, runs in row.taken]
 
     @property
     def id(self) -> int:
         return self._row.id
+
+    def lps_of(self, sequences: npt.NDArray[np.int64], hashes: Hashes | None) -> Lps:
+        """The logical partition of each row; of one without a key it is one that was taken when it was stored."""
+        lps = lps_of(sequences, hashes)
+        keyless = np.ones(len(lps), bool) if hashes is None else hashes == NO_KEY_HASH
+        if self._slots and keyless.any():
+            since = np.searchsorted([start for start, _ in self._slots], sequences, "right") - 1
+            for index in np.unique(since[keyless]).tolist():
+                slots = self._slots[max(index, 0)][1]
+                mine = keyless & (since == index)
+                lps[mine] = slots[lps[mine] % len(slots)]
+        return lps
 
     def takes(self, frame: FrameView) -> bool:
         """It is where the route leads the frame's rows to; those without keys may go anywhere that is open."""

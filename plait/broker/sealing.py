@@ -33,7 +33,7 @@ def open_lps(
         broker.refuse_when_full()
         subjects.refuse_more(broker)
         row = PartitionRow(broker.next_partition, subject, name, broker.clock.now(), settings)
-        return subjects.create_partition(broker, _with(row, chosen, [], version))
+        return subjects.create_partition(broker, _with(row, chosen, [], version, 0))
     row = partition.row
     if row.subject != subject:
         raise InvalidArgument(f"partition {name!r} is one of {row.subject!r}, not of {subject!r}")
@@ -42,7 +42,7 @@ def open_lps(
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     opened = accepts | chosen
     fences = [] if partition.fences is None else runs_with(partition.fences, ~opened & (partition.fences > 0))
-    _change(broker, partition, _with(row, opened, fences, version), settings)
+    _change(broker, partition, _with(row, opened, fences, version, partition.next), settings)
     return partition
 
 
@@ -61,7 +61,7 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
     closing = accepts & chosen
     fences[closing] = partition.next
     left = accepts & ~chosen
-    row = _with(partition.row, left, runs_with(fences, ~left & (fences > 0)), version)
+    row = _with(partition.row, left, runs_with(fences, ~left & (fences > 0)), version, partition.next)
     _change(broker, partition, row, partition.row.settings)
     answer = runs_with(fences, chosen)
     broker.answer_when_durable(lambda: reply(answer))
@@ -76,10 +76,14 @@ def checked(lps: Iterable[Lps]) -> LpSet:
     return lp_set(runs)
 
 
-def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int) -> PartitionRow:
+def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, at: int) -> PartitionRow:
     # One that never was closed to any needs no check of what it takes.
     lps = None if accepts.all() and not fences else runs_of(accepts)
-    return msgspec.structs.replace(row, lps=lps, fences=fences, route=version)
+    taken = row.taken or ([(0, [(0, LOGICAL_PARTITIONS)])] if at else [])
+    if lps is not None and (not taken or taken[-1][1] != lps) and lps:
+        # Where it takes nothing at all, nothing is stored either.
+        taken = [*(entry for entry in taken if entry[0] < at), (at, lps)]
+    return msgspec.structs.replace(row, lps=lps, fences=fences, route=version, taken=[] if lps is None else taken)
 
 
 def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: SubjectSettings) -> None:

@@ -251,12 +251,20 @@ class OrderedPullClient(PullClient):
             delivered.rights = self.rights
             delivered.hands = self._buffer
             self._opened(delivered)
+            self._place_keyless(delivered)
             back = self._not_ours(delivered, number)
             if back.any():
                 delivered.states[back] = BROKEN
             self._feed.arrived(delivered)
             if back.any():
                 self._give_up([(delivered, first, end) for first, end, _ in delivered.runs(back)])
+
+    def _place_keyless(self, delivered: OrderedDelivered) -> None:
+        """Rows without keys have no order: they are handled under any lock that is ours."""
+        ours = np.flatnonzero(self.rights.open)
+        if len(ours):
+            keyless = slice(None) if delivered.keyed is None else ~delivered.keyed
+            delivered.lps[keyless] = ours[0]
 
     def _not_ours(self, delivered: OrderedDelivered, number: int) -> RowMask:
         """Rows to be given back: without a lock, or behind one that failed and has not come again."""

@@ -53,6 +53,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     fences: list[Fence] = []
     #: The version of the route that said so.
     route: int = 0
+    #: What it took from each of these sequences on, the first of them first: rows without keys are of one of those.
+    taken: list[tuple[int, list[Lps]]] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -318,6 +318,30 @@ def test_what_is_wanted_up_to_a_fence_is_drained_when_all_below_is_done_and_noth
     assert bodies(owner.pull_all()) == [b"3", b"4"]
 
 
+def test_keyless_rows_are_of_a_logical_partition_that_was_taken_when_they_were_stored():
+    node = node_with()
+    producer = Producer(5)
+
+    def send(count: int) -> None:
+        node.submit(producer.frame(SUBJECT, *(b"x" for _ in range(count))))
+        node.turn()
+
+    send(300)
+    sealing.seal(node.broker, SUBJECT, [(0, 900)], 2, lambda _: None)
+    node.turn()
+    send(300)
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(100, 110)], 3, SubjectSettings(order="strict"))
+    sealing.seal(node.broker, SUBJECT, [(900, 1024)], 4, lambda _: None)
+    node.turn()
+    send(300)
+    for restarted in (node, node.killed()):
+        partition = restarted.partition(SUBJECT)
+        found = {start: keys for start, _, keys in partition.keys_in(restarted.broker.message_log, 0, 900)}
+        assert len(set(found[0].lps.tolist())) > 2
+        assert set(found[300].lps.tolist()) <= set(range(900, 1024))
+        assert set(found[600].lps.tolist()) <= set(range(100, 110))
+
+
 def test_a_sealed_partition_refuses_what_is_new_and_knows_what_it_has():
     node = node_with()
     producer = Producer(5)
