@@ -196,7 +196,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched():
     file = disk.open(f"{DIRECTORY}/manifest-000000000008", create=True)
     file.write([b"PLCK" + crc32c(body).to_bytes(4, "little") + body], 0)
     before, operations = contents(disk), disk.operations
-    with pytest.raises(DataDirError, match="format version 3, this Plait reads up to 2; use the newer Plait"):
+    with pytest.raises(DataDirError, match="format version 4, this Plait reads up to 3; use the newer Plait"):
         loaded(disk)
     assert contents(disk) == before
     assert disk.operations == operations
