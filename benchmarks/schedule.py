@@ -80,6 +80,8 @@ class Wire:
 
     async def schedule(self, due: Times, rows: int) -> None:
         """Delay messages until these times, in frames of ``rows``."""
+        # The meta server makes the subject.
+        await self.ask(m.FindRoute(SUBJECT))
         partition = (await self.ask(m.Route(SUBJECT, delayed=True))).partition
         body = np.random.default_rng(1).bytes(BODY_SIZE * rows)
         offsets = np.arange(0, BODY_SIZE * rows + 1, BODY_SIZE, dtype=np.int32)

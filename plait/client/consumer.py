@@ -8,7 +8,6 @@ are left once nothing of them is in the user's hands.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from plait.client.settling import Piece, flush_all, nack_pieces
 from plait.client.spool import Spool
 from plait.client.types import Message, PartitionName
 from plait.client.words import UNBEGUN
-from plait.errors import Closed, InvalidArgument, PlaitError, Unavailable
+from plait.errors import Closed, InvalidArgument, PlaitError, SubjectNotFound, Unavailable
 from plait.frame.lp import LpSet
 from plait.limits import ClientLimits
 
@@ -241,8 +240,14 @@ class Consumer:
         await client.leave()
 
     async def _astray(self) -> None:
-        with contextlib.suppress(PlaitError):
+        """A partition is not where the route says: ask again. A subject that is gone for good ends the consumer."""
+        try:
             await self._router.refresh(self.subject)
+        except SubjectNotFound as error:
+            self._fail(error)
+        except PlaitError:
+            # It is asked again with the next attempt.
+            pass
 
     # --- pulling --------------------------------------------------------------------------------
 
