@@ -32,6 +32,11 @@ CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
 LIVES = 6
 
 
+def run_all(lives: list[Explorer]) -> None:
+    for explorer in lives:
+        explorer.run()
+
+
 @pytest.mark.parametrize(
     ("defect", "flush", "survive", "life"), CASES, ids=lambda value: getattr(value, "__name__", "")
 )
@@ -45,10 +50,9 @@ def test_the_explorer_notices(
     defect(monkeypatch)
     all_written = not (flush == "async" and survive is power_loss)
     # What a life looks like depends on the size of everything stored, so not every one meets the defect.
-    lives = (Explorer(each, flush, survive, all_written=all_written, every=3) for each in range(life, life + LIVES))
+    lives = [Explorer(each, flush, survive, all_written=all_written, every=3) for each in range(life, life + LIVES)]
     with pytest.raises(AssertionError) as raised:
-        for explorer in lives:
-            explorer.run()
+        run_all(lives)
     assert any("crash point" in note for note in raised.value.__notes__)
 
 
