@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.delivered import Delivered, Owner
+from plait.client.delivered import Delivered, Owner, SharedDelivered
 from plait.client.rights import Rights
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, PartitionName
 from plait.client.words import FAILED, EpochRange, Failed, Nacks
@@ -173,20 +173,10 @@ class OrderedDelivered(Delivered):
         ]
 
 
-class SharedOrderedDelivered(OrderedDelivered):
+class SharedOrderedDelivered(SharedDelivered, OrderedDelivered):
     """A frame whose messages are acked and nacked from any thread."""
 
     __slots__ = ()
-
-    def ack_row(self, row: int) -> Acknowledgement:
-        if self.owner is not None:
-            self.owner.from_thread(self, row, None)
-        return ACKNOWLEDGED
-
-    def nack_row(self, row: int, failed: Failed = FAILED) -> Acknowledgement:
-        if self.owner is not None:
-            self.owner.from_thread(self, row, failed)
-        return ACKNOWLEDGED
 
 
 def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:

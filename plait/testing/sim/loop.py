@@ -247,7 +247,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> tuple[asyncio.Transport, asyncio.BaseProtocol]:
         _refuse(options)
         if host is None or port is None:
-            raise NotImplementedError("a simulated connection needs a host and a port")
+            raise ValueError("a simulated connection needs a host and a port")
         return await self.simulation.network.connect(self, protocol_factory, host, port)
 
     async def create_server(  # type: ignore[override]
@@ -329,7 +329,7 @@ def _settle(future: asyncio.Future[Any], result: Any, error: BaseException | Non
 def _refuse(options: dict[str, Any]) -> None:
     unknown = [name for name, value in options.items() if value is not None]
     if unknown:
-        raise NotImplementedError(f"the simulated network has no {', '.join(unknown)}")
+        raise ValueError(f"the simulated network has no {', '.join(unknown)}")
 
 
 def _take_apart(coroutine: Any) -> None:
