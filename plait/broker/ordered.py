@@ -10,7 +10,7 @@ until somebody resumes it or skips the message. Otherwise what failed waits by i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -572,12 +572,6 @@ class OrderedGroup(StrandFailures):
 
 def _one(lp: int) -> LpSet:
     return lp_set([(lp, lp + 1)])
-
-
-def _set_of(lps: Iterable[int]) -> LpSet:
-    chosen = np.zeros(LOGICAL_PARTITIONS, bool)
-    chosen[list(lps)] = True
-    return chosen
 
 
 def new_group(definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal) -> Group:
