@@ -33,7 +33,6 @@ from plait.cli.options import Lease, lease_of
 from plait.errors import DataDirError, InvalidArgument
 from plait.limits import MetaLimits
 from plait.server.meta_server import MetaServer
-from plait.wire.dial import parse_address
 
 log = logging.getLogger("plait.meta")
 
@@ -45,9 +44,6 @@ def meta(
     ],
     port: Port = 7460,
     host: Host = DEFAULT_HOST,
-    other: Annotated[
-        list[str] | None, Parameter(help="Another meta server over the same database, which clients are told of.")
-    ] = None,
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
     ] = True,
@@ -57,13 +53,10 @@ def meta(
     """Run a meta server, until SIGTERM or Ctrl-C."""
     begin_log(log_level)
     check_port(port)
-    others = list(other or ())
-    for address in others:
-        parse_address(address)
     url = _url(database)
     raise_limit()
     limits = MetaLimits.of_lease(lease_of(lease))
-    server = MetaServer(database, host=host, port=port, meta_limits=limits, others=others, auto_create=auto_create)
+    server = MetaServer(database, host=host, port=port, meta_limits=limits, auto_create=auto_create)
     with _alone(url):
         return run_loop(_serve(server, url.render_as_string(hide_password=True)))
 

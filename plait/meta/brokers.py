@@ -172,6 +172,13 @@ class Brokers:
         ]
         return sorted(fit, key=lambda group: (self._core.mirror.load.get(group, 0), group))
 
+    def settled(self) -> bool:
+        """Of each broker it is known whether it lives; not so in the first seconds of a meta server."""
+        if self._core.down is not None:
+            raise self._core.down
+        rows = [row for rows in self._core.mirror.brokers.values() for row in rows.values()]
+        return all(self._watch.is_certain(_who(row)) or not self._lives(row) for row in rows)
+
     def _lives(self, row: Broker) -> bool:
         who = _who(row)
         return who not in self._watch or self._watch.lives(who)

@@ -126,6 +126,11 @@ class MetaService:
         """A broker lives and is in that state; False: it is not known here and has to register again."""
         return self._brokers.beat(group, broker, state)
 
+    def settled(self) -> bool:
+        """Every broker has been heard of, or is lost: who is chosen now is there."""
+        self._core.refresh()
+        return self._brokers.settled()
+
     def set_broker_state(self, group: str, state: State) -> None:
         """What the operator wishes of a broker group."""
         self._brokers.wish(group, state)

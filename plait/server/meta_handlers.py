@@ -107,10 +107,8 @@ def route_found(subject: str, view: RouteView, metas: list[str]) -> m.RouteFound
 class MetaHandlers:
     """See the module."""
 
-    def __init__(self, host: MetaHost, addresses: Callable[[], list[str]]) -> None:
+    def __init__(self, host: MetaHost) -> None:
         self._host = host
-        #: Of all meta servers, as far as they are known here.
-        self._addresses = addresses
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
         self._operations: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {
@@ -169,7 +167,7 @@ class MetaHandlers:
         if isinstance(message, m.FindRoute):
             names.check("subject", message.subject)
             view = await self._host.route(message.subject, create=message.create)
-            return route_found(message.subject, view, self._addresses())
+            return route_found(message.subject, view, self._host.metas)
         if isinstance(message, m.Beat):
             return await self._beat(message)
         assert isinstance(message, m.Admin)
@@ -187,7 +185,7 @@ class MetaHandlers:
         return m.Beaten(
             beaten.seen,
             [(each.subject, each.group, each.strategy, each.lps) for each in beaten.shares],
-            self._addresses(),
+            self._host.metas,
             beaten.routes,
         )
 
@@ -196,7 +194,7 @@ class MetaHandlers:
     async def _create(self, request: CreateSubject) -> dict[str, Any]:
         names.check("subject", request.subject)
         settings = SubjectSettings(request.retention_seconds, request.retention_bytes, request.order)  # type: ignore[arg-type]
-        await self._host.change(
+        await self._host.choose(
             lambda s: s.create_subject(request.subject, settings, partitions=request.partitions, groups=request.groups)
         )
         return await self._route(OfSubject(request.subject))
@@ -223,7 +221,7 @@ class MetaHandlers:
     async def _expand(self, request: ExpandSubject) -> dict[str, Any]:
         wanted = request.partitions
         places = wanted if isinstance(wanted, int) else [_place(text) for text in wanted]
-        await self._host.change(lambda s: s.expand(request.subject, places))
+        await self._host.choose(lambda s: s.expand(request.subject, places))
         return await self._route(OfSubject(request.subject))
 
     # --- brokers --------------------------------------------------------------------------------

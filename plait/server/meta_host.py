@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from plait import chance
 from plait.clock import Clock
-from plait.errors import PlaitError, Unavailable
+from plait.errors import PlaitError, SubjectNotFound, Unavailable
 from plait.limits import MetaLimits
 from plait.meta.database import Database
 from plait.meta.mirror import Changes
@@ -30,6 +30,8 @@ log = logging.getLogger("plait.meta")
 TICK_SECONDS = 0.5
 #: How long a client may wait for news.
 BEAT_WAIT_MAX = 30.0
+#: How often a meta server that has just started looks whether it has heard of all brokers.
+SETTLE_SECONDS = 0.1
 #: Orders that are carried out at a time.
 ORDERS_MAX = 64
 
@@ -75,6 +77,8 @@ class MetaHost:
         self._thread = ThreadPoolExecutor(1, "plait-meta")
         self._service: MetaService | None = None
         self._store: Store | None = None
+        #: The addresses of all meta servers that live, this one's first.
+        self.metas: list[str] = []
         #: Client → who waits for news of it.
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
         #: Orders under way, by what they are about.
@@ -83,16 +87,17 @@ class MetaHost:
         self._looking: asyncio.Task[None] | None = None
         self._look_again = False
 
-    async def start(self) -> None:
-        """Open the database, bring it up to date, and begin to look after the cluster."""
+    async def start(self, address: str) -> None:
+        """Open the database, bring it up to date, and begin to look after the cluster; reached at ``address``."""
         self._loop = asyncio.get_running_loop()
+        self.metas = [address]
         await self._loop.run_in_executor(self._thread, self._open)
         self._spawn(self._tick_loop())
 
     def _open(self) -> None:
         # Kept if the database has one already.
         self._store = Store(Database(self._url), cluster=chance.token(8), alone=self._alone)
-        self._service = MetaService(self._store, self._clock, self._limits)
+        self._service = MetaService(self._store, self._clock, self._limits, address=self.metas[0])
 
     async def stop(self) -> None:
         """Decide nothing more; what was decided is in the database."""
@@ -123,12 +128,25 @@ class MetaHost:
         self.look_soon()
         return result
 
+    async def choose(self, decide: Callable[[MetaService], _T]) -> _T:
+        """The same, for what chooses among brokers: not before each has been heard of, or is lost.
+
+        A subject stays where it is put, so a meta server that has just started does not take the first that speaks.
+        """
+        while not await self.call(lambda s: s.settled()):  # noqa: ASYNC110 (it is time that settles it)
+            await asyncio.sleep(SETTLE_SECONDS)
+        return await self.change(decide)
+
     # --- requests -------------------------------------------------------------------------------
 
     async def route(self, subject: str, *, create: bool) -> RouteView:
         """The subject's route; a new subject's partitions are made before it is told."""
-        create = create and self._auto_create
-        view, makes = await self.call(lambda s: (s.route(subject, create=create), s.pending_makes(subject)))
+        try:
+            view, makes = await self.call(lambda s: (s.route(subject, create=False), s.pending_makes(subject)))
+        except SubjectNotFound:
+            if not (create and self._auto_create):
+                raise
+            view, makes = await self.choose(lambda s: (s.route(subject), s.pending_makes(subject)))
         if makes:
             await asyncio.gather(*(self._make(make) for make in makes))
             view = await self.call(lambda s: s.route(subject, create=False))
@@ -184,7 +202,7 @@ class MetaHost:
     async def _tick_loop(self) -> None:
         while True:
             try:
-                changes = await self.call(lambda s: s.tick())
+                changes, self.metas = await self.call(lambda s: (s.tick(), s.metas()))
                 self._tell(changes)
                 self.look_soon()
             except PlaitError as error:

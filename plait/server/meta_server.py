@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from plait import names
 from plait.clock import Clock, SystemClock
@@ -33,16 +32,13 @@ class MetaServer(Listener):
         clock: Clock | None = None,
         limits: ServerLimits | None = None,
         meta_limits: MetaLimits | None = None,
-        others: Sequence[str] = (),
         auto_create: bool = True,
+        alone: bool | None = None,
     ) -> None:
-        """``others`` are the addresses of the other meta servers, which clients are told."""
+        """``alone``: no other meta server uses the database; None: that is so if it is a SQLite file."""
         super().__init__(host, port, clock or SystemClock(), limits or ServerLimits())
-        # Whoever knows of others shares the database with them, whatever kind it is.
-        alone = False if others else None
         self.meta = MetaHost(url, RemoteOrders(), self.clock, meta_limits, auto_create=auto_create, alone=alone)
-        self._others = list(others)
-        self._meta_handlers = MetaHandlers(self.meta, lambda: [self.address, *self._others])
+        self._meta_handlers = MetaHandlers(self.meta)
         self.handlers = self
         self._task: asyncio.Task[None] | None = None
 
@@ -50,7 +46,7 @@ class MetaServer(Listener):
         """Open the database and serve. The port is known afterwards."""
         await self.bind()
         try:
-            await self.meta.start()
+            await self.meta.start(self.address)
         except BaseException:
             self.end_listening()
             raise

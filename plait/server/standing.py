@@ -62,8 +62,8 @@ class Standing:
             self._host = MetaHost(
                 self._url, LocalOrders(server), server.clock, limits, auto_create=server.config.auto_create
             )
-            await self._host.start()
-            self._handlers = MetaHandlers(self._host, lambda: [server.address])
+            await self._host.start(server.address)
+            self._handlers = MetaHandlers(self._host)
             self._registrar = Registrar(server, server.config.group, self._ask_here)
         elif self._addresses:
             self._registrar = Registrar(server, server.config.group, self._ask_there)

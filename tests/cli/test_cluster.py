@@ -329,7 +329,6 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path):
         (("meta", "--database", "sqlite://"), "a database in memory is gone"),
         (("meta", "--database", "sqlite:///m.db", "--port", "70000"), "port 70000"),
         (("meta", "--database", "sqlite:///m.db", "--host", "0.0.0.0"), "loopback"),
-        (("meta", "--database", "sqlite:///m.db", "--other", "http://localhost/x"), "plait://host:port"),
         (("broker", "--group", "g1", "--data", "d"), "--meta"),
         (("broker", "--meta", "plait://127.0.0.1:1", "--data", "d"), "--group"),
         (("broker", "--group", "g 1", "--meta", "plait://127.0.0.1:1", "--data", "d"), "broker group name 'g 1'"),

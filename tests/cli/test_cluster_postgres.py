@@ -24,7 +24,7 @@ def postgres() -> Iterator[Postgres]:
 
 def test_a_cluster_goes_on_with_either_of_its_meta_servers(postgres: Postgres, tmp_path: Path):
     url = postgres.create()
-    with meta(url) as first, meta(url, "--other", first.address) as second:
+    with meta(url) as first, meta(url) as second:
         clusters = {re.search(r" cluster=(\w+) ", each.ready)[1] for each in (first, second)}  # type: ignore[index]
         assert len(clusters) == 1
         both = f"{first.address},{second.address}"

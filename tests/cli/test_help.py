@@ -18,7 +18,7 @@ from tests.cli.commands import plait
 
 COMMANDS = {
     "serve": ["--data", "--port", "--flush", "--segment-size", "--retention", "--dead-retention", "--no-auto-create"],
-    "meta": ["--database", "PLAIT_DATABASE", "--port", "--host", "--other", "--no-auto-create", "--log-level"],
+    "meta": ["--database", "PLAIT_DATABASE", "--port", "--host", "--no-auto-create", "--log-level"],
     "broker": ["--group", "--meta", "--data", "--port", "--http", "--flush", "--segment-size", "--dead-retention"],
     "send": [
         "SUBJECT",

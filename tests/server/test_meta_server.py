@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+import plait
 from plait.errors import InvalidArgument, ProtocolError, Unavailable
 from plait.meta.database import file_url
 from plait.server.meta_server import MetaServer
+from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
-from tests.server.raw import Raw
+from tests.server.raw import Raw, until
 
 
 @pytest.fixture
@@ -45,3 +48,49 @@ async def test_the_first_word_is_hello(server: MetaServer):
     async with Raw(server) as raw:
         raw.request(m.Admin("broker.describe"))
         assert isinstance(await raw.ending(), ProtocolError)
+
+
+async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(server: MetaServer, tmp_path: Path):
+    async with Raw(server) as raw:
+        await raw.hello()
+        for group in ("g1", "g2"):
+            # Nobody is there: what is ordered of it is only late.
+            facts = {"group": group, "broker": "b", "address": "plait://127.0.0.1:1", "state": "RW", "epoch": 1}
+            await raw.ask(m.Admin("broker.register", {**facts, "partitions": []}))
+    await server.stop()
+    again = MetaServer(file_url(str(tmp_path / "meta.db")), port=0)
+    await again.start()
+    try:
+        async with Raw(again) as raw, Raw(again) as broker:
+            await raw.hello()
+            await broker.hello()
+            await broker.ask(m.Admin("broker.beat", {"group": "g1", "broker": "b", "state": "RW"}))
+            asked = raw.request(m.FindRoute("s", True))
+            for _ in range(5):
+                # Each is answered after what was asked before it.
+                await broker.ask(m.Admin("broker.describe"))
+                await broker.ask(m.Admin("subject.names"))
+            assert await broker.ask(m.Admin("subject.names")) == m.AdminReply(msgspec.Raw(msgspec.msgpack.encode([])))
+            await broker.ask(m.Admin("broker.beat", {"group": "g2", "broker": "b", "state": "RW"}))
+            found = (await raw.answer(asked)).message
+            assert isinstance(found, m.RouteFound)
+            assert sorted(group for _, group in found.partitions) == ["g1", "g2"]
+    finally:
+        await again.stop()
+
+
+async def test_a_client_of_one_meta_server_finds_the_others(tmp_path: Path):
+    url = file_url(str(tmp_path / "shared.db"))
+    first, second = MetaServer(url, port=0, alone=False), MetaServer(url, port=0, alone=False)
+    await first.start()
+    await second.start()
+    async with (
+        EmbeddedBroker(tmp_path / "1", metas=[first.address, second.address]),
+        plait.connect(first.address) as client,
+    ):
+        await until(lambda: len(first.meta.metas) == 2)
+        await client.send("s", b"1")
+        await first.stop()
+        await client.send("t", b"2")
+        assert (await client.admin.route("t")).version > 0
+    await second.stop()

@@ -211,13 +211,12 @@ class OrderedCluster:
     # --- the servers ----------------------------------------------------------------------------
 
     async def _meta(self, process: Process) -> None:
-        others = [f"plait://127.0.0.1:{port}" for name, port in METAS.items() if name != process.name]
         server = MetaServer(
             file_url(str(self._directory / "meta.db")),
             port=METAS[process.name],
             clock=process.clock,
             meta_limits=META_LIMITS,
-            others=others,
+            alone=False,
         )
         self._meta_servers.append(server)
         await server.start()

@@ -131,9 +131,7 @@ class Chaos:
         return str(path)
 
     def _meta(self, name: str, life: int) -> list[str]:
-        others = [option for other in self._metas if other.name != name for option in ("--other", *other.said[:1])]
-        port = self._port(self._metas, name)
-        return ["meta", "--database", self._url, "--port", port, *LEASE, *(others if len(others) > 1 else ())]
+        return ["meta", "--database", self._url, "--port", self._port(self._metas, name), *LEASE]
 
     def _broker(self, name: str, life: int) -> list[str]:
         data, port = str(self._directory / name), self._port(self._brokers, name)
