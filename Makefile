@@ -9,6 +9,8 @@ PIP    := $(PY) -m pip install --disable-pip-version-check --constraint constrai
 STAMP  := $(VENV)/.plait-setup
 EXTRAS := spark,postgres,dev
 SUITE  ?= all
+# Processes that share the tests.
+WORKERS ?= 2
 ARGS   ?=
 
 .PHONY: setup demo test test-deep bench lint servers clean
@@ -45,7 +47,7 @@ servers:
 		|| tools/debian-install postgresql >/dev/null || true
 
 test: lint servers
-	$(PY) -m pytest -m "not deep and not bench" $(ARGS)
+	$(PY) -m pytest -m "not deep and not bench" --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 # SUITE names what a test says in @pytest.mark.deep("..."); an interrupted run goes on where it stopped
 # (state in .plait/deep.json, forgotten when the sources or PLAIT_SEED change).

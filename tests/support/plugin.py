@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ _STATE = pytest.StashKey[DeepState]()
 _BEFORE = pytest.StashKey[leaks.Traces]()
 _TOKEN = pytest.StashKey[str]()
 _LEAKED = pytest.StashKey[list[str]]()
+_LEAKED_BY_WORKERS = pytest.StashKey[list[str]]()
 _CHOSEN = pytest.StashKey[list[str]]()
 _CALL_PASSED = pytest.StashKey[bool]()
 
@@ -126,6 +128,18 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     if stash[_LEAKED]:
         leaks.end_processes(stash[_BEFORE], after)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if hasattr(session.config, "workeroutput"):
+        # One of several that share the tests: whoever began them tells.
+        session.config.workeroutput["leaked"] = stash[_LEAKED]
+    elif stash.get(_LEAKED_BY_WORKERS, []):
+        stash[_LEAKED] += stash[_LEAKED_BY_WORKERS]
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker has ended."""
+    node.config.stash.setdefault(_LEAKED_BY_WORKERS, []).extend(getattr(node, "workeroutput", {}).get("leaked", []))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

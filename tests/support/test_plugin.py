@@ -93,8 +93,13 @@ LEAKS_A_DAEMON = """
 """
 
 
-def test_an_orphaned_process_fails_the_run_and_is_ended(suite: Suite):
-    result = suite.run(LEAKS_A_DAEMON, "-W", "ignore")
+#: The tests in this process, or in another that shares them.
+SHARED = ((), ("-p", "xdist", "-n", "1"))
+
+
+@pytest.mark.parametrize("shared", SHARED, ids=["alone", "shared"])
+def test_an_orphaned_process_fails_the_run_and_is_ended(suite: Suite, shared: tuple[str, ...]):
+    result = suite.run(LEAKS_A_DAEMON, "-W", "ignore", *shared)
     assert result.returncode == 1, result.stdout
     assert "1 passed" in result.stdout
     pid = int((suite.directory / "pid").read_text())
@@ -103,24 +108,28 @@ def test_an_orphaned_process_fails_the_run_and_is_ended(suite: Suite):
     assert not status.exists() or status.read_text().split()[2] == "Z"
 
 
-def test_a_listening_port_fails_the_run(suite: Suite):
-    result = suite.run("""
+@pytest.mark.parametrize("shared", SHARED, ids=["alone", "shared"])
+def test_a_listening_port_fails_the_run(suite: Suite, shared: tuple[str, ...]):
+    source = """
         import socket
         held = []
         def test_leaks():
             held.append(socket.create_server(("127.0.0.1", 0)))
-    """)
+    """
+    result = suite.run(source, *shared)
     assert result.returncode == 1, result.stdout
     assert "port 127.0.0.1:" in result.stdout
 
 
-def test_a_run_that_leaves_nothing_behind_passes(suite: Suite):
-    result = suite.run("""
+@pytest.mark.parametrize("shared", SHARED, ids=["alone", "shared"])
+def test_a_run_that_leaves_nothing_behind_passes(suite: Suite, shared: tuple[str, ...]):
+    source = """
         import socket, subprocess, sys
         def test_tidy():
             subprocess.run([sys.executable, "-c", ""], check=True)
             socket.create_server(("127.0.0.1", 0)).close()
-    """)
+    """
+    result = suite.run(source, *shared)
     assert result.returncode == 0, result.stdout
     assert "left behind" not in result.stdout
 
