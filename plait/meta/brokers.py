@@ -44,7 +44,8 @@ class Brokers:
         known = self._core.mirror.brokers.get(group, {})
         others = [row for name, row in known.items() if name != broker]
         for other in others:
-            if self._lives(other):
+            # One that stopped in order has said so.
+            if self._lives(other) and other.reported != "NRW":
                 raise InvalidArgument(
                     f"broker group {group!r} has a broker, {other.broker!r} at {other.address}; use another group name"
                 )

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from plait.broker.ordered import OrderedGroup
-from plait.errors import PlaitError
+from plait.errors import InvalidArgument, PlaitError
 
 if TYPE_CHECKING:
     from plait.server.host import Server
@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("plait.broker")
 
 BEAT_SECONDS = 1.0
+#: How often a broker asks for the name of its group: for longer than meta servers take to notice that another is gone.
+CLAIMS = 7
 #: Partitions that one request tells of.
 PAGE = 200
+
+NOT_TAKEN = "no meta server takes this broker at present: %s"
 
 #: Asks a meta server: an operation and its arguments.
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -37,9 +41,24 @@ class Registrar:
         self._registered = False
 
     async def start(self) -> None:
-        """Register; where that is not possible yet, go on trying."""
+        """Register; where no meta server can be reached, go on trying.
+
+        ``InvalidArgument``: another broker has the group's name, and lives.
+        """
         self._server.broker.leases.waits_for_floors = True
-        await self._step()
+        for left in reversed(range(CLAIMS)):
+            try:
+                await self._register()
+                break
+            except InvalidArgument as error:
+                if not left:
+                    raise
+                # The other one may have ended a moment ago.
+                log.warning("%s", error)
+                await asyncio.sleep(BEAT_SECONDS)
+            except PlaitError as error:
+                log.warning(NOT_TAKEN, error)
+                break
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
@@ -69,7 +88,7 @@ class Registrar:
                 return
             await self._register()
         except PlaitError as error:
-            log.warning("no meta server takes this broker at present: %s", error)
+            log.warning(NOT_TAKEN, error)
 
     def _state(self) -> str:
         broker = self._server.broker

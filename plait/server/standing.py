@@ -16,6 +16,7 @@ from plait.server.meta_handlers import MetaHandlers
 from plait.server.meta_host import MetaHost
 from plait.server.orders import LocalOrders
 from plait.server.registrar import Registrar
+from plait.storage.identity import identity
 from plait.wire import messages as m
 from plait.wire.dial import Link, dial
 
@@ -66,7 +67,9 @@ class Standing:
             self._handlers = MetaHandlers(self._host)
             self._registrar = Registrar(server, server.config.group, self._ask_here)
         elif self._addresses:
-            self._registrar = Registrar(server, server.config.group, self._ask_there)
+            # A group's name is the operator's to give, and may be given twice.
+            name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
+            self._registrar = Registrar(server, f"{server.config.group}-{name}", self._ask_there)
         if self._registrar is not None:
             await self._registrar.start()
         if self._host is not None:

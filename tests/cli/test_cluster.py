@@ -320,6 +320,22 @@ def test_a_port_in_use_is_one_clear_line(tmp_path: Path):
     assert not (tmp_path / "data").exists()
 
 
+def test_a_second_broker_of_a_groups_name_is_refused_while_the_first_lives(tmp_path: Path):
+    with meta(f"sqlite:///{tmp_path}/meta.db") as server, broker("g1", server.address, tmp_path / "1") as first:
+        second = command("broker", "--group", "g1", "--meta", server.address, "--data", str(tmp_path / "2"))
+        assert second.returncode == 2
+        last = second.stderr.decode().splitlines()[-1]
+        assert last.startswith("error: broker group 'g1' has a broker")
+        assert f"at {first.address}; use another group name" in last
+        assert first.stop(signal.SIGKILL)[0] == -signal.SIGKILL
+        # The same one is known again at once, and another takes its place once it has stopped.
+        with broker("g1", server.address, tmp_path / "1") as again:
+            assert command("send", "s", "x", "--server", server.address).returncode == 0
+            assert again.stop()[0] == 0
+        with broker("g1", server.address, tmp_path / "2"):
+            pass
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
