@@ -34,6 +34,11 @@ def check_tag(tag: object) -> str:
     return tag
 
 
+def sharing(ordered: bool, affinity: bool) -> str:
+    """How the members of a group share its messages, in the words that users ask for it with."""
+    return "affinity='key'" if affinity else f"ordered={ordered}"
+
+
 def _shown(name: object) -> str:
     text = repr(name)
     return text if len(text) <= 80 else text[:77] + "..."

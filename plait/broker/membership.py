@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from plait import names
 from plait.broker.broker import Broker
 from plait.broker.group import Consumer, Group
 from plait.broker.ordered import OrderedGroup, new_group
@@ -71,11 +72,13 @@ class Membership:
         holds_of: int = 0,
         retry: Retry | None = None,
         ordered: bool = False,
+        affinity: bool = False,
         token: int = 0,
     ) -> Consumer:
         """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session.
 
         ``holds`` is of partition ``holds_of`` (0: of the present one). Without ``retry`` the group's holds.
+        ``affinity`` is a kind of ``ordered``, in which what fails holds nothing back.
         """
         broker = self._broker
         broker.refuse_when_stalled()
@@ -88,16 +91,21 @@ class Membership:
         if group is None:
             if ordered and (broadcast or delivery != "at_least_once"):
                 raise InvalidArgument("an ordered group is neither broadcast nor delivered at most once")
-            group = self._create(partition, name, start, delivery, retry, broadcast=broadcast, ordered=ordered)
+            if affinity and not ordered:
+                raise InvalidArgument("affinity goes by locks, which only ordered members ask for")
+            group = self._create(
+                partition, name, start, delivery, retry, broadcast=broadcast, ordered=ordered, affinity=affinity
+            )
         elif group.definition.delivery != delivery:
             raise GroupMismatch(
                 f"group {name!r} of {subject!r} has delivery={group.definition.delivery!r}, "
                 f"this member asks for {delivery!r}; use the same for all members"
             )
-        elif group.definition.ordered != ordered:
+        elif (group.definition.ordered, group.definition.affinity) != (ordered, affinity):
             raise GroupMismatch(
-                f"group {name!r} of {subject!r} has ordered={group.definition.ordered}, "
-                f"this member asks for {ordered}; use the same for all members"
+                f"group {name!r} of {subject!r} has "
+                f"{names.sharing(group.definition.ordered, group.definition.affinity)}, "
+                f"this member asks for {names.sharing(ordered, affinity)}; use the same for all members"
             )
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
@@ -136,6 +144,7 @@ class Membership:
         *,
         broadcast: bool,
         ordered: bool,
+        affinity: bool,
     ) -> Group:
         broker = self._broker
         if broker.group_count >= broker.limits.groups:
@@ -152,6 +161,7 @@ class Membership:
             broker.clock.now(),
             retry,
             ordered,
+            affinity,
         )
         broker.next_group += 1
         group = new_group(definition, partition, broker.limits, broker)

@@ -173,7 +173,7 @@ class StrandRows(Group):
     @property
     def strict(self) -> bool:
         """A failed message holds its key."""
-        return self.partition.row.settings.order == STRICT
+        return self.partition.row.settings.order == STRICT and not self.definition.affinity
 
     def _parent(self, strand: Strand) -> Strand:
         return self.strands.by_lp[int(np.flatnonzero(strand.lps)[0])]

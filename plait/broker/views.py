@@ -61,6 +61,8 @@ class GroupView(msgspec.Struct, frozen=True):
     #: Keys that failed and hold their place, and those of them that wait for somebody's decision.
     holding: int = 0
     parked: int = 0
+    #: What is kept at one member, without order: "key", or nothing.
+    affinity: str | None = None
 
 
 def subject_view(broker: Broker, partition: Partition) -> SubjectView:
@@ -144,7 +146,8 @@ def _ordered_view(group: OrderedGroup) -> GroupView:
             for c in group.consumers.values()
         ],
         group.pull_log.dead.count,
-        True,
+        not group.definition.affinity,
         len(group.strands.by_key),
         len(group.parked()),
+        "key" if group.definition.affinity else None,
     )

@@ -58,7 +58,7 @@ def describe(
 
     async def work(client: Client) -> tuple[GroupInfo, AllocationInfo | None]:
         info = await client.admin.group(subject, group, partition=partition)
-        return info, await client.admin.allocation(subject, group) if info.ordered else None
+        return info, await client.admin.allocation(subject, group) if info.ordered or info.affinity else None
 
     found, allocation = with_client(server, work)
     if output == "json":
@@ -145,6 +145,8 @@ def reset(
 
 def kind_of(group: GroupInfo) -> str:
     """How the group's messages are given to its members."""
+    if group.affinity:
+        return f"affinity {group.affinity}"
     return "broadcast" if group.broadcast else "ordered" if group.ordered else "shared"
 
 

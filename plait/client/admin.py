@@ -66,6 +66,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     #: Keys that failed and hold their place, and those of them that are parked until somebody decides.
     holding: int = 0
     parked: int = 0
+    #: What its members keep to one of them, without order: "key", or nothing.
+    affinity: str | None = None
 
 
 #: What is added up over the partitions of a subject: all its numbers. Who is online at several of them is so once.

@@ -105,6 +105,7 @@ class App:
         timeout: Duration | None = None,
         suspend: Duration | None = None,
         ordered: bool = False,
+        affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
@@ -113,8 +114,8 @@ class App:
         its annotation (bytes, str, dict, a msgspec struct, a dataclass, a pydantic model). With ``batch=n`` it gets
         lists of up to n. ``concurrency`` is how many calls run at a time. A call that takes longer than ``timeout`` has
         failed; an ``async def`` is cancelled then. With ``suspend`` any failure keeps the handler from messages for
-        that long, as ``plait.Suspend`` does. With ``ordered`` messages of one key are handled one after another,
-        however many calls run. The other arguments are those of ``client.consumer``.
+        that long, as ``plait.Suspend`` does. With ``ordered`` or ``affinity`` messages of one key are handled one after
+        another, however many calls run. The other arguments are those of ``client.consumer``.
         """
         names.check("subject", subject)
         group = None if broadcast else group or self.group
@@ -129,7 +130,7 @@ class App:
         _check_count("prefetch", prefetch)
         if delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
-        check_ordered(ordered, group, delivery, handling)
+        check_ordered(ordered, affinity, group, delivery, handling)
         start_of(start, 0)
         if retry is not None and not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
@@ -153,6 +154,7 @@ class App:
             timeout=None if timeout is None else _positive("timeout", timeout),
             suspend=None if suspend is None else wait_of(suspend),
             ordered=ordered,
+            affinity=affinity,
             handling=None if handling is None else seconds_of(handling),
         )
         # Types that a function defined for its own handlers are found too.

@@ -324,6 +324,7 @@ class Client:
         prefetch: int | None = None,
         retry: Retry | None = None,
         ordered: bool = False,
+        affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
     ) -> Consumer:
         """A member of a group, for ``async with``; no group, or ``broadcast``: every message of the subject.
@@ -332,10 +333,11 @@ class Client:
         "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` says how long failed messages wait;
         it is the group's, and a member that names none takes it as it is.
 
-        ``ordered``: messages with the same key come one after another, to one member at a time. Who has a message for
-        longer than ``handling`` loses what it has to others.
+        ``ordered``: messages with the same key come one after another, to one member at a time. ``affinity="key"``:
+        they come to one member while nobody joins or leaves, and one that fails never holds the others. With either,
+        who has a message for longer than ``handling`` loses what it has to others.
         """
-        return self._consumer(subject, group, broadcast, delivery, start, prefetch, retry, ordered, handling)
+        return self._consumer(subject, group, broadcast, delivery, start, prefetch, retry, ordered, affinity, handling)
 
     def _consumer(
         self,
@@ -347,6 +349,7 @@ class Client:
         prefetch: int | None,
         retry: Retry | None,
         ordered: bool = False,
+        affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
         *,
         any_thread: bool = False,
@@ -362,7 +365,7 @@ class Client:
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         if retry is not None and not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
-        check_ordered(ordered, group, delivery, handling)
+        check_ordered(ordered, affinity, group, delivery, handling)
         limits = self.limits
         if prefetch is not None:
             if prefetch < 1:
@@ -370,10 +373,12 @@ class Client:
             span = max(2 * prefetch, 2)
             limits = msgspec.structs.replace(limits, prefetch_count=prefetch, prefetch_span=span)
         member = self._member_id(subject, group)
-        terms = Terms(subject, group, member, start_of(start, self._now()), delivery, retry, ordered)
+        owns = ordered or affinity is not None
+        begin = start_of(start, self._now())
+        terms = Terms(subject, group, member, begin, delivery, retry, owns, affinity is not None)
         spools = functools.partial(self._spool_of, terms)
         consumer: Consumer
-        if ordered:
+        if owns:
             consumer = OrderedConsumer(
                 self._router,
                 limits,

@@ -53,6 +53,15 @@ def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[Report]) -> list[
     return chosen
 
 
+def wanted_at_once(route: SubjectRoute, mine: LpSet) -> list[Wanted]:
+    """The same where order does not matter: all of them, wherever they have rows."""
+    chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
+    for first, end, spans in route.histories:
+        for span in spans:
+            chosen[span.partition].lps[first:end] = mine[first:end]
+    return chosen
+
+
 def left_behind(route: SubjectRoute) -> list[LpSet]:
     """For each partition the logical partitions that the route leads on from."""
     left = [no_lps() for _ in route.partitions]

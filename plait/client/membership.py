@@ -24,10 +24,11 @@ LATE_BEATS = 3
 
 
 class Member(Protocol):
-    """An ordered consumer."""
+    """An ordered consumer, or one with affinity."""
 
     subject: str
     client_id: str
+    affinity: bool
 
     @property
     def group_name(self) -> str:
@@ -182,8 +183,7 @@ class _Beats:
     async def _beat(self) -> m.Beaten | None:
         """One heartbeat and its answer; None: another one is due before it came."""
         wait = self._limits.heartbeat_seconds
-        members = [(*key, True) for key, member in self.members.items() if not member.overdue()]
-        beat = m.Beat(self._client, members, self._seen, wait, leaving=not members)
+        beat = self._saying({key: member for key, member in self.members.items() if not member.overdue()}, wait)
         asking = asyncio.ensure_future(self._router.meta.request(beat, wait + self._limits.request_seconds))
         poked = asyncio.ensure_future(self._poked.wait())
         try:
@@ -199,8 +199,12 @@ class _Beats:
 
     def again(self) -> m.Beat:
         """Only that they live, from any thread: what there is to hear waits for the user's loop."""
-        members = [(*key, True) for key, member in list(self.members.items()) if not member.too_long()]
-        return m.Beat(self._client, members, self._seen, leaving=not members)
+        return self._saying({key: member for key, member in list(self.members.items()) if not member.too_long()})
+
+    def _saying(self, members: dict[tuple[str, str], Member], wait: float = 0.0) -> m.Beat:
+        affinity = [key for key, member in members.items() if member.affinity]
+        named = [(*key, True) for key in members]
+        return m.Beat(self._client, named, self._seen, wait, leaving=not named, affinity=affinity)
 
     async def _rest(self, seconds: float) -> None:
         try:

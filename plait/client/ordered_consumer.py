@@ -12,12 +12,13 @@ from itertools import pairwise
 
 import numpy as np
 
+from plait import names
 from plait.client.arguments import Duration, seconds_of
 from plait.client.consumer import Consumer, Feeding, Spools
 from plait.client.delivered import Delivered
 from plait.client.handed_over import HandedOver
 from plait.client.keeper import Keeper, Lease
-from plait.client.leases import left_behind, parked_before, wanted
+from plait.client.leases import left_behind, parked_before, wanted, wanted_at_once
 from plait.client.membership import Membership
 from plait.client.ordered_buffer import OrderedBuffer
 from plait.client.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
@@ -38,19 +39,33 @@ from plait.wire import messages as m
 log = logging.getLogger("plait.client")
 
 EXCLUSIVE = "exclusive"
+#: The one thing that affinity can be to.
+KEY = "key"
 #: How long a fetch that has something waits for more of what is left at the brokers.
 GATHER_SECONDS = 0.01
 
 
-def check_ordered(ordered: bool, group: str | None, delivery: str, handling: Duration | None) -> None:
+def check_ordered(
+    ordered: bool, affinity: str | None, group: str | None, delivery: str, handling: Duration | None
+) -> None:
     """Refuse what cannot be together."""
     if not isinstance(ordered, bool):
         raise InvalidArgument(f"ordered must be True or False, not {ordered!r}")
+    if affinity not in (None, KEY):
+        raise InvalidArgument(f"affinity {affinity!r} is not known; use 'key'")
+    if ordered and affinity:
+        raise InvalidArgument("ordered=True has a key's messages at one member already; leave out affinity='key'")
     if handling is not None:
-        if not ordered:
-            raise InvalidArgument("handling= is for ordered consumers: others have no locks to lose; add ordered=True")
+        if not (ordered or affinity):
+            raise InvalidArgument(
+                "handling= is for ordered consumers and those with affinity: others have no locks to lose"
+            )
         if seconds_of(handling) <= 0:
             raise InvalidArgument(f"handling must be more than 0, not {handling!r}")
+    if affinity and group is None:
+        raise InvalidArgument("a broadcast cannot have affinity: every member gets every message")
+    if affinity and delivery == "at_most_once":
+        raise InvalidArgument("at_most_once cannot have affinity: a key changes hands when its messages are acked")
     if not ordered:
         return
     if group is None:
@@ -60,7 +75,7 @@ def check_ordered(ordered: bool, group: str | None, delivery: str, handling: Dur
 
 
 class OrderedConsumer(Consumer):
-    """A member of an ordered group. Use it with ``async with``; leaving gives back what is not acked."""
+    """A member of an ordered group or one with affinity, for ``async with``; leaving gives back what is not acked."""
 
     def __init__(
         self,
@@ -153,7 +168,7 @@ class OrderedConsumer(Consumer):
             self._fail(
                 GroupMismatch(
                     f"group {self.group!r} of {self.subject!r} is not ordered: its members share messages, "
-                    f"this one asks for ordered=True"
+                    f"this one asks for {names.sharing(True, self._terms.affinity)}"
                 )
             )
             return
@@ -167,19 +182,20 @@ class OrderedConsumer(Consumer):
         self._want()
 
     def _want(self) -> None:
-        """Ask each partition for the locks of what is ours and has come to it."""
+        """Ask each partition for the locks of what is ours and has come to it, or without order for all of them."""
         route = self._router.known(self.subject)
         if route is None or self._stopping:
             return
         clients = {c.partition: c for c in self._clients if isinstance(c, OrderedPullClient)}
         listed = [clients.get(partition) for partition in route.partitions]
         reports = [nothing_said() if client is None else client.rights.report() for client in listed]
-        chosen = wanted(route, self._mine, reports)
+        affine = self._terms.affinity
+        chosen = wanted_at_once(route, self._mine) if affine else wanted(route, self._mine, reports)
         before = parked_before(route, reports)
         left = left_behind(route)
         for client, some, gone, keys in zip(listed, chosen, left, before, strict=True):
             if client is not None:
-                client.gated = some.lps & gone
+                client.gated = no_lps() if affine else some.lps & gone
                 client.want(some, self._epochs, {key for key in keys if some.lps[key % LOGICAL_PARTITIONS]})
 
     # --- how long messages take -----------------------------------------------------------------
@@ -248,6 +264,7 @@ class _Member:
         self._consumer = consumer
         self.subject = consumer.subject
         self.client_id = consumer.client_id
+        self.affinity = consumer._terms.affinity
 
     @property
     def group_name(self) -> str:

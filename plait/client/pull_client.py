@@ -47,6 +47,7 @@ class Terms(NamedTuple):
     delivery: str
     retry: Retry | None = None
     ordered: bool = False
+    affinity: bool = False
 
     @property
     def tracks(self) -> bool:
@@ -225,6 +226,7 @@ class PullClient:
                 self._partition_id,
                 terms.retry,
                 terms.ordered,
+                terms.affinity,
             )
         )
         if self._partition_id not in (0, attached.partition):

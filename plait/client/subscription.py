@@ -46,7 +46,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prefetch: int | None
     retry: Retry | None
     ordered: bool
-    #: Seconds after which an ordered consumer loses what it has; None: as the limits say.
+    affinity: Literal["key"] | None
+    #: Seconds after which a consumer with locks loses what it has; None: as the limits say.
     handling: float | None
     #: Seconds after which a call has failed; None: it may take as long as it likes.
     timeout: float | None
@@ -93,6 +94,7 @@ class Subscription:
             s.prefetch,
             s.retry,
             s.ordered,
+            s.affinity,
             s.handling,
             any_thread=not self.handler.is_async,
         )

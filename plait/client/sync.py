@@ -248,13 +248,24 @@ class Client:
         prefetch: int | None = None,
         retry: Retry | None = None,
         ordered: bool = False,
+        affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
     ) -> Consumer:
         """A member of a group, for ``with``; the arguments are those of the asynchronous client."""
 
         async def make() -> Consumer:
             inner = self._client._consumer(
-                subject, group, broadcast, delivery, start, prefetch, retry, ordered, handling, any_thread=True
+                subject,
+                group,
+                broadcast,
+                delivery,
+                start,
+                prefetch,
+                retry,
+                ordered,
+                affinity,
+                handling,
+                any_thread=True,
             )
             return Consumer(inner, self._run)
 

@@ -7,7 +7,7 @@ long behind a thousand groups that change at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -45,12 +45,21 @@ class Members:
 
     # --- heartbeats -----------------------------------------------------------------------------
 
-    def beat(self, client: str, members: Sequence[Membership], *, leaving: bool = False) -> Beaten:
+    def beat(
+        self,
+        client: str,
+        members: Sequence[Membership],
+        *,
+        leaving: bool = False,
+        affinity: Collection[GroupKey] = (),
+    ) -> Beaten:
         """A client lives and is a member of these groups, and of no others."""
         if self._core.down is not None:
             raise self._core.down
         names.check("client", client)
-        wanted = {} if leaving else {(subject, group): ordered for subject, group, ordered in members}
+        affine = set(affinity)
+        said = [] if leaving else members
+        wanted = {(each[0], each[1]): GroupSettings(each[2], each[:2] in affine) for each in said}
         limit = self._core.limits.groups_per_client
         if len(wanted) > limit:
             raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
@@ -72,21 +81,21 @@ class Members:
             raise self._core.down
         return self._beaten(client, {})
 
-    def _agree(self, wanted: dict[GroupKey, bool]) -> bool:
+    def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
         """All groups are there, and are as the client says."""
-        known = self._core.mirror.ordered
-        return all(known.get(key) == ordered for key, ordered in wanted.items())
+        known = self._core.mirror.settings
+        return all(known.get(key) == settings for key, settings in wanted.items())
 
-    def _join(self, client: str, wanted: dict[GroupKey, bool]) -> dict[GroupKey, PlaitError]:
+    def _join(self, client: str, wanted: dict[GroupKey, GroupSettings]) -> dict[GroupKey, PlaitError]:
         """Write down what is new; what cannot be, and why."""
         mirror = self._core.mirror
         known = mirror.memberships.get(client, set())
         refused: dict[GroupKey, PlaitError] = {}
         new_groups: list[Group] = []
-        for key, ordered in wanted.items():
+        for key, settings in wanted.items():
             try:
-                if not self._admit(key, ordered, len(new_groups), joins=key not in known):
-                    new_groups.append(Group(*key, text_of(GroupSettings(ordered=ordered))))
+                if not self._admit(key, settings, len(new_groups), joins=key not in known):
+                    new_groups.append(Group(*key, text_of(settings)))
             except PlaitError as error:
                 refused[key] = error
         joins = [key for key in wanted if key not in known and key not in refused]
@@ -100,7 +109,7 @@ class Members:
                 )
         return refused
 
-    def _admit(self, key: GroupKey, ordered: bool, founded: int, *, joins: bool) -> bool:
+    def _admit(self, key: GroupKey, settings: GroupSettings, founded: int, *, joins: bool) -> bool:
         """The client may be a member; False: the group has to be founded."""
         mirror, limits = self._core.mirror, self._core.limits
         subject, name = key
@@ -115,9 +124,9 @@ class Members:
             if len(mirror.groups) + founded >= limits.groups:
                 raise LimitExceeded(f"this cluster has its {limits.groups} groups; delete some or raise the limit")
             return False
-        if mirror.ordered[key] != ordered:
+        if mirror.settings[key] != settings:
             raise GroupMismatch(
-                f"group {name!r} of subject {subject!r} has ordered={not ordered}, this member ordered={ordered}",
+                f"group {name!r} of subject {subject!r} has {mirror.settings[key]}, this member {settings}",
                 subject=subject,
                 group=name,
             )
@@ -145,7 +154,7 @@ class Members:
         for key in sorted(mirror.memberships.get(client, ())):
             subject, name = key
             route = mirror.routes[subject]
-            if mirror.ordered[key]:
+            if mirror.settings[key].ordered:
                 shares.append(Share(subject, name, "exclusive", mirror.allocation(key).lps_of(client)))
                 seen = max(seen, mirror.allocations[key].changed)
             else:
@@ -263,7 +272,7 @@ class Members:
         if group is None or group.deleted:
             raise GroupNotFound(f"group {name!r} has never consumed subject {subject!r}")
         clients = sorted(mirror.members.get(key, ()))
-        if not mirror.ordered[key]:
+        if not mirror.settings[key].ordered:
             return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})
         allocation = mirror.allocation(key)
         members = {client: allocation.lps_of(client) for client in clients}

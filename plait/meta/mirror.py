@@ -15,7 +15,7 @@ import msgspec
 from plait.meta.allocation import Allocation, decode
 from plait.meta.routes import Place, Route
 from plait.meta.schema import Broker, Group, Member, Partition, Row, StoredAllocation, StoredRoute, Subject
-from plait.meta.settings import group_settings
+from plait.meta.settings import GroupSettings, group_settings
 from plait.meta.store import Change, News
 
 #: A subject and the name of a group of it.
@@ -60,7 +60,7 @@ class Mirror:
         self.load: dict[str, int] = defaultdict(int)
         self.groups: dict[GroupKey, Group] = {}
         self.groups_of: dict[str, set[str]] = defaultdict(set)
-        self.ordered: dict[GroupKey, bool] = {}
+        self.settings: dict[GroupKey, GroupSettings] = {}
         self.allocations: dict[GroupKey, StoredAllocation] = {}
         #: Members that are online, of each group and of each client.
         self.members: dict[GroupKey, dict[str, Member]] = defaultdict(dict)
@@ -154,7 +154,7 @@ class Mirror:
                 self.unsettled.add(row.name)
             case Group():
                 self.groups[row.subject, row.name] = row
-                self.ordered[row.subject, row.name] = group_settings(row.settings).ordered
+                self.settings[row.subject, row.name] = group_settings(row.settings)
                 self.groups_of[row.subject].add(row.name)
             case Broker():
                 self.brokers[row.broker_group][row.broker] = row
@@ -221,7 +221,7 @@ class Mirror:
                 self.partitions_of.pop(row.name, None)
             case Group():
                 self.groups.pop((row.subject, row.name), None)
-                self.ordered.pop((row.subject, row.name), None)
+                self.settings.pop((row.subject, row.name), None)
                 self.touched.pop((row.subject, row.name), None)
                 self.members.pop((row.subject, row.name), None)
                 self.groups_of[row.subject].discard(row.name)

@@ -6,7 +6,7 @@ changed, and every change is a compare-and-set, so it does not matter which of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from plait.clock import Clock
 from plait.limits import MetaLimits
@@ -120,7 +120,7 @@ class MetaService:
         mirror = self._core.mirror
         subjects = {row.subject for place, row in mirror.partitions.items() if place.group == group}
         keys = ((subject, name) for subject in sorted(subjects) for name in sorted(mirror.groups_of.get(subject, ())))
-        return {key: mirror.allocation(key).floors for key in keys if mirror.ordered[key]}
+        return {key: mirror.allocation(key).floors for key in keys if mirror.settings[key].ordered}
 
     def beat_broker(self, group: str, broker: str, state: State) -> bool:
         """A broker lives and is in that state; False: it is not known here and has to register again."""
@@ -211,12 +211,20 @@ class MetaService:
 
     # --- members --------------------------------------------------------------------------------
 
-    def beat_client(self, client: str, members: Sequence[Membership], *, leaving: bool = False) -> Beaten:
+    def beat_client(
+        self,
+        client: str,
+        members: Sequence[Membership],
+        *,
+        leaving: bool = False,
+        affinity: Collection[tuple[str, str]] = (),
+    ) -> Beaten:
         """A client lives and is a member of these (subject, group, ordered), and of no others.
 
+        Of those whose (subject, group) is in ``affinity`` it is a member by affinity, which is a kind of ordered.
         Joins and leaves are noted at once; the allocation that follows from them is the work of ``step``.
         """
-        return self._members.beat(client, members, leaving=leaving)
+        return self._members.beat(client, members, leaving=leaving, affinity=affinity)
 
     def client(self, client: str) -> Beaten:
         """The same answer for a client that has said nothing new."""

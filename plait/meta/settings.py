@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from plait import names
 from plait.errors import InvalidArgument
 
 
@@ -33,6 +34,11 @@ class GroupSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 
     #: Each logical partition has one owner at a time.
     ordered: bool = False
+    #: And that is all: what fails holds nothing back, whatever the subject's order is.
+    affinity: bool = False
+
+    def __str__(self) -> str:
+        return names.sharing(self.ordered, self.affinity)
 
 
 _subject = msgspec.json.Decoder(SubjectSettings)

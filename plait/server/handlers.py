@@ -183,6 +183,7 @@ class Handlers:
             holds_of=attach.partition,
             retry=attach.retry,
             ordered=attach.ordered,
+            affinity=attach.affinity,
             token=chance.bits(63) | 1,
         )
         connection.attached(consumer)
@@ -200,7 +201,7 @@ class Handlers:
                 reasons_from,
                 self._broker.leases.seconds if attach.ordered else 0.0,
                 consumer.token,
-                partition.row.settings.order == "strict",
+                partition.row.settings.order == "strict" and not attach.affinity,
             ),
         )
 

@@ -179,7 +179,9 @@ class MetaHandlers:
         return m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(await call(request))))
 
     async def _beat(self, beat: m.Beat) -> m.Beaten:
-        beaten = await self._host.beat(beat.client, beat.members, beat.seen, beat.wait, leaving=beat.leaving)
+        beaten = await self._host.beat(
+            beat.client, beat.members, beat.seen, beat.wait, leaving=beat.leaving, affinity=beat.affinity
+        )
         for error in beaten.refused.values():
             raise error
         return m.Beaten(

@@ -161,7 +161,14 @@ class MetaHost:
         self.look_soon()
 
     async def beat(
-        self, client: str, members: list[tuple[str, str, bool]], seen: int, wait: float, *, leaving: bool
+        self,
+        client: str,
+        members: list[tuple[str, str, bool]],
+        seen: int,
+        wait: float,
+        *,
+        leaving: bool,
+        affinity: list[tuple[str, str]],
     ) -> Beaten:
         """A client lives; answered when there is something new for it, or when it has waited long enough.
 
@@ -176,7 +183,9 @@ class MetaHost:
                 if said:
                     beaten = await self.call(lambda s: s.client(client))
                 else:
-                    beaten = await self.change(lambda s: s.beat_client(client, members, leaving=leaving))
+                    beaten = await self.change(
+                        lambda s: s.beat_client(client, members, leaving=leaving, affinity=affinity)
+                    )
                     said = True
                 left = deadline - self._loop.time()
                 if leaving or beaten.seen != seen or beaten.refused or left <= 0:

@@ -102,7 +102,10 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     created: int
     #: None: as usual.
     retry: Retry | None = None
+    #: Each logical partition has one owner at a time...
     ordered: bool = False
+    #: ...and that is all: a message that fails holds nothing back, whatever its subject's order is.
+    affinity: bool = False
 
 
 class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):

@@ -121,7 +121,8 @@ class Attach(Message, frozen=True):
     """Become a member of a group on the partition ``name``; no group: broadcast.
 
     ``holds`` names what is still in the client's hands. It is of the partition number ``partition``: when the subject
-    was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``Lease``).
+    was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``Lease``);
+    with ``affinity`` as well, a failed message never holds its key.
     """
 
     KIND: ClassVar[int] = 20
@@ -134,6 +135,7 @@ class Attach(Message, frozen=True):
     partition: int = 0
     retry: Retry | None = None
     ordered: bool = False
+    affinity: bool = False
 
 
 class Attached(Message, frozen=True):
@@ -331,7 +333,7 @@ class Beat(Message, frozen=True):
     """A client tells a meta server that it lives, and of which (subject, group, ordered) it is a member.
 
     Not answered before ``wait`` seconds are over, unless there is something newer than ``seen``. ``leaving``: it is
-    going, and has no members any more.
+    going, and has no members any more. ``affinity`` are (subject, group) of those that are members by affinity.
     """
 
     KIND: ClassVar[int] = 52
@@ -340,6 +342,7 @@ class Beat(Message, frozen=True):
     seen: int = 0
     wait: float = 0.0
     leaving: bool = False
+    affinity: list[tuple[str, str]] = []
 
 
 class Beaten(Message, frozen=True):

@@ -363,7 +363,11 @@ def test_a_sealed_partition_refuses_what_is_new_and_knows_what_it_has():
 def test_a_member_that_asks_for_another_order_is_refused_with_both_named():
     node = node_with()
     Owner(node, "c1")
-    with pytest.raises(GroupMismatch, match=r"ordered=True.*asks for False"):
+    with pytest.raises(GroupMismatch, match=r"ordered=True.*asks for ordered=False"):
         node.attach(SUBJECT, GROUP, "c2")
+    with pytest.raises(GroupMismatch, match=r"ordered=True.*asks for affinity='key'"):
+        node.attach(SUBJECT, GROUP, "c2", ordered=True, affinity=True)
+    with pytest.raises(InvalidArgument, match="affinity goes by locks"):
+        node.attach(SUBJECT, "other", "c2", affinity=True)
     with pytest.raises(InvalidArgument, match="neither broadcast nor"):
         node.attach(SUBJECT, "other", "c2", ordered=True, delivery="at_most_once")

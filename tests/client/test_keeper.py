@@ -149,7 +149,7 @@ async def test_only_clients_with_ordered_consumers_have_the_thread(broker: Embed
 
 def test_members_that_take_too_long_are_not_named_by_late_heartbeats() -> None:
     class Slow:
-        subject, client_id, group_name = "s", "a", "g"
+        subject, client_id, group_name, affinity = "s", "a", "g", False
         slow = False
 
         def too_long(self) -> bool:

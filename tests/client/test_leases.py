@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.client.leases import Wanted, left_behind, parked_before, wanted, wants
+from plait.client.leases import Wanted, left_behind, parked_before, wanted, wanted_at_once, wants
 from plait.client.rights import Report, Rights, no_lps
 from plait.client.router import SubjectRoute
 from plait.clock import ManualClock
@@ -36,6 +36,12 @@ def runs(several: list[Wanted]) -> list[list[tuple[int, int, int]]]:
     """What is wanted, and up to where; of three partitions, of which a route has those that it leads to."""
     found = [runs_with(some.until, some.lps) for some in several]
     return found + [[] for _ in range(3 - len(found))]
+
+
+def test_without_order_locks_are_wanted_wherever_there_are_rows() -> None:
+    route = route_of((0, 512, [(0, 90), (1, 50), (0, None)]), (512, 1024, [(2, None)]))
+    found = runs(wanted_at_once(route, lp_set([(500, 600)])))
+    assert found == [[(500, 512, 0)], [(500, 512, 0)], [(512, 600, 0)]]
 
 
 def test_a_lock_is_wanted_where_the_oldest_rows_are_and_up_to_their_end() -> None:

@@ -92,6 +92,20 @@ def test_a_member_that_differs_is_refused_with_both_values(subject: MetaService)
     assert [each.group for each in beaten.shares] == ["h"]
 
 
+def test_affinity_is_a_kind_of_its_own_that_has_shares_too(subject: MetaService):
+    member, place = [("s", "g", True)], [("s", "g")]
+    assert subject.beat_client("c1", member, affinity=place).refused == {}
+    settle(subject)
+    assert lps(share(subject.beat_client("c1", member, affinity=place)).lps) == LOGICAL_PARTITIONS
+    error = subject.beat_client("c2", member).refused["s", "g"]
+    assert isinstance(error, GroupMismatch)
+    assert "affinity='key'" in error.message
+    assert "ordered=True" in error.message
+    assert ("s", "g") in subject.beat_client("c1", member).refused
+    settle(subject)
+    assert subject.allocation("s", "g").members == {}
+
+
 def test_a_member_that_changes_its_mind_is_out(subject: MetaService):
     join(subject, "c1", ordered=True)
     settle(subject)
