@@ -237,6 +237,17 @@ def test_who_has_which_share_of_an_ordered_group_and_its_parked_keys(cluster: Cl
     assert json_of(there("dlq", "list", subject, "-o", "json"))[0]["count"] == 1
 
 
+def test_a_group_with_affinity_has_shares_and_holds_no_keys(cluster: Cluster, there: Here, subject: str):
+    with (
+        plait.sync.connect(cluster.meta.address, client_id="member") as client,
+        client.consumer(subject, group="g", affinity="key"),
+    ):
+        table = there("group", "describe", subject, "g").stdout.decode()
+        assert re.search(r"kind +affinity key\n", table)
+        assert re.search(r"member +yes +1024 of 1024 +\d", table)
+        assert "holding" not in table
+
+
 def test_parked_keys_of_a_group_that_is_not_ordered_are_refused(there: Here, subject: str):
     assert there("send", subject, "x").returncode == 0
     assert there("tail", subject, "--group", "g", "--start", "earliest", "--count", "1").returncode == 0

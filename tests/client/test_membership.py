@@ -25,9 +25,10 @@ async def test_one_heartbeat_names_all_members_of_a_client(cluster: Cluster) -> 
     async with (
         cluster.connect(client_id="a") as client,
         client.consumer("s", group="one", ordered=True),
-        client.consumer("s", group="two", ordered=True),
+        client.consumer("s", group="two", affinity="key"),
     ):
         assert sorted(cluster.meta.beats[-1].members) == [("s", "one", True), ("s", "two", True)]
+        assert cluster.meta.beats[-1].affinity == [("s", "two")]
     assert cluster.meta.beats[-1].leaving
     assert cluster.meta.beats[-1].client == "a"
 
