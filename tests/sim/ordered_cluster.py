@@ -70,7 +70,8 @@ class Change(NamedTuple):
 class OrderedCluster:
     """See the module. ``script`` and ``changes``: these faults and expansions instead of those the seed gives.
 
-    ``slow``: more is sent than consumers can handle at once, so that all of them have rows that wait.
+    ``slow``: more is sent than consumers can handle at once, so that all of them have rows that wait. ``affinity``:
+    consumers are members by affinity, and no order is asked of them.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class OrderedCluster:
         flush: str | None = None,
         drain_seconds: float = DRAIN_SECONDS,
         slow: bool = False,
+        affinity: bool = False,
     ) -> None:
         self.simulation = sim = Simulation(seed)
         self.seconds = seconds
@@ -100,7 +102,16 @@ class OrderedCluster:
         self.servers: dict[str, Server] = {}
         self._meta_servers: list[MetaServer] = []
         self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, many=slow)
-        self.members = Members(sim, self.histories, ADDRESSES, CLIENT_LIMITS, on_done=self.senders.handled, slow=slow)
+        self._affinity = affinity
+        self.members = Members(
+            sim,
+            self.histories,
+            ADDRESSES,
+            CLIENT_LIMITS,
+            on_done=self.senders.handled,
+            slow=slow,
+            affinity=affinity,
+        )
         self.producers = [sim.process(f"producer-{n}", self.senders.run) for n in range(producers)]
         self.consumers = [
             sim.process(f"consumer-{n}", self.members.main(n, [STRICT, LOOSE] if n < 3 else [STRICT]))
@@ -177,8 +188,9 @@ class OrderedCluster:
 
     def judge(self) -> list[Violation]:
         """What is wrong with the histories."""
-        strict = check(self.histories[STRICT], moves=True, groups=[GROUP])
-        loose = check(self.histories[LOOSE], strict=False, moves=True, groups=[GROUP])
+        ordered = not self._affinity
+        strict = check(self.histories[STRICT], ordered=ordered, moves=True, groups=[GROUP])
+        loose = check(self.histories[LOOSE], strict=False, ordered=ordered, moves=True, groups=[GROUP])
         of_order = ("send_order", "order", "overlap", "epoch", "owners")
         return strict + [each for each in loose if each.kind not in of_order or each.key not in self.members.moved]
 
@@ -258,7 +270,10 @@ class OrderedCluster:
                 async with process.connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
                     while not self.senders.drained():
                         await client.admin.resend_dead(LOOSE, GROUP)
-                        await client.admin.resume_all(STRICT, GROUP)
+                        if self._affinity:
+                            await client.admin.resend_dead(STRICT, GROUP)
+                        else:
+                            await client.admin.resume_all(STRICT, GROUP)
                         await self.simulation.sleep(1.0)
             except PlaitError:
                 await self.simulation.sleep(1.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import plait
 from plait.errors import PlaitError
@@ -38,6 +39,7 @@ class Members:
         *,
         on_done: Callable[[Handling], None],
         slow: bool = False,
+        affinity: bool = False,
     ) -> None:
         self.simulation = simulation
         self.histories = histories
@@ -46,6 +48,9 @@ class Members:
         self._on_done = on_done
         #: Every message takes a while, so that others wait behind it.
         self._slow = slow
+        #: Members by affinity, of which no order is asked.
+        self._ordered = not affinity
+        self._affinity: Literal["key"] | None = "key" if affinity else None
         #: Everything is mended: nobody leaves any more, and nothing fails.
         self.settled = False
         #: The highest epoch of each key of the strict subject.
@@ -97,7 +102,9 @@ class Members:
         self, process: Process, client: plait.Client, number: int, subject: str, draw: random.Random
     ) -> None:
         prefetch = 200 if self._slow else draw.choice((1, 10, 200))
-        async with client.consumer(subject, GROUP, retry=RETRY, ordered=True, prefetch=prefetch) as consumer:
+        async with client.consumer(
+            subject, GROUP, retry=RETRY, ordered=self._ordered, affinity=self._affinity, prefetch=prefetch
+        ) as consumer:
             if number % 3 == 0:
                 tasks = [asyncio.create_task(self._iterate(process, consumer, draw)) for _ in range(2)]
             else:
@@ -131,7 +138,7 @@ class Members:
             failed: set[str | None] = set()
             done = []
             for message in batch:
-                if message.key is not None and message.key in failed and message.subject == STRICT:
+                if message.key is not None and message.key in failed and self._in_order(message):
                     # It comes again, after the one that failed.
                     continue
                 handling = await self._handle(process, message, draw, fenced=True)
@@ -153,7 +160,7 @@ class Members:
         app = process.app(self._addresses, group=GROUP, client_id=process.name, limits=self._limits)
         for subject in subjects:
 
-            @app.subscriber(subject, concurrency=3, retry=RETRY, ordered=True)
+            @app.subscriber(subject, concurrency=3, retry=RETRY, ordered=self._ordered, affinity=self._affinity)
             async def handle(message: plait.Message) -> None:
                 await self._in_app(process, message, draw)
 
@@ -166,11 +173,14 @@ class Members:
 
     # --- handling -------------------------------------------------------------------------------
 
+    def _in_order(self, message: plait.Message) -> bool:
+        return self._ordered and message.subject == STRICT
+
     def _begin(self, process: Process, message: plait.Message, *, fenced: bool) -> Handling:
         key, lp = message.key, None
         if key is not None:
             lp = lp_of_key(key)
-            if message.subject == STRICT:
+            if self._in_order(message):
                 highest = self._epochs.get(key, 0)
                 if fenced and message.epoch < highest:
                     raise _Fenced

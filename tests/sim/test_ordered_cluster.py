@@ -24,14 +24,14 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         yield pool
 
 
-def survives(seed: int) -> str:
+def survives(seed: int, affinity: bool = False) -> str:
     """What went wrong; nothing if all went well."""
-    cluster = OrderedCluster(seed)
+    cluster = OrderedCluster(seed, affinity=affinity)
     try:
         cluster.run()
         assert len(cluster.senders.done) > 10
     except BaseException as failure:  # noqa: BLE001 - told by whoever asked
-        return f"OrderedCluster({seed}): {type(failure).__name__}: {failure}"
+        return f"OrderedCluster({seed}, affinity={affinity}): {type(failure).__name__}: {failure}"
     return ""
 
 
@@ -42,9 +42,17 @@ def test_each_key_stays_in_order_through_faults_and_changes(seed: int, number: i
     assert not failures, "\n".join(failures)
 
 
-def test_without_faults_everything_is_handled_once_while_partitions_and_members_change():
+@pytest.mark.timeout(600)
+def test_with_affinity_nothing_is_lost_through_faults_and_changes(seed: int, processes: ProcessPoolExecutor):
+    seeds = range(seed, seed + SEEDS)
+    failures = [failure for failure in processes.map(survives, seeds, [True] * SEEDS) if failure]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("affinity", [False, True])
+def test_without_faults_everything_is_handled_once_while_partitions_and_members_change(affinity: bool):
     changes = [Change(1.0 + at, STRICT, count) for at, count in enumerate((4, 7, 3, 1, 5))]
-    cluster = OrderedCluster(1, script=[], changes=changes)
+    cluster = OrderedCluster(1, script=[], changes=changes, affinity=affinity)
     cluster.run()
     history = cluster.histories[STRICT]
     successes = [handling.value for handling in history.handlings if handling.outcome == "ok"]
