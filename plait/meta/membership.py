@@ -59,7 +59,7 @@ class Members:
         names.check("client", client)
         affine = set(affinity)
         said = [] if leaving else members
-        wanted = {(each[0], each[1]): GroupSettings(each[2], each[:2] in affine) for each in said}
+        wanted = {(name, group): GroupSettings(ordered, (name, group) in affine) for name, group, ordered in said}
         limit = self._core.limits.groups_per_client
         if len(wanted) > limit:
             raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
