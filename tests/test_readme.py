@@ -59,12 +59,13 @@ def test_the_blocking_example_runs(address: str):
 
 def test_the_service_example_defines_its_subscribers():
     module: dict[str, object] = {"__name__": "readme"}
-    exec(example("@app.subscriber"), module)
+    exec(example("plait.App("), module)
+    exec(example("ordered=True"), module)
     assert module["app"].__class__.__name__ == "App"
 
 
 def test_every_example_is_python():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 5
     for number, source in enumerate(EXAMPLES):
         compile(source, f"README.md example {number}", "exec")
 
