@@ -97,6 +97,8 @@ class Members:
                 if not self._admit(key, settings, len(new_groups), joins=key not in known):
                     new_groups.append(Group(*key, text_of(settings)))
             except PlaitError as error:
+                # Only this membership is refused: its client goes on with the others.
+                error.details.update(subject=key[0], group=key[1])
                 refused[key] = error
         joins = [key for key in wanted if key not in known and key not in refused]
         leaves = [key for key in known if key not in wanted or key in refused]
@@ -126,9 +128,7 @@ class Members:
             return False
         if mirror.settings[key] != settings:
             raise GroupMismatch(
-                f"group {name!r} of subject {subject!r} has {mirror.settings[key]}, this member {settings}",
-                subject=subject,
-                group=name,
+                f"group {name!r} of subject {subject!r} has {mirror.settings[key]}, this member {settings}"
             )
         if joins and len(mirror.members.get(key, ())) >= limits.members_per_group:
             raise LimitExceeded(f"group {name!r} of subject {subject!r} has its {limits.members_per_group} members")
