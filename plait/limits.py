@@ -115,8 +115,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     held_keys: int = 10_000
     #: An ordered consumer has its locks for this long after it asked for them last...
     lease_seconds: float = 10.0
-    #: ...and the broker counts a little longer, so that no clock that goes a little faster is a danger.
-    lease_margin_seconds: float = 0.5
+    #: ...and the broker counts longer by this part of it. The consumer counts from an earlier moment, so this is only
+    #: for clocks that go at different speeds, where a hundredth of it is much.
+    lease_margin: float = 0.05
     #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
     schedule_settled: int = 1_000_000
     #: Producers remembered for idempotence; the longest silent goes first.
@@ -159,13 +160,15 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     member_lost_seconds: float = 10.0
     #: How often the heartbeats of clients are noted for other meta servers.
     beat_flush_seconds: float = 2.0
-    #: A pause of the meta server itself, or of its database, counts as so much silence of the others.
+    #: A pause of the meta server itself, or of its database, counts as so much silence of the others: well within
+    #: a lease.
     gap_seconds: float = 2.0
     #: A change that others forestalled is tried again so often.
     attempts: int = 8
-    #: Allocations are made in slices of about this length and of so many groups at most, so that heartbeats pass.
-    slice_seconds: float = 0.0015
-    slice_groups: int = 32
+    #: Allocations are computed in slices of about this length, so that heartbeats pass...
+    slice_seconds: float = 0.001
+    #: ...and those of so many groups are written at once, beside them.
+    write_groups: int = 64
     #: Clients that are looked at, noted or given up in one go.
     page: int = 500
     #: What was deleted is removed from the database after at least so long.
@@ -174,7 +177,12 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of_lease(cls, seconds: float) -> MetaLimits:
         """For consumers whose lease is so long: other meta servers hear of heartbeats well within it."""
-        return cls(member_lost_seconds=seconds, beat_flush_seconds=min(cls().beat_flush_seconds, seconds / 4))
+        usual = cls()
+        return cls(
+            member_lost_seconds=seconds,
+            beat_flush_seconds=min(usual.beat_flush_seconds, seconds / 4),
+            gap_seconds=min(usual.gap_seconds, seconds / 3),
+        )
 
 
 class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):

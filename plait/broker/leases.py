@@ -54,7 +54,7 @@ class Leases:
     def longest(self) -> float:
         """What the broker waits for."""
         limits = self._broker.limits
-        return limits.lease_seconds + limits.lease_margin_seconds
+        return limits.lease_seconds * (1 + limits.lease_margin)
 
     def now(self) -> float:
         return self._broker.clock.monotonic()

@@ -30,6 +30,7 @@ from plait.cli.foreground import (
 )
 from plait.cli.loop import run_loop
 from plait.cli.options import Lease, lease_of
+from plait.cli.pauses import keep_pauses_short
 from plait.errors import DataDirError, InvalidArgument
 from plait.limits import MetaLimits
 from plait.server.meta_server import MetaServer
@@ -104,6 +105,7 @@ async def _serve(server: MetaServer, database: str) -> int:
             raise cannot_listen(server.host, server.port, error) from None
         raise
     cluster = await server.meta.call(lambda service: service.cluster)
+    keep_pauses_short()
     say_ready(server.address, f"database={shlex.quote(database)} cluster={cluster}")
     await stop.wait()
     log.info("draining")

@@ -23,6 +23,7 @@ from plait.cli.files import fit, raise_limit, segment_count
 from plait.cli.foreground import cannot_listen, check_free, is_about_port, say_ready, stop_on_signals
 from plait.cli.options import duration_of, lease_of, size_of
 from plait.cli.output import words_of_size
+from plait.cli.pauses import keep_pauses_short
 from plait.errors import DataDirError, InvalidArgument, StorageFailed
 from plait.limits import ServerLimits
 from plait.server.health import Health
@@ -98,6 +99,7 @@ async def run_broker(server: Server, data: Path, http: int | None, facts: str = 
         await health.start()
     assert server.failed is not None
     shown = f"{facts}data={shlex.quote(str(data))} flush={config.flush} epoch={report.epoch}"
+    keep_pauses_short()
     say_ready(server.address, shown, "" if health is None else f" http=http://{server.host}:{health.port}/health")
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((stopping, server.failed), return_when=asyncio.FIRST_COMPLETED)

@@ -218,7 +218,10 @@ class _Beats:
             self._seen = answer.seen
         for subject, group, strategy, grants in answer.members:
             member = self.members.get((subject, group))
-            if member is not None and not member.overdue():
+            if member is not None and member.overdue():
+                # It is told of this once more when it is a member again.
+                self._seen = 0
+            elif member is not None:
                 member.allocated(strategy, grants)
         self._router.learn(answer.metas)
         for subject, version in answer.routes.items():

@@ -51,7 +51,11 @@ class Allocation:
 
     def lps_of(self, member: str) -> list[NumberedRun]:
         """(first, end, epoch) of what a member is to handle; nothing if it is no member."""
-        return self._by_member.get(member, [])
+        runs, begins, places = self._by_member
+        at = places.get(member)
+        if at is None:
+            return []
+        return [(first, end, epoch) for first, end, epoch in runs[begins[at] : begins[at + 1]].tolist()]
 
     @cached_property
     def floors(self) -> list[NumberedRun]:
@@ -60,15 +64,19 @@ class Allocation:
         return list(zip(edges, edges[1:], self.epochs[edges[:-1]].tolist(), strict=False))
 
     @cached_property
-    def _by_member(self) -> dict[str, list[NumberedRun]]:
+    def _by_member(self) -> tuple[Numbers, list[int], dict[str, int]]:
+        """(first, end, epoch) of all runs, member by member; where each one's begin; which member is which.
+
+        As one array: a hundred thousand lists would be looked through by every garbage collection.
+        """
         edges = np.array(cut(self.owners, self.epochs))
         firsts, ends = edges[:-1], edges[1:]
         owners = self.owners[firsts]
-        # Member by member, each one's runs in order.
+        # Each one's in order.
         order = np.argsort(owners, kind="stable")
-        runs = list(zip(firsts[order].tolist(), ends[order].tolist(), self.epochs[firsts[order]].tolist(), strict=True))
+        runs = np.column_stack((firsts, ends, self.epochs[firsts]))[order]
         begins = np.searchsorted(owners[order], np.arange(len(self.members) + 1)).tolist()
-        return {member: runs[begins[at] : begins[at + 1]] for at, member in enumerate(self.members)}
+        return runs, begins, dict(zip(self.members, range(len(self.members)), strict=True))
 
     def encode(self) -> bytes:
         """As it is in the database: about 10 bytes a run, and the names."""

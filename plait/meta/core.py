@@ -27,6 +27,13 @@ class Core:
         #: The database did not answer; None: it did, when asked last.
         self.down: MetaUnavailable | None = None
 
+    def noticeable(self, passed: float) -> float:
+        """How much of that time somebody could have been noticed in.
+
+        Longer than usual: this server stood still, or the database was down.
+        """
+        return min(max(passed, 0.0), self.limits.gap_seconds)
+
     def refresh(self) -> None:
         """Take in what others have changed."""
         with self.noted():
@@ -37,6 +44,10 @@ class Core:
         """Write rows; the mirror has them afterwards. ``Lost``: look again."""
         with self.noted(), self.store.change() as change:
             yield change
+        self.take_in(change)
+
+    def take_in(self, change: Change) -> None:
+        """It is in the database; the mirror has it afterwards."""
         if self.mirror.follows(change):
             self.mirror.take_own(change)
         else:

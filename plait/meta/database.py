@@ -6,8 +6,9 @@ reconnects by itself), or ``Lost`` (somebody else was first; look again and deci
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -51,6 +52,8 @@ class Database:
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
         else:
             raise InvalidArgument(f"{self.name} is no database that Plait can use: SQLite and PostgreSQL are")
+        #: SQLite has one writer at a time, and looks again only every now and then whether that may be the next one.
+        self._one: AbstractContextManager[object] = threading.Lock() if kind == "sqlite" else nullcontext()
         self._writing = self._engine.execution_options(**{_WRITES: True})
 
     @property
@@ -67,7 +70,7 @@ class Database:
     @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
         """A transaction that is carried out as a whole, or not at all if the block raises."""
-        with self._translated(), self._writing.connect() as connection, connection.begin():
+        with self._one, self._translated(), self._writing.connect() as connection, connection.begin():
             yield connection
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Members of groups: who is there, and which logical partitions each is to handle.
 
 A heartbeat names all groups that a client is a member of; the difference to what is known are joins and leaves. They
-are written down at once; the new allocation follows in slices of bounded length, so that no heartbeat waits for
-long behind a thousand groups that change at once.
+are written down at once; the new allocation follows (``Allocating``).
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import msgspec
 
 from plait import names
 from plait.errors import GroupMismatch, GroupNotFound, LimitExceeded, PlaitError, SubjectNotFound
-from plait.meta.allocation import allocate, nobody
+from plait.meta.allocation import nobody
 from plait.meta.core import Core
 from plait.meta.database import Lost
 from plait.meta.mirror import GroupKey
@@ -37,6 +36,8 @@ class Members:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._watch = Watch(core.limits.member_lost_seconds)
+        #: Up to when the watch has counted.
+        self._passed = core.clock.monotonic()
         #: Heard of since their counters were written.
         self._heard: dict[str, None] = {}
         self._flushed = 0.0
@@ -50,10 +51,11 @@ class Members:
         client: str,
         members: Sequence[Membership],
         *,
+        seen: int = 0,
         leaving: bool = False,
         affinity: Collection[GroupKey] = (),
     ) -> Beaten:
-        """A client lives and is a member of these groups, and of no others."""
+        """A client lives and is a member of these groups, and of no others; it has heard all up to ``seen``."""
         if self._core.down is not None:
             raise self._core.down
         names.check("client", client)
@@ -67,19 +69,20 @@ class Members:
         refused: dict[GroupKey, PlaitError] = {}
         if known != wanted.keys() or not self._agree(wanted):
             refused = self._core.decide(lambda: self._join(client, wanted))
+        self._pass_time()
         who = _PREFIX + client
         if client in self._core.mirror.memberships:
             self._watch.hear(who)
             self._heard[who] = None
         elif who in self._watch:
             self._forget([who])
-        return self._beaten(client, refused)
+        return self._beaten(client, refused, seen)
 
-    def known(self, client: str) -> Beaten:
-        """What is a client's, by what it said last."""
+    def known(self, client: str, seen: int = 0) -> Beaten:
+        """What is a client's, by what it said last, and newer than ``seen``."""
         if self._core.down is not None:
             raise self._core.down
-        return self._beaten(client, {})
+        return self._beaten(client, {}, seen)
 
     def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
         """All groups are there, and are as the client says."""
@@ -146,30 +149,43 @@ class Members:
         ordered = [row for row in groups if group_settings(row.settings).ordered]
         change.put(*(StoredAllocation(row.subject, row.name, number, 0, body) for row in ordered))
 
-    def _beaten(self, client: str, refused: dict[GroupKey, PlaitError]) -> Beaten:
+    def _beaten(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> Beaten:
         mirror = self._core.mirror
         shares: list[Share] = []
         versions: dict[str, int] = {}
-        seen = 0
-        for key in sorted(mirror.memberships.get(client, ())):
+        newest = 0
+        for key in mirror.memberships.get(client, ()):
             subject, name = key
-            route = mirror.routes[subject]
             if mirror.settings[key].ordered:
-                shares.append(Share(subject, name, "exclusive", mirror.allocation(key).lps_of(client)))
-                seen = max(seen, mirror.allocations[key].changed)
+                changed = mirror.allocations[key].changed
+                newest = max(newest, changed)
+                if changed > seen:
+                    shares.append(Share(subject, name, "exclusive", mirror.allocation(key).lps_of(client)))
             else:
                 shares.append(Share(subject, name, "shared", []))
+            route = mirror.routes[subject]
             versions[subject] = route.version
-            seen = max(seen, route.changed)
-        return Beaten(seen, shares, refused, versions)
+            newest = max(newest, route.changed)
+        return Beaten(newest, sorted(shares), refused, dict(sorted(versions.items())))
 
     # --- who is lost ----------------------------------------------------------------------------
 
+    def _pass_time(self) -> None:
+        """Up to the moment: silence is counted from the very heartbeat, not from when was looked last."""
+        now = self._core.clock.monotonic()
+        passed, self._passed = now - self._passed, now
+        self._watch.advance(self._core.noticeable(passed))
+
+    @property
+    def next_loss(self) -> float:
+        """After so many seconds of silence a client is lost."""
+        return self._watch.next_loss
+
     def watch(self, seconds: float) -> None:
         """Time has passed under this server's eyes."""
+        self._pass_time()
         for client in self._core.mirror.memberships:
             self._watch.expect(_PREFIX + client)
-        self._watch.advance(seconds)
         self._flushed += seconds
         if self._flushed >= self._core.limits.beat_flush_seconds and not self._core.store.alone:
             self._flushed = 0.0
@@ -233,38 +249,7 @@ class Members:
             with self._core.noted():
                 self._core.store.forget_beats(whos)
 
-    # --- allocations ----------------------------------------------------------------------------
-
-    @property
-    def stale(self) -> bool:
-        """There are groups whose members have changed."""
-        return bool(self._core.mirror.stale)
-
-    def allocate(self) -> None:
-        """Bring the allocations of some groups up to date: as many as fit into a slice of time."""
-        core, mirror = self._core, self._core.mirror
-        limits, begin = core.limits, core.clock.monotonic()
-        made = []
-        for key in mirror.stale:
-            before = mirror.allocations[key]
-            after = allocate(list(mirror.members[key]), mirror.allocation(key))
-            row = StoredAllocation(*key, after.epoch, mirror.touched[key], after.encode())
-            # What heartbeats will ask for.
-            after.lps_of("")
-            made.append((before, row, after))
-            if len(made) == limits.slice_groups or core.clock.monotonic() - begin >= limits.slice_seconds:
-                break
-        if not made:
-            return
-        try:
-            with core.change() as change:
-                change.replace(*((before, row) for before, row, _ in made))
-        except Lost:
-            core.refresh()
-            return
-        for _, row, after in made:
-            if mirror.allocations[row.subject, row.name].body == row.body:
-                mirror.remember((row.subject, row.name), after)
+    # --- what is seen of them -------------------------------------------------------------------
 
     def view(self, subject: str, name: str) -> AllocationView:
         mirror, key = self._core.mirror, (subject, name)

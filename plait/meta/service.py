@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from plait.clock import Clock
 from plait.limits import MetaLimits
+from plait.meta.allocating import Allocating, Writing
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
 from plait.meta.lps import NumberedRun
@@ -47,6 +48,7 @@ class MetaService:
         self._subjects = Subjects(self._core, self._brokers)
         self._routing = Routing(self._core, self._brokers, self._subjects)
         self._members = Members(self._core)
+        self._allocating = Allocating(self._core)
         self._peers = Peers(self._core, address)
         self._sweep = Sweep(self._core)
         self._ticked = clock.monotonic()
@@ -63,12 +65,13 @@ class MetaService:
     # --- time -----------------------------------------------------------------------------------
 
     def tick(self) -> Changes:
-        """Once a second: look who lives, and go on with what has to be done; what has changed since the last call."""
+        """Once a second, and after ``next_loss``: look who lives, and go on with what has to be done.
+
+        What has changed since the last call.
+        """
         now = self._core.clock.monotonic()
-        passed, self._ticked = now - self._ticked, now
+        seconds, self._ticked = self._core.noticeable(now - self._ticked), now
         self._core.refresh()
-        # Longer than usual: this server stood still, or the database was down. Nobody could have been noticed.
-        seconds = min(max(passed, 0.0), self._core.limits.gap_seconds)
         self._brokers.watch(seconds)
         self._peers.watch(seconds)
         self._members.watch(seconds)
@@ -76,21 +79,29 @@ class MetaService:
         self._sweep.run(seconds)
         return self._changes(more=more)
 
+    def next_loss(self) -> float:
+        """After so many seconds a client is lost if nothing is heard of it."""
+        return self._members.next_loss
+
     def step(self) -> Changes:
         """One slice of the work that waits, short enough for heartbeats to pass: to be called while there is ``more``.
 
         What has changed since the last call.
         """
         more = self._members.look()
-        self._members.allocate()
+        self._allocating.run()
         return self._changes(more=more)
+
+    @property
+    def writing(self) -> Writing | None:
+        """To be carried out before the next ``step``, by any thread: then no heartbeat waits for the database."""
+        return self._allocating.writing
 
     def _changes(self, *, more: bool) -> Changes:
         mirror = self._core.mirror
         clients = mirror.clients_of(mirror.new_subjects, mirror.new_groups)
-        changes = Changes(
-            mirror.new_subjects, mirror.new_groups, mirror.new_brokers, clients, more=more or self._members.stale
-        )
+        more = more or bool(mirror.stale) or self.writing is not None
+        changes = Changes(mirror.new_subjects, mirror.new_groups, mirror.new_brokers, clients, more=more)
         mirror.new_subjects, mirror.new_groups, mirror.new_brokers = set(), set(), set()
         return changes
 
@@ -216,19 +227,21 @@ class MetaService:
         client: str,
         members: Sequence[Membership],
         *,
+        seen: int = 0,
         leaving: bool = False,
         affinity: Collection[tuple[str, str]] = (),
     ) -> Beaten:
         """A client lives and is a member of these (subject, group, ordered), and of no others.
 
+        It hears what is newer than ``seen``, the number of an earlier answer to the same members; 0: all there is.
         Of those whose (subject, group) is in ``affinity`` it is a member by affinity, which is a kind of ordered.
         Joins and leaves are noted at once; the allocation that follows from them is the work of ``step``.
         """
-        return self._members.beat(client, members, leaving=leaving, affinity=affinity)
+        return self._members.beat(client, members, seen=seen, leaving=leaving, affinity=affinity)
 
-    def client(self, client: str) -> Beaten:
+    def client(self, client: str, seen: int = 0) -> Beaten:
         """The same answer for a client that has said nothing new."""
-        return self._members.known(client)
+        return self._members.known(client, seen)
 
     def allocation(self, subject: str, group: str) -> AllocationView:
         """Who is to handle what of a group."""

@@ -115,6 +115,7 @@ class Beaten(NamedTuple):
 
     #: Another number than before: there is something new.
     seen: int
+    #: Those that are newer than what the client has seen.
     shares: list[Share]
     #: Memberships that cannot be, and why.
     refused: dict[GroupKey, PlaitError]

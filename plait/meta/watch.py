@@ -7,6 +7,7 @@ cannot reach its database, nobody is lost.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 
@@ -71,6 +72,13 @@ class Watch:
                 break
             found.append(name)
         return found
+
+    @property
+    def next_loss(self) -> float:
+        """After so many seconds of silence the first is lost."""
+        for noticed in self._noticed.values():
+            return max(noticed + self._lost_seconds - self._now, 0.0)
+        return math.inf
 
     def forget(self, name: str) -> None:
         """It is of no interest any more."""

@@ -60,6 +60,8 @@ class Server(Listener):
         self._syncs = Syncs(self)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
+        #: When the first lease is over.
+        self._lease_timer: asyncio.TimerHandle | None = None
         #: The broker writes nothing more: it has stopped, or ended as in a crash.
         self._stopped = False
 
@@ -114,8 +116,7 @@ class Server(Listener):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._timer is not None:
-            self._timer.cancel()
+        self._cancel_timers()
         # Disk work that is under way must end before the last checkpoint.
         await self.loop.run_in_executor(None, self.threads.shutdown)
         try:
@@ -125,6 +126,11 @@ class Server(Listener):
             self._stopped = True
             await self.hang_up()
             self._release()
+
+    def _cancel_timers(self) -> None:
+        for timer in (self._timer, self._lease_timer):
+            if timer is not None:
+                timer.cancel()
 
     def session(self, number: int) -> Consumer:
         return self.membership.session(number)
@@ -141,8 +147,7 @@ class Server(Listener):
         await self.cluster.abandon()
         for task in self._tasks:
             task.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        self._cancel_timers()
         self.abort_all()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         # A thread cannot be crashed: what it began, it ends before the files close under it.
@@ -272,10 +277,6 @@ class Server(Listener):
         """What is looked at every second; tests on a manual clock call it themselves."""
         self.abort_overdue()
         self._lose_silent()
-        lease_end = self.membership.next_lease_end
-        if lease_end is not None and lease_end < self.now + TICK_SECONDS:
-            # Others wait for what it has: not a moment longer.
-            self.loop.call_later(max(lease_end - self.now, 0), self._lose_silent)
         # What waited for the end of a lease that nobody knows of.
         self.broker.leases.look()
         # Their timer counts on another clock, which stands still while the machine is suspended.
@@ -301,6 +302,15 @@ class Server(Listener):
             if held_by is not None:
                 connection, session = held_by
                 connection.gave_up(session)
+        self._wait_for_lease_end()
+
+    def _wait_for_lease_end(self) -> None:
+        """Others wait for what is under the lease that ends first: not a moment longer. It may have gone on by then."""
+        if self._lease_timer is not None:
+            self._lease_timer.cancel()
+        end = self.membership.next_lease_end
+        if end is not None:
+            self._lease_timer = self.loop.call_later(max(end - self.clock.monotonic(), 0), self._lose_silent)
 
     async def _checkpoint_loop(self) -> None:
         while True:

@@ -1,8 +1,9 @@
 """A meta server's doing: its decisions run in a thread of their own, its orders go to brokers, who waits is told.
 
 Decisions are ``MetaService``, which blocks on its database; one thread runs it, so nothing there happens at the same
-time. What brokers are ordered to do (make a partition, seal logical partitions, drop) is idempotent and is found again
-by whoever looks next, so an order that fails is only late.
+time. Another one writes new allocations, so that heartbeats do not wait for that. What brokers are ordered to do (make
+a partition, seal logical partitions, drop) is idempotent and is found again by whoever looks next, so an order that
+fails is only late.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from plait import chance
 from plait.clock import Clock
 from plait.errors import PlaitError, SubjectNotFound, Unavailable
 from plait.limits import MetaLimits
+from plait.meta.allocating import Writing
 from plait.meta.database import Database
 from plait.meta.mirror import Changes
 from plait.meta.service import MetaService
@@ -26,8 +28,10 @@ from plait.storage.catalog import Fence
 
 log = logging.getLogger("plait.meta")
 
-#: How often is looked who lives: half of the second within which a dead owner's successors are to be known.
+#: How often is looked who lives...
 TICK_SECONDS = 0.5
+#: ...and sooner when a client is about to be lost, as others wait for what it had.
+TICK_SECONDS_MIN = 0.02
 #: How long a client may wait for news.
 BEAT_WAIT_MAX = 30.0
 #: How often a meta server that has just started looks whether it has heard of all brokers.
@@ -75,6 +79,7 @@ class MetaHost:
         self._limits = limits or MetaLimits()
         self._auto_create = auto_create
         self._thread = ThreadPoolExecutor(1, "plait-meta")
+        self._writer = ThreadPoolExecutor(1, "plait-meta-writer")
         self._service: MetaService | None = None
         self._store: Store | None = None
         #: The addresses of all meta servers that live, this one's first.
@@ -105,7 +110,8 @@ class MetaHost:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._orders.close()
-        await self._loop.run_in_executor(None, self._thread.shutdown)
+        for thread in (self._thread, self._writer):
+            await self._loop.run_in_executor(None, thread.shutdown)
         if self._store is not None:
             self._store.close()
 
@@ -181,10 +187,10 @@ class MetaHost:
             news = self._wait_for(client)
             try:
                 if said:
-                    beaten = await self.call(lambda s: s.client(client))
+                    beaten = await self.call(lambda s: s.client(client, seen))
                 else:
                     beaten = await self.change(
-                        lambda s: s.beat_client(client, members, leaving=leaving, affinity=affinity)
+                        lambda s: s.beat_client(client, members, seen=seen, leaving=leaving, affinity=affinity)
                     )
                     said = True
                 left = deadline - self._loop.time()
@@ -210,13 +216,14 @@ class MetaHost:
 
     async def _tick_loop(self) -> None:
         while True:
+            pause = TICK_SECONDS
             try:
-                changes, self.metas = await self.call(lambda s: (s.tick(), s.metas()))
+                changes, self.metas, pause = await self.call(lambda s: (s.tick(), s.metas(), s.next_loss()))
                 self._tell(changes)
                 self.look_soon()
             except PlaitError as error:
                 log.warning("%s", error)
-            await asyncio.sleep(TICK_SECONDS)
+            await asyncio.sleep(min(max(pause, TICK_SECONDS_MIN), TICK_SECONDS))
 
     def look_soon(self) -> None:
         """Something has changed: see to what follows."""
@@ -231,7 +238,7 @@ class MetaHost:
         try:
             while True:
                 self._look_again = False
-                changes, makes, moves, drops = await self.call(_work)
+                changes, writing, makes, moves, drops = await self.call(_work)
                 self._tell(changes)
                 for make in makes:
                     self._order(("make", make.place, make.version), self._make(make))
@@ -239,6 +246,8 @@ class MetaHost:
                     self._order(("move", move.place, move.version), self._seal(move))
                 for drop in drops:
                     self._order(("drop", drop.place), self._drop(drop))
+                if writing is not None:
+                    await self._loop.run_in_executor(self._writer, writing.carry_out)
                 if not changes.more and not self._look_again:
                     return
         except PlaitError as error:
@@ -298,6 +307,6 @@ class MetaHost:
             log.warning("%s yet: %s", failed, error)
 
 
-def _work(service: MetaService) -> tuple[Changes, list[Make], list[Move], list[Drop]]:
+def _work(service: MetaService) -> tuple[Changes, Writing | None, list[Make], list[Move], list[Drop]]:
     changes = service.step()
-    return changes, service.pending_makes(), service.pending_moves(), service.pending_drops()
+    return changes, service.writing, service.pending_makes(), service.pending_moves(), service.pending_drops()

@@ -59,7 +59,7 @@ class Standing:
         """Become known; where no meta server can be reached, go on trying."""
         server = self._server
         if self._url is not None:
-            limits = MetaLimits(member_lost_seconds=server.limits.lease_seconds)
+            limits = MetaLimits.of_lease(server.limits.lease_seconds)
             self._host = MetaHost(
                 self._url, LocalOrders(server), server.clock, limits, auto_create=server.config.auto_create
             )

@@ -348,6 +348,7 @@ class Beat(Message, frozen=True):
 class Beaten(Message, frozen=True):
     """What the client's members are to do: (subject, group, "exclusive" or "shared", logical partitions).
 
+    Only of those for which that is newer than what the client has ``seen``: it goes on with what it knows of others.
     ``metas`` are the addresses of all meta servers; ``routes`` the versions of the members' subjects' routes.
     """
 

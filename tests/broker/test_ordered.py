@@ -140,7 +140,7 @@ def test_an_owner_that_is_silent_past_its_lease_loses_its_locks_and_its_acks_mea
     assert node.membership.lose_silent() == []
     new = Owner(node, "c2")
     assert new.lease([(0, 1024, 2)]).owned != [(0, 1024, 2)]
-    node.clock.advance(node.broker.limits.lease_margin_seconds)
+    node.clock.advance(node.broker.leases.longest - node.broker.leases.seconds)
     assert [consumer.client for consumer, _ in node.membership.lose_silent()] == ["c1"]
     node.turn()
     assert new.lease().owned == [(0, 1024, 2)]

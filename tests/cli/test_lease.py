@@ -57,3 +57,5 @@ async def test_consumers_of_a_cluster_are_told_the_brokers_lease(tmp_path: Path)
 def test_meta_servers_tell_each_other_of_heartbeats_well_within_a_lease(lease: float, flush: float):
     limits = MetaLimits.of_lease(lease)
     assert (limits.member_lost_seconds, limits.beat_flush_seconds) == (lease, flush)
+    # A pause of the meta server and a heartbeat that is about to come do not make a lease.
+    assert limits.gap_seconds + 1.0 < lease

@@ -51,7 +51,8 @@ class MetaDouble:
                 async with asyncio.timeout(beat.wait):
                     await self._changed.wait()
         members = [(subject, group, self.strategy, self.grants(beat.client)) for subject, group, _ in beat.members]
-        return m.Beaten(self.epoch, members, routes=self.routes)
+        # Who has heard it is not told again.
+        return m.Beaten(self.epoch, members if self.epoch > beat.seen else [], routes=self.routes)
 
     def grants(self, client: str) -> list[m.LpGrant]:
         """What is a client's."""

@@ -59,6 +59,18 @@ async def test_without_a_meta_server_everybody_goes_on_with_what_it_has(cluster:
         await until(lambda: consumer._epochs.max() == 51)  # type: ignore[attr-defined]
 
 
+async def test_a_member_that_was_overdue_when_it_was_told_is_told_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with cluster.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
+        overdue = iter([True])
+        member = consumer._member  # type: ignore[attr-defined]
+        monkeypatch.setattr(member, "overdue", lambda: next(overdue, False))
+        cluster.meta.epoch = 50
+        cluster.meta.change()
+        await until(lambda: consumer._epochs.max() == 51)  # type: ignore[attr-defined]
+
+
 async def test_a_meta_server_that_does_not_answer_lets_no_consumer_open(cluster: Cluster) -> None:
     cluster.meta.error = plait.Unavailable("no meta server")
     limits = msgspec.structs.replace(EAGER, request_seconds=0.2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from plait.clock import ManualClock
@@ -21,6 +23,7 @@ def test_the_only_member_gets_everything(subject: MetaService):
     first = join(subject, "c1")
     assert (share(first).strategy, share(first).lps) == ("exclusive", [])
     assert subject.step().clients == {"c1"}
+    settle(subject)
     beaten = join(subject, "c1")
     assert beaten.seen > first.seen
     ((first_lp, end, _),) = share(beaten).lps
@@ -200,8 +203,8 @@ def test_many_clients_are_watched_page_by_page(stores: Stores, clock: ManualCloc
     assert second.allocation("s", "g").members == {}
 
 
-def test_allocations_are_made_in_slices(stores: Stores, clock: ManualClock):
-    service = MetaService(stores(), clock, MetaLimits(slice_groups=4))
+def test_allocations_are_written_many_at_a_time(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock, MetaLimits(write_groups=4))
     register(service, "g1")
     for number in range(10):
         service.create_subject(f"s{number}")
@@ -214,8 +217,8 @@ def test_allocations_are_made_in_slices(stores: Stores, clock: ManualClock):
         slices.append(len(changes.groups))
         if not changes.more:
             break
-    # The groups are founded before the first slice.
-    assert slices == [10, 4, 2]
+    # The groups are founded before the first is computed; what is written is known with the step after.
+    assert slices == [10, 4, 4, 2]
     assert all(lps(each.lps) == LOGICAL_PARTITIONS for each in service.beat_client("c1", memberships).shares)
 
 
@@ -233,10 +236,61 @@ def test_a_slice_ends_when_its_time_is_over(stores: Stores):
         service.create_subject(f"s{number}")
     service.beat_client("c1", [(f"s{number}", "g", True) for number in range(9)])
     service.tick()
-    slices = [service.step()]
-    while slices[-1].more:
-        slices.append(service.step())
-    assert [len(each.groups) for each in slices] == [3, 3, 3]
+    computed = []
+    while service.step().more and service.writing is None:
+        computed.append(len(service._allocating._made.made))
+    assert computed == [3, 6]
+    assert service.writing is not None
+    assert len(service.writing.made) == 9
+
+
+def test_a_client_hears_only_of_what_is_new_to_it(subject: MetaService):
+    both = [("s", "g", True), ("s", "h", True)]
+    subject.beat_client("c1", both)
+    settle(subject)
+    first = subject.beat_client("c1", both)
+    assert [each.group for each in first.shares] == ["g", "h"]
+    again = subject.beat_client("c1", both, seen=first.seen)
+    assert (again.seen, again.shares, again.routes) == (first.seen, [], first.routes)
+    join(subject, "c2", group="h")
+    settle(subject)
+    later = subject.beat_client("c1", both, seen=first.seen)
+    assert [each.group for each in later.shares] == ["h"]
+    assert subject.client("c1", first.seen) == later
+    assert [each.group for each in subject.client("c1").shares] == ["g", "h"]
+
+
+def test_silence_counts_from_the_heartbeat_not_from_when_was_looked_last(subject: MetaService, clock: ManualClock):
+    join(subject, "c1")
+    settle(subject)
+    subject.tick()
+    clock.advance(0.9)
+    join(subject, "c1")
+    for _ in range(9):
+        pass_time(clock, 1, subject)
+    clock.advance(0.9)
+    subject.tick()
+    assert subject.next_loss() == pytest.approx(0.1)
+    assert subject.allocation("s", "g").members.keys() == {"c1"}
+    clock.advance(0.1)
+    subject.tick()
+    assert subject.allocation("s", "g").members == {}
+    assert subject.next_loss() == math.inf
+
+
+def test_nobody_is_lost_because_the_meta_server_stood_still(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock, MetaLimits.of_lease(2.0))
+    register(service, "g1")
+    service.create_subject("s")
+    join(service, "c1")
+    join(service, "c2")
+    pass_time(clock, 1, service)
+    clock.advance(60.0)
+    # One of them is heard of first.
+    join(service, "c1")
+    service.tick()
+    settle(service)
+    assert service.allocation("s", "g").members.keys() == {"c1", "c2"}
 
 
 def test_a_heartbeat_that_says_nothing_new_does_not_touch_the_database(

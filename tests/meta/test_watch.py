@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from plait.meta.watch import Watch
 
 
@@ -62,6 +64,19 @@ def test_the_lost_are_named_the_longest_silent_first_and_a_page_at_a_time():
     watch.advance(5.0)
     assert watch.lost(10) == ["a", "b", "c"]
     assert watch.lost(2) == ["a", "b"]
+
+
+def test_it_is_known_when_the_first_will_be_lost():
+    watch = Watch(5.0)
+    assert watch.next_loss == math.inf
+    watch.hear("a")
+    watch.advance(2.0)
+    watch.hear("b")
+    assert watch.next_loss == 3.0
+    watch.hear("a")
+    assert watch.next_loss == 5.0
+    watch.advance(9.0)
+    assert watch.next_loss == 0.0
 
 
 def test_who_is_forgotten_is_not_lost():

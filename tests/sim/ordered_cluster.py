@@ -37,7 +37,7 @@ ADDRESSES = [f"plait://127.0.0.1:{port}" for port in METAS.values()]
 
 #: Short, so that a run of half a minute has many of them.
 LEASE_SECONDS = 3.0
-LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin_seconds=0.3, consumer_lost_seconds=3.0)
+LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin=0.1, consumer_lost_seconds=3.0)
 META_LIMITS = MetaLimits(
     member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, beat_flush_seconds=1.0, gap_seconds=1.0
 )

@@ -1,0 +1,96 @@
+"""Allocations are written beside the meta server's decisions: whatever happens meanwhile, none is wrong for good."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import MetaUnavailable
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.allocating import Writing
+from plait.meta.service import MetaService
+from tests.meta.support import Stores, join, lps, settle, share
+
+
+@pytest.fixture
+def subject(service: MetaService) -> MetaService:
+    service.create_subject("s")
+    return service
+
+
+def to_write(service: MetaService) -> Writing:
+    """What was computed, before it is written."""
+    while service.writing is None:
+        assert service.step().more
+    return service.writing
+
+
+def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaService):
+    join(subject, "c1")
+    settle(subject)
+    join(subject, "c2")
+    before = join(subject, "c1")
+    writing = to_write(subject)
+    thread = threading.Thread(target=writing.carry_out)
+    thread.start()
+    assert join(subject, "c1") == before
+    thread.join()
+    # Known with the next step.
+    assert join(subject, "c1") == before
+    settle(subject)
+    assert lps(share(join(subject, "c1")).lps) == lps(share(join(subject, "c2")).lps) == LOGICAL_PARTITIONS // 2
+
+
+def test_what_nobody_wrote_is_written_by_the_next_step(subject: MetaService):
+    join(subject, "c1")
+    to_write(subject)
+    settle(subject)
+    assert subject.writing is None
+    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
+def test_members_that_change_meanwhile_are_in_the_next_allocation(subject: MetaService, written: bool):
+    join(subject, "c1")
+    writing = to_write(subject)
+    if written:
+        writing.carry_out()
+    join(subject, "c2")
+    writing.carry_out()
+    settle(subject)
+    members = subject.allocation("s", "g").members
+    assert {client: lps(runs) for client, runs in members.items()} == {"c1": 512, "c2": 512}
+
+
+def test_another_meta_server_that_was_faster_counts(subject: MetaService, stores: Stores, clock: ManualClock):
+    join(subject, "c1")
+    writing = to_write(subject)
+    other = MetaService(stores(), clock)
+    join(other, "c2")
+    settle(other)
+    writing.carry_out()
+    settle(subject)
+    settle(other)
+    assert subject.allocation("s", "g") == other.allocation("s", "g")
+    assert {lps(runs) for runs in subject.allocation("s", "g").members.values()} == {512}
+
+
+def test_what_could_not_be_written_is_said_and_comes_again(subject: MetaService, monkeypatch: pytest.MonkeyPatch):
+    join(subject, "c1")
+    writing = to_write(subject)
+
+    def down() -> None:
+        raise MetaUnavailable("the database is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subject._core.store.database, "writing", down)
+        writing.carry_out()
+    with pytest.raises(MetaUnavailable, match="is down"):
+        subject.step()
+    with pytest.raises(MetaUnavailable, match="is down"):
+        join(subject, "c1")
+    subject.tick()
+    settle(subject)
+    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS

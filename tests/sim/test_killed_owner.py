@@ -1,0 +1,118 @@
+"""What a killed owner had goes on as soon as its lease is over and the meta server has missed it, whenever that is."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import pytest
+
+from plait.limits import ServerLimits
+from plait.meta.database import file_url
+from plait.server import Server
+from plait.testing.embedded import empty_database
+from plait.testing.sim import Process, Simulation
+from tests.sim.cluster import ADDRESS
+from tests.sim.ordered_cluster import CONFIG
+
+LEASE_SECONDS = 2.0
+#: For whoever takes over: being told, asking for locks, and the first message, which comes every so often.
+HANDOVER_SECONDS = 0.15
+KEYS = [f"k{n}" for n in range(40)]
+EVERY_SECONDS = 0.05
+#: The one that is killed has messages of all its keys in its hands by then.
+HELD_SECONDS = 0.5
+
+
+class Standstill(NamedTuple):
+    """Of one key that a killed owner had, in seconds after it was killed."""
+
+    lease_end: float
+    missed: float
+    gone_on: float
+
+
+def standstills(database: Path, seed: int, killed_after: float) -> list[Standstill]:
+    """When the owner's lease ends, when the meta server is to miss it, and when each key goes on."""
+    limits = ServerLimits(lease_seconds=LEASE_SECONDS)
+    config = msgspec.structs.replace(CONFIG, limits=limits)
+    database.write_bytes(empty_database())
+    with Simulation(seed) as sim:
+        servers: list[Server] = []
+        killed_at = math.inf
+        #: Key → its partition, who handled a message of it, and when.
+        handled: dict[str, list[tuple[str, str, float]]] = {key: [] for key in KEYS}
+
+        async def serve(process: Process) -> None:
+            servers.append(Server(process.disk, config, clock=process.clock, meta=file_url(str(database))))
+            await servers[-1].start()
+
+        async def create(process: Process) -> None:
+            async with process.connect(ADDRESS) as client:
+                await client.admin.create_subject("s", order="strict", partitions=3)
+
+        async def produce(process: Process) -> None:
+            async with process.connect(ADDRESS) as client:
+                while True:
+                    await client.send_many("s", [b"x"] * len(KEYS), keys=KEYS)
+                    await sim.sleep(EVERY_SECONDS)
+
+        async def consume(process: Process) -> None:
+            async with (
+                process.connect(ADDRESS, client_id=process.name) as client,
+                client.consumer("s", "g", ordered=True) as consumer,
+            ):
+                async for message in consumer:
+                    assert message.key is not None
+                    handled[message.key].append((message.partition.name, process.name, sim.now))
+                    # What is in nobody's hands may go on sooner.
+                    if process.name == "other" or sim.now < killed_at - HELD_SECONDS:
+                        message.ack()
+
+        sim.process("broker", serve).start()
+        sim.run(create(sim.process("test")))
+        for name in ("victim", "other"):
+            sim.process(name, consume).start()
+        sim.process("producer", produce).start()
+        killed_at = sim.now + 6.0 + killed_after
+        sim.run_for(killed_at - sim.now)
+        sim.process("victim").kill()
+        # What is on its way still counts.
+        sim.run_for(0.1)
+        broker, host = servers[0].broker, servers[0].cluster._host
+        assert host is not None
+        assert host._service is not None
+        members = host._service._members
+        members._pass_time()
+        silent = members._watch._now - members._watch._noticed["c/victim"]
+        missed = 0.1 + LEASE_SECONDS - silent
+        ends = {}
+        for name, partition in broker.subjects.items():
+            renewed = partition.groups["g"].consumers["victim"].leased_until - broker.leases.longest
+            longest = LEASE_SECONDS * (1 + limits.lease_margin)
+            ends[name] = 0.1 + renewed + longest - broker.clock.monotonic()
+        sim.run_for(2 * LEASE_SECONDS)
+        assert host._store is not None
+        host._store.close()
+    found = []
+    for events in handled.values():
+        last = max((time for _, name, time in events if name == "victim"), default=0.0)
+        if last > killed_at - 1.0:
+            partition, gone_on = min(
+                ((where, time) for where, name, time in events if name == "other" and time > last),
+                key=lambda event: event[1],
+            )
+            found.append(Standstill(ends[partition], missed, gone_on - killed_at))
+    return found
+
+
+@pytest.mark.parametrize("phase", range(4))
+def test_the_keys_of_a_killed_owner_go_on_when_its_lease_is_over(tmp_path: Path, phase: int):
+    found = standstills(tmp_path / "meta.db", phase, phase * 0.19)
+    assert len(found) > 5
+    for each in found:
+        # Not before: it might be alive.
+        assert each.gone_on >= each.lease_end
+        assert each.gone_on <= max(each.lease_end, each.missed) + HANDOVER_SECONDS
