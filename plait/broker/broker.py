@@ -14,7 +14,6 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import repeat
 
 from plait.broker import subjects
 from plait.broker.commit import Commit, SyncWork
@@ -504,8 +503,7 @@ class Broker:
     ) -> None:
         """(start, end, epoch) ranges are done."""
         self.refuse_when_stalled()
-        for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False):
-            consumer.group.ack(consumer, start, end, epoch, self, tag)
+        consumer.group.ack(consumer, ranges, self, tags)
         self.answer_after_commit(reply)
         # A consumer with too many separate ranges in its hands may go on now.
         self.wake_group(consumer.group)

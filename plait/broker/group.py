@@ -341,20 +341,23 @@ class Group:
 
     # --- events from consumers ------------------------------------------------------------------
 
-    def ack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal, tag: int = 0) -> int:
-        """[start, end) of ``epoch`` is done; how many sequences that settled."""
-        # An ack may be all that is left of a pull that a power loss took. But many that lie apart, of rows that
-        # nobody was handed, would take memory without end.
-        handed = (
-            self.pull_log.next if len(self.pull_log.returned) >= self.limits.consumer_ranges else self.partition.visible
-        )
-        start, end = self.partition.clip_to_epoch(start, min(end, handed), epoch)
-        if start >= end:
-            return 0
-        journal.event(_ACK, self, consumer.id, start, end, 0)
-        if self.kept:
-            self.kept.settled()
-        return self.pull_log.acked(consumer.id, start, end)
+    def ack(
+        self, consumer: Consumer, ranges: list[tuple[int, int, int]], journal: Journal, tags: Sequence[int] = ()
+    ) -> int:
+        """(start, end, epoch) ranges are done; how many sequences that settled."""
+        count = 0
+        for first, last, epoch in ranges:
+            # An ack may be all that is left of a pull that a power loss took. But many that lie apart, of rows that
+            # nobody was handed, would take memory without end.
+            scattered = len(self.pull_log.returned) >= self.limits.consumer_ranges
+            handed = self.pull_log.next if scattered else self.partition.visible
+            start, end = self.partition.clip_to_epoch(first, min(last, handed), epoch)
+            if start < end:
+                journal.event(_ACK, self, consumer.id, start, end, 0)
+                if self.kept:
+                    self.kept.settled()
+                count += self.pull_log.acked(consumer.id, start, end)
+        return count
 
     def nack(
         self,

@@ -15,6 +15,7 @@ from plait.broker.locks import NO_EPOCHS, Epochs, Grant, Want, epochs_of
 from plait.broker.ordered import OrderedGroup
 from plait.errors import InvalidArgument, StaleSession
 from plait.frame.lp import lp_set, runs_of
+from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -75,10 +76,7 @@ class Leases:
 
     def ask(self, consumer: Consumer, wants: Iterable[Want], marks: list[int], resumed: list[int]) -> Leased:
         """All the locks that a consumer wants from now on; what it has of them, for another lease."""
-        group = consumer.group
-        if not isinstance(group, OrderedGroup):
-            raise InvalidArgument(f"group {group.name!r} is not an ordered one; it has no locks")
-        self._broker.refuse_when_stalled()
+        group = self._ordered(consumer)
         wanted = list(wants)
         consumer.leased_until = self.now() + self.longest
         group.lease(consumer, wanted, self._broker, self.now())
@@ -91,6 +89,21 @@ class Leases:
         parked, inherited = [key for key, _ in found], [key for key, only in found if only]
         again = runs_of(group.again())
         return Leased(self.seconds, consumer.news, owned, leaving, runs_of(drained), refused, parked, inherited, again)
+
+    def give_back(
+        self, consumer: Consumer, runs: list[tuple[int, int]], ranges: list[tuple[int, int, int]], tags: list[int]
+    ) -> None:
+        """A consumer has not begun with the rows of some logical partitions in (start, end, epoch) ranges."""
+        if not all(0 <= first < end <= LOGICAL_PARTITIONS for first, end in runs):
+            raise InvalidArgument(f"{runs} are not runs of logical partitions")
+        self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags, self._broker)
+
+    def _ordered(self, consumer: Consumer) -> OrderedGroup:
+        group = consumer.group
+        if not isinstance(group, OrderedGroup):
+            raise InvalidArgument(f"group {group.name!r} is not an ordered one; it has no locks")
+        self._broker.refuse_when_stalled()
+        return group
 
     def renew(self, sessions: Iterable[tuple[int, int]]) -> None:
         """What these (session, token) have goes on for another lease; ``StaleSession`` if one is over."""

@@ -36,8 +36,6 @@ JOIN_ALWAYS = 16
 JOIN_EVERY = 8
 #: Behind every sequence.
 LAST = SEQUENCE_MAX
-#: Rows that are known one by one although they may be in nobody's hands any more.
-EXACT_MAX = 4_096
 #: Rows of a key that failed before that are handed out at a time.
 KEY_ROWS_MAX = 100
 
@@ -45,7 +43,7 @@ KEY_ROWS_MAX = 100
 class OrderedGroup(StrandFailures):
     """See the module."""
 
-    __slots__ = ("_exact_max", "_tag", "_turn", "frozen_until", "locks")
+    __slots__ = ("_tag", "_turn", "frozen_until", "locks")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
@@ -56,7 +54,6 @@ class OrderedGroup(StrandFailures):
         self.frozen_until = 0.0
         #: Which of an owner's strands is served first.
         self._turn = 0
-        self._exact_max = EXACT_MAX
         #: The last tag of what came back; those of strands are their numbers.
         self._tag = 0
 
@@ -73,6 +70,7 @@ class OrderedGroup(StrandFailures):
         if self.locks.wants(consumer.id, epochs_of((first, end, epoch) for first, end, epoch, _ in wants)):
             self._leave(journal)
         self.pass_on(journal, now)
+        self._tighten_all(consumer, journal)
         self._limit(consumer, wants)
 
     def _limit(self, consumer: Consumer, wants: list[Want]) -> None:
@@ -86,6 +84,11 @@ class OrderedGroup(StrandFailures):
         for limit in np.unique(limits[changed]).tolist():
             for strand in self.strands.take_out(changed & (limits == limit)):
                 strand.limit = limit
+
+    def _tighten_all(self, consumer: Consumer, journal: Journal) -> None:
+        for strand in self._holding(consumer.id):
+            if strand.loose_until and strand.hands is None:
+                self._tighten(journal, strand)
 
     def standing(self, consumer: Consumer) -> Standing:
         """What it has of that."""
@@ -116,30 +119,23 @@ class OrderedGroup(StrandFailures):
         return found
 
     def _leave(self, journal: Journal) -> None:
-        """Split off what is to change hands, as far as its owner has begun with it: each can then go by itself."""
+        """Split off what is to change hands, and look up what its owner has of it: each can then go by itself."""
         leaving = self.locks.leaving
         for strand in list(self.strands):
             lps = strand.lps & leaving
-            if strand.key is not None or strand.leaving or not lps.any():
-                continue
-            part = strand if np.array_equal(lps, strand.lps) else self.strands.split(strand, lps)
-            busy = self._know(journal, [part]) if part.held else {}
-            part.held, part.exact = {}, set()
-            # Single rows go to the one they are of, instead of all of them to each.
-            single = [piece for piece in part.returned if piece.end - piece.start == 1]
-            part.returned = Ranges(piece for piece in part.returned if piece.end - piece.start > 1)
-            for lp, rows in busy.items():
-                alone = part if int(part.lps.sum()) == 1 else self.strands.split(part, _one(lp))
-                alone.held, alone.exact = rows, set(rows)
-            rows_of = self._table(journal, [(piece.start, piece.end) for piece in single])
-            for piece in single:
-                place = rows_of.place(piece.start)
-                if place is None:
-                    part.returned.add(*piece)
-                elif lps[place[0]] and place[1] not in self.strands.by_key:
-                    self.strands.by_lp[place[0]].returned.add(*piece)
+            if lps.any() and not np.array_equal(lps, strand.lps):
+                self.strands.split(strand, lps)
         for strand in self.strands:
             strand.leaving = bool((strand.lps & leaving).any())
+        self._look_up(journal)
+
+    def _look_up(self, journal: Journal) -> None:
+        """What is leaving is known row by row; of other strands nobody needs to know it."""
+        for strand in self.strands:
+            if strand.key is None and not strand.leaving:
+                strand.hands = None
+            elif strand.leaving and strand.held and strand.hands is None:
+                strand.knows(self._know(journal, strand))
 
     def pass_on(self, journal: Journal, now: float) -> None:
         """Give up what is leaving and in nobody's hands; grant what is free to who wants it."""
@@ -147,8 +143,7 @@ class OrderedGroup(StrandFailures):
         if leaving.any():
             busy = np.zeros(LOGICAL_PARTITIONS, bool)
             for strand in self.strands:
-                if strand.held:
-                    busy |= strand.lps
+                busy |= strand.busy
             self._set_locks(runs_of(leaving & ~busy), journal)
         grant = self.locks.to_grant
         floor = journal.leases.floor(self)
@@ -168,7 +163,8 @@ class OrderedGroup(StrandFailures):
             journal.event(Action.LOCK, self, 0, first, end, 0)
             self.locks.set(first, end, 0, 0)
         for strand in self.strands.take_out(lps):
-            strand.owner, strand.leaving, strand.held, strand.exact, strand.limit = 0, False, {}, set(), 0
+            strand.owner, strand.leaving, strand.limit = 0, False, 0
+            strand.drop()
         for owner in owners:
             journal.leases.news(self, owner)
 
@@ -179,6 +175,7 @@ class OrderedGroup(StrandFailures):
                 journal.event(Action.LOCK, self, owner, first, end, 0, epoch)
             for strand in self.strands.take_out(lp_set([(first, end) for first, end, _ in mine])):
                 strand.owner, strand.leaving = owner, False
+                self._sift(journal, strand)
             self.strands.join_alike(self.strands.of(owner))
             journal.leases.news(self, owner)
 
@@ -190,6 +187,8 @@ class OrderedGroup(StrandFailures):
         lps = [each for each in self.strands.of(consumer.id) if not each.leaving]
         keys = [each for each in self.strands.keys_of(consumer.id) if not (each.leaving or each.parked)]
         self._turn += 1
+        if self._turn % JOIN_EVERY == 0:
+            self._tighten_all(consumer, journal)
         several = len(lps) + len(keys)
         if several > 1 and (several <= JOIN_ALWAYS or self._turn % JOIN_EVERY == 0):
             self.strands.join_alike([*lps, *keys])
@@ -373,32 +372,61 @@ class OrderedGroup(StrandFailures):
 
     # --- events from consumers ------------------------------------------------------------------
 
-    def ack(self, consumer: Consumer, start: int, end: int, epoch: int, journal: Journal, tag: int = 0) -> int:
-        """Those rows that were handed out under ``tag`` and lie in [start, end) are done; how many sequences."""
-        start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
+    def ack(
+        self, consumer: Consumer, ranges: list[tuple[int, int, int]], journal: Journal, tags: Sequence[int] = ()
+    ) -> int:
+        """Those rows that were handed out under the tag of a range and lie in it are done; how many sequences."""
         count = 0
-        empty = False
-        for strand, piece in self._reached(consumer.id, self._holding(consumer.id), tag, start, end):
-            journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
-            strand.let_go(tag, piece.start, piece.end)
-            count += piece.end - piece.start
-            empty |= strand.leaving and not strand.held
+        holding = self._holding(consumer.id)
+        for start, end, tag in self._clipped(ranges, tags):
+            for strand, piece in self._reached(holding, tag, start, end):
+                journal.event(Action.ACK, self, strand.id, piece.start, piece.end, 0)
+                strand.let_go(tag, piece.start, piece.end)
+                count += piece.end - piece.start
         if self.kept:
             self.kept.settled()
-        if empty:
-            self._after_hands(journal)
+        self._after_hands(journal)
         return count
+
+    def _clipped(self, ranges: list[tuple[int, int, int]], tags: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(start, end, tag) of what can be meant by (start, end, epoch) ranges."""
+        visible = self.partition.visible
+        return [
+            (*self.partition.clip_to_epoch(start, min(end, visible), epoch), tag)
+            for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
+        ]
 
     def _after_hands(self, journal: Journal) -> None:
         """Some rows are not in somebody's hands any more: what is leaving may go."""
-        if any(strand.leaving and not strand.held for strand in self.strands):
+        if any(strand.leaving and (strand.lps & ~strand.busy).any() for strand in self.strands):
             self.pass_on(journal, journal.leases.now())
-        if len(self._exact) > self._exact_max:
-            self._tidy_exact()
-            self._exact_max = EXACT_MAX + 2 * len(self._exact)
 
     def _holding(self, owner: int) -> list[Strand]:
         return [each for each in self.strands if each.owner == owner and each.held]
+
+    def give_back(
+        self, consumer: Consumer, lps: LpSet, ranges: list[tuple[int, int, int]], tags: Sequence[int], journal: Journal
+    ) -> None:
+        """Nobody began with the rows of some logical partitions that were handed out under tags and lie in ranges.
+
+        They are split off as a strand, for which that is as many ranges: nothing is looked at row by row.
+        """
+        clipped = self._clipped(ranges, tags)
+        for strand in self._holding(consumer.id):
+            pieces = [(tag, piece) for start, end, tag in clipped for piece in strand.in_hands(tag, start, end)]
+            if not pieces:
+                continue
+            part, mine = strand, strand.lps & lps
+            if not np.array_equal(mine, strand.lps):
+                # Nobody speaks of what lies between its rows there any more.
+                strand.loose_until = strand.next
+                if not mine.any():
+                    continue
+                part = self.strands.split(strand, mine)
+            for tag, piece in pieces:
+                part.let_go(tag, piece.start, piece.end)
+                self._give_back(part, piece, 0, journal, counted=False)
+        self._after_hands(journal)
 
     def nack(
         self,
@@ -410,20 +438,24 @@ class OrderedGroup(StrandFailures):
         tags: Sequence[int] = (),
     ) -> int:
         """(start, end, epoch) ranges failed: they wait, hold their keys, or are dead letters; how many sequences."""
-        clipped = [
-            (*self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch), tag)
-            for (first, last, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
-        ]
+        clipped = self._clipped(ranges, tags)
         count = 0
+        # Nobody began with it, nor with what comes behind it.
+        unbegun = not failure.counted and not failure.delay
         rows = self._table(journal, [(start, end) for start, end, _ in clipped])
         holding = self._holding(consumer.id)
         for start, end, tag in clipped:
-            for strand, piece in self._reached(consumer.id, holding, tag, start, end):
+            for strand, piece in self._reached(holding, tag, start, end):
                 strand.let_go(tag, piece.start, piece.end)
                 count += piece.end - piece.start
                 found = rows.of(strand, piece.start, piece.end)
-                if found is not None:
+                if found is not None and unbegun:
+                    self._give_back(strand, piece, 0, journal, counted=False)
+                elif found is not None:
+                    keys = len(self.strands.by_key)
                     self._failed(strand, *found, piece.attempt, journal, now, failure)
+                    if len(self.strands.by_key) > keys:
+                        holding = self._holding(consumer.id)
         self._after_hands(journal)
         return count
 
@@ -448,7 +480,7 @@ class OrderedGroup(StrandFailures):
             for piece in strand.all_held():
                 count += piece.end - piece.start
                 self._give_back(strand, piece, 0, journal)
-            strand.held = {}
+            strand.drop()
         self.locks.unheard.discard(consumer.id)
         self.locks.forget(consumer.id)
         self._set_locks(runs_of(self.locks.owner == consumer.id), journal)
@@ -462,7 +494,8 @@ class OrderedGroup(StrandFailures):
         for first, last, epoch in holds:
             claimed.add(*self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch), 0)
         for strand in [each for each in self.strands if each.owner == consumer.id]:
-            held, strand.held = strand.all_held(), {}
+            held = strand.all_held()
+            strand.drop()
             for piece in held:
                 self._give_back(strand, piece, 0, journal, counted=False)
             for start, end, _ in claimed:
@@ -472,6 +505,7 @@ class OrderedGroup(StrandFailures):
                         fresh = [Range(max(first, strand.next), last, 0)] if last > strand.next else []
                         for piece in [*known, *fresh]:
                             strand.pulled(piece.start, piece.end, piece.attempt + 1, 0)
+        self._look_up(journal)
 
     def reset(self, sequence: int, journal: Journal) -> None:
         """The group goes on from ``sequence``."""
@@ -508,10 +542,6 @@ class OrderedGroup(StrandFailures):
                 if first < last:
                     journal.event(Action.SKIP, self, strand.id, first, last, 0)
                     self.lost_count += strand.skipped(first, last)
-
-    # --- retries --------------------------------------------------------------------------------
-
-    # --- parked keys ----------------------------------------------------------------------------
 
     # --- replay ---------------------------------------------------------------------------------
 
@@ -568,10 +598,6 @@ class OrderedGroup(StrandFailures):
             self.buried(consumer, start, end, attempt, time)
         elif action == Action.REVIVE:
             self._revive(strand, start, end)
-
-
-def _one(lp: int) -> LpSet:
-    return lp_set([(lp, lp + 1)])
 
 
 def new_group(definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal) -> Group:

@@ -40,24 +40,14 @@ class StrandFailures(StrandRows):
     ) -> None:
         """Rows of a strand, which are in nobody's hands any more, failed."""
         hashes = keys.hashes
-        for start, end in joined(sequences):
-            whole = Range(start, end, attempt)
-            if not failure.counted and not failure.delay:
-                # Nobody began with it, nor with what comes behind it.
-                self._give_back(strand, whole, 0, journal, counted=False)
-                continue
-            if not self.strict or hashes is None:
-                self._retry(strand, whole, journal, now, failure)
-                continue
-            low = int(np.searchsorted(sequences, start))
-            for offset in range(end - start):
-                key, lp = int(hashes[low + offset]), int(keys.lps[low + offset])
-                row = Range(start + offset, start + offset + 1, attempt)
-                if key == NO_KEY_HASH:
-                    # Keyless rows never hold.
-                    self._retry(strand, row, journal, now, failure)
-                else:
-                    self._hold(self.strands.for_row(lp, key), row, lp, key, journal, now, failure)
+        # Keyless rows never hold.
+        holding = np.zeros(len(sequences), bool) if hashes is None or not self.strict else hashes != NO_KEY_HASH
+        for start, end in joined(sequences[~holding]):
+            self._retry(strand, Range(start, end, attempt), journal, now, failure)
+        for at in np.flatnonzero(holding).tolist() if hashes is not None else ():
+            key, lp = int(hashes[at]), int(keys.lps[at])
+            row = Range(int(sequences[at]), int(sequences[at]) + 1, attempt)
+            self._hold(self.strands.for_row(lp, key), row, lp, key, journal, now, failure)
 
     def _retry(self, strand: Strand, piece: Range, journal: Journal, now: int, failure: Failure) -> None:
         for part, dies in self._fates(piece, failure, self._old_before(piece, now)):
@@ -76,8 +66,8 @@ class StrandFailures(StrandRows):
         """A row of a strict subject failed: its key waits alone; without attempts it is parked."""
         if strand.key is None:
             strand = self.strands.hold(strand, lp, key)
-            strand.held = self._know(journal, [strand]).get(lp, {})
-            strand.exact = set(strand.held)
+            if strand.hands is None:
+                strand.knows(self._know(journal, strand))
             waiting, strand.waiting = strand.waiting, Waiting()
             for due, pieces in waiting:
                 for piece in pieces:
@@ -111,7 +101,7 @@ class StrandFailures(StrandRows):
             strand = self.strands.for_row(lp, key)
             if strand.key is None:
                 strand = self.strands.hold(strand, lp, key)
-                strand.held = {}
+                strand.drop()
             if not strand.parked:
                 self._park(strand, -1, journal)
         for key in resumed:

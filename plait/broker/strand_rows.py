@@ -6,7 +6,7 @@ A strand's ranges are of its own rows, so nothing here looks at more rows than a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.storage.action_log import GroupDefinition
+from plait.storage.hands import Hands, Rows
 from plait.storage.ranges import Range, Ranges
 from plait.storage.strand import Strand
 
@@ -82,38 +83,31 @@ class Taking:
 
 #: Rows between two ranges up to which both are looked at together.
 TABLE_GAP = 10_000
+#: Ranges that came back from which on a strand is looked at row by row when its owner changes.
+SIFTED_MIN = 64
 
 
 class RowTable:
     """Rows by sequence, with their keys."""
 
-    __slots__ = ("_hashes", "_lps", "_sequences")
+    __slots__ = ("rows",)
 
     def __init__(self, parts: list[tuple[Sequences, FrameKeys]]) -> None:
-        self._sequences: Sequences = np.concatenate([np.empty(0, np.int64), *(each for each, _ in parts)])
-        self._lps = np.concatenate([np.empty(0, np.uint16), *(keys.lps for _, keys in parts)])
-        self._hashes = np.concatenate(
-            [
-                np.empty(0, np.uint64),
-                *(np.full(len(keys.lps), NO_KEY_HASH) if keys.hashes is None else keys.hashes for _, keys in parts),
-            ]
+        hashes = [np.full(len(keys.lps), NO_KEY_HASH) if keys.hashes is None else keys.hashes for _, keys in parts]
+        self.rows = Rows(
+            np.concatenate([np.empty(0, np.int64), *(each for each, _ in parts)]),
+            np.concatenate([np.empty(0, np.uint16), *(keys.lps for _, keys in parts)]),
+            np.concatenate([np.empty(0, np.uint64), *hashes]),
         )
-
-    def place(self, sequence: int) -> tuple[int, int] | None:
-        """The logical partition and the key's hash of a row; None: it does not read back."""
-        at = int(np.searchsorted(self._sequences, sequence))
-        if at >= len(self._sequences) or self._sequences[at] != sequence:
-            return None
-        return int(self._lps[at]), int(self._hashes[at])
 
     def of(self, strand: Strand, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
         """A strand's rows in [start, end); None: it has none there."""
-        low, high = np.searchsorted(self._sequences, (start, end)).tolist()
-        lps, hashes = self._lps[low:high], self._hashes[low:high]
+        low, high = np.searchsorted(self.rows.sequences, (start, end)).tolist()
+        sequences, lps, hashes = (column[low:high] for column in self.rows)
         chosen = strand.chooses(lps, hashes)
         if not chosen.any():
             return None
-        return self._sequences[low:high][chosen], FrameKeys(lps[chosen], hashes[chosen])
+        return sequences[chosen], FrameKeys(lps[chosen], hashes[chosen])
 
 
 class Chooser:
@@ -149,7 +143,7 @@ class Chooser:
 class StrandRows(Group):
     """An ordered group as far as its rows are concerned."""
 
-    __slots__ = ("_exact", "strands")
+    __slots__ = ("strands",)
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
@@ -161,9 +155,6 @@ class StrandRows(Group):
                 action, self, strand, start, end, attempt, value
             ),
         )
-
-        #: Rows in somebody's hands that are known one by one: their logical partition and key.
-        self._exact: dict[int, tuple[int, int | None]] = {}
 
     @property
     def logs_pulls(self) -> bool:
@@ -238,54 +229,67 @@ class StrandRows(Group):
 
     def _table(self, journal: Journal, ranges: list[tuple[int, int]]) -> RowTable:
         """All rows that lie within ranges, whoever's they are."""
-        ranges = [piece for piece in ranges if piece[0] < piece[1]]
-        spans: list[tuple[int, int]] = []
-        for start, end in sorted(ranges):
-            if spans and start <= spans[-1][1] + TABLE_GAP:
-                spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
-            else:
-                spans.append((start, end))
-        return RowTable([found for start, end in spans for found in self._all_rows(journal, start, end)])
+        return RowTable([found for start, end in _spans(ranges) for found in self._all_rows(journal, start, end)])
 
-    def _know(self, journal: Journal, strands: list[Strand]) -> dict[int, dict[int, Ranges]]:
-        """The rows of strands in their owner's hands, one by one: for each logical partition, by tag."""
-        found: dict[int, dict[int, Ranges]] = {}
-        for strand in strands:
-            for tag, held in strand.held.items():
-                for start, end, attempt in held:
-                    for sequences, keys in self._rows(journal, strand, start, end):
-                        hashes = repeat(None) if keys.hashes is None else keys.hashes.tolist()
-                        for sequence, lp, key in zip(sequences.tolist(), keys.lps.tolist(), hashes, strict=False):
-                            rows = found.setdefault(lp, {}).setdefault(tag, Ranges())
-                            rows.add(sequence, sequence + 1, attempt)
-                            self._exact[sequence] = (lp, key)
-        return found
+    def _placed(self, journal: Journal, strand: Strand, ranges: Ranges) -> Iterator[tuple[Rows, Sequences]]:
+        """A strand's rows in ranges and between them, ascending, and the attempt of the range of each; -1: in none."""
+        starts, ends, attempts = ranges.columns()
+        for start, end in _spans(list(zip(starts.tolist(), ends.tolist(), strict=True))):
+            rows = RowTable(list(self._rows(journal, strand, start, end))).rows
+            at = np.searchsorted(starts, rows.sequences, "right") - 1
+            yield rows, np.where(rows.sequences < ends[at], attempts[at], -1)
 
-    def _reached(self, owner: int, holding: list[Strand], tag: int, start: int, end: int) -> list[tuple[Strand, Range]]:
-        """What of [start, end) an owner was handed under a tag, and the strands it is of."""
-        found = [
-            (strand, piece)
-            for strand in holding
-            if tag not in strand.exact
-            for piece in strand.in_hands(tag, start, end)
-        ]
-        if self._exact:
-            few = end - start <= len(self._exact)
-            known = range(start, end) if few else sorted(each for each in self._exact if start <= each < end)
-            for sequence in known:
-                place = self._exact.get(sequence)
-                if place is not None:
-                    strand = self.strands.for_row(*place)
-                    if strand.owner == owner and tag in strand.exact:
-                        found += [(strand, piece) for piece in strand.in_hands(tag, sequence, sequence + 1)]
-        return found
+    def _know(self, journal: Journal, strand: Strand) -> Hands:
+        """The rows of a strand in its owner's hands, one by one."""
+        known = {}
+        for tag, held in strand.held.items():
+            placed = [rows.where(attempts >= 0) for rows, attempts in self._placed(journal, strand, held)]
+            known[tag] = Rows(*map(np.concatenate, zip(*placed, strict=True)))
+        return Hands(known)
 
-    def _tidy_exact(self) -> None:
-        """Forget rows that are in nobody's hands any more."""
-        if self._exact:
-            self._exact = {
-                sequence: place for sequence, place in self._exact.items() if self.strands.for_row(*place).held
-            }
+    def _sift(self, journal: Journal, strand: Strand) -> None:
+        """What came back to a strand row by row becomes ranges that end where a row of it has not come back."""
+        if len(strand.returned) <= SIFTED_MIN:
+            return
+        spans = _spans([(piece.start, piece.end) for piece in strand.returned])
+        readable = sum(len(each) for start, end in spans for each, _ in self._all_rows(journal, start, end))
+        # What does not read back is to be told of when its turn comes.
+        if readable == sum(end - start for start, end in spans):
+            strand.returned = self._sifted(journal, strand, strand.returned)
+
+    def _tighten(self, journal: Journal, strand: Strand) -> None:
+        """Leave out what is in hands by name only: parts of ranges without a row of the strand."""
+        sifted = {tag: self._sifted(journal, strand, held) for tag, held in strand.held.items()}
+        strand.held = {tag: held for tag, held in sifted.items() if held}
+        if all(held.first >= strand.loose_until for held in strand.held.values()):
+            strand.loose_until = 0
+
+    def _sifted(self, journal: Journal, strand: Strand, ranges: Ranges) -> Ranges:
+        """The same rows of a strand in as few ranges as can be, from its first row in each to its last."""
+        sifted = [np.empty((3, 0), np.int64)]
+        for rows, attempts in self._placed(journal, strand, ranges):
+            if len(attempts):
+                edges = np.concatenate([[0], np.flatnonzero(np.diff(attempts)) + 1, [len(attempts)]])
+                first, last = edges[:-1], edges[1:] - 1
+                columns = np.array([rows.sequences[first], rows.sequences[last] + 1, attempts[first]])
+                sifted.append(columns[:, columns[2] >= 0])
+        return Ranges.of(np.concatenate(sifted, axis=1))
+
+    @staticmethod
+    def _reached(holding: list[Strand], tag: int, start: int, end: int) -> list[tuple[Strand, Range]]:
+        """What of [start, end) an owner was handed under a tag, and which of the strands that it holds it is of."""
+        return [(strand, piece) for strand in holding for piece in strand.in_hands(tag, start, end)]
+
+
+def _spans(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that lie near each other as one."""
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted(piece for piece in ranges if piece[0] < piece[1]):
+        if spans and start <= spans[-1][1] + TABLE_GAP:
+            spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
+        else:
+            spans.append((start, end))
+    return spans
 
 
 def select(frame: FrameView, rows: npt.NDArray[np.int64]) -> tuple[list[Buffer], int]:

@@ -43,6 +43,7 @@ class OrderedDelivered(Delivered):
     """One frame, or part of one. ``collect`` tells of runs of rows, as (first, end, epoch)."""
 
     __slots__ = (
+        "back",
         "handed_at",
         "hands",
         "keyed",
@@ -81,6 +82,8 @@ class OrderedDelivered(Delivered):
         self.handed_at: npt.NDArray[np.float64] = np.zeros(self.count)
         #: The broker's number for what it gave; 0: it was given in an earlier session.
         self.tag = 0
+        #: Rows that the broker has back; None: none.
+        self.back: RowMask | None = None
         #: Rows that wait in the buffer.
         self.waiting = 0
         #: The order of arrival.
@@ -172,11 +175,34 @@ class OrderedDelivered(Delivered):
             for first, end, epoch in runs
         ]
 
+    def mask_in(self, ranges: list[EpochRange]) -> RowMask:
+        """The rows of ranges of sequences, which lie apart."""
+        starts, ends, _ = np.searchsorted(self.sequences, np.array(ranges).T)
+        mask: RowMask = np.cumsum(_marked(starts, self.count) - _marked(ends, self.count))[:-1] > 0
+        return mask
+
+    def given_back(self, ranges: list[EpochRange]) -> None:
+        """The broker has these back: they are not in our hands under the frame's tag, whatever is said of it."""
+        mask = self.mask_in(ranges)
+        self.back = mask if self.back is None else self.back | mask
+
+    def widened(self, ranges: list[EpochRange]) -> list[EpochRange]:
+        """The same with those that the broker has back: what is left of a frame then takes few ranges."""
+        if self.back is None:
+            return ranges
+        mask = self.mask_in(ranges)
+        counts = np.concatenate([[0], np.cumsum(mask)])
+        return self.tagged([run for run in self.runs(mask | self.back) if counts[run[1]] > counts[run[0]]])
+
 
 class SharedOrderedDelivered(SharedDelivered, OrderedDelivered):
     """A frame whose messages are acked and nacked from any thread."""
 
     __slots__ = ()
+
+
+def _marked(at: npt.NDArray[np.int64], count: int) -> npt.NDArray[np.int64]:
+    return np.bincount(at, minlength=count + 1)
 
 
 def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:

@@ -14,11 +14,12 @@ from plait.client.delivered import Delivered
 from plait.client.failing import Failing, Said, failing_in
 from plait.client.ordered_delivered import WAITS, OrderedDelivered, mask_of, rows_of
 from plait.client.pending import merged
+from plait.client.scoped import Tagged, scoped
 from plait.client.words import UNBEGUN, EpochRange, Failed, Nacks
 from plait.wire import messages as m
 
-#: Ranges by the frames that the rows came in; None: of sequences, whatever they came in.
-_Tagged = dict[OrderedDelivered | None, list[EpochRange]]
+#: Ranges from which on it is worth while to look for fewer that say the same.
+SCATTERED_MIN = 16
 
 
 class TaggedPending:
@@ -29,8 +30,8 @@ class TaggedPending:
         self._pulls = pulls
         #: A failed row holds its key.
         self.strict = False
-        self._acks: _Tagged = {}
-        self._nacks: dict[Failed, _Tagged] = {}
+        self._acks: Tagged = {}
+        self._nacks: dict[Failed, Tagged] = {}
         #: What failed and may not be known to the broker: rows behind it that come meanwhile are not to be handled.
         self.failing: list[Failing] = []
         #: Those of them that this says.
@@ -110,11 +111,18 @@ class TaggedPending:
         return list(self._nacks)
 
     def nack(self, session: int, failed: Failed) -> m.Nack:
-        ranges, tags = _flat(self._nacks[failed])
-        return m.Nack(session, ranges, *failed, tags=tags)
+        tagged = self._nacks[failed]
+        if failed != UNBEGUN or sum(map(len, tagged.values())) < SCATTERED_MIN:
+            ranges, tags = _flat(tagged)
+            return m.Nack(session, ranges, *failed, tags=tags)
+        lps, lp_ranges, lp_tags, rest = scoped(tagged)
+        ranges, tags = _flat(rest)
+        return m.Nack(session, ranges, *failed, tags=tags, lps=lps, lp_ranges=lp_ranges, lp_tags=lp_tags)
 
     def told(self, failed: Failed) -> None:
-        del self._nacks[failed]
+        for frame, ranges in self._nacks.pop(failed).items():
+            if frame is not None and failed == UNBEGUN:
+                frame.given_back(ranges)
         if not self._nacks:
             for failing in self._saying:
                 failing.known_at = self._pulls()
@@ -139,7 +147,7 @@ def _without(failing: Failing, frame: OrderedDelivered, acks: list[EpochRange], 
     return frame, acks, kept
 
 
-def _put(frame: OrderedDelivered, place: _Tagged, runs: list[EpochRange]) -> None:
+def _put(frame: OrderedDelivered, place: Tagged, runs: list[EpochRange]) -> None:
     if not runs:
         return
     if frame.tag:
@@ -148,7 +156,7 @@ def _put(frame: OrderedDelivered, place: _Tagged, runs: list[EpochRange]) -> Non
         place.setdefault(None, []).extend(frame.plain(rows_of(runs)))
 
 
-def _plain(tagged: _Tagged) -> list[EpochRange]:
+def _plain(tagged: Tagged) -> list[EpochRange]:
     """The same as ranges of nothing but those rows."""
     ranges: list[EpochRange] = []
     for frame, several in tagged.items():
@@ -161,17 +169,17 @@ def _plain(tagged: _Tagged) -> list[EpochRange]:
     return ranges
 
 
-def _join(into: _Tagged, more: _Tagged) -> None:
+def _join(into: Tagged, more: Tagged) -> None:
     for frame, ranges in more.items():
         into.setdefault(frame, []).extend(ranges)
 
 
-def _flat(tagged: _Tagged) -> tuple[list[EpochRange], list[int]]:
+def _flat(tagged: Tagged) -> tuple[list[EpochRange], list[int]]:
     """Ranges, and the tag of each."""
     ranges: list[EpochRange] = []
     tags: list[int] = []
     for frame, several in tagged.items():
-        joined = merged(several)
+        joined = merged(several) if frame is None else frame.widened(merged(several))
         ranges += joined
         tags += [0 if frame is None else frame.tag] * len(joined)
     return ranges, tags

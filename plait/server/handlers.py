@@ -241,6 +241,8 @@ class Handlers:
             self._server.membership.end_pulls(consumer)
         failure = Failure(delay, nack.reason or Reason(), nack.reject, nack.counted)
         ranges, tags = _with_tags(nack.ranges, nack.tags)
+        if nack.lp_ranges:
+            self._broker.leases.give_back(consumer, nack.lps, *_with_tags(nack.lp_ranges, nack.lp_tags))
         self._broker.nack(consumer, ranges, lambda: connection.answer(correlation, m.Done()), failure, tags)
         self._server.arm_timer()
 

@@ -155,17 +155,33 @@ class Ranges:
         """The parts of [start, end) that are in the set."""
         return self._cut(*self._between(start, end), start, end)
 
-    def pack(self) -> bytes:
-        """All ranges as little-endian 64-bit numbers: starts, ends, attempts. There may be very many."""
+    def columns(self) -> npt.NDArray[np.int64]:
+        """All ranges as arrays: starts, ends, attempts. There may be very many."""
         columns = (self._starts, self._ends, self._attempts)
-        return np.array([column[self._gone :] for column in columns], "<i8").tobytes()
+        return np.array([column[self._gone :] for column in columns], "<i8")
+
+    @classmethod
+    def of(cls, columns: npt.NDArray[np.int64]) -> Ranges:
+        """Ranges of such arrays, which ascend and do not touch where their attempts are the same."""
+        ranges = cls()
+        ranges._starts, ranges._ends, ranges._attempts = columns.tolist()
+        return ranges
+
+    def copy(self) -> Ranges:
+        """The same."""
+        copy = Ranges()
+        copy._starts, copy._ends, copy._attempts = self._starts[:], self._ends[:], self._attempts[:]
+        copy._gone = self._gone
+        return copy
+
+    def pack(self) -> bytes:
+        """All ranges as little-endian 64-bit numbers: starts, ends, attempts."""
+        return self.columns().tobytes()
 
     @classmethod
     def unpack(cls, data: bytes) -> Ranges:
         """What was packed."""
-        ranges = cls()
-        ranges._starts, ranges._ends, ranges._attempts = np.frombuffer(data, "<i8").reshape(3, -1).tolist()
-        return ranges
+        return cls.of(np.frombuffer(data, "<i8").reshape(3, -1))
 
     def clear(self) -> None:
         self._gone = 0

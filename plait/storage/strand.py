@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.frame.lp import Hashes, Lps, LpSet, lp_set, runs_of
+from plait.storage.hands import Hands
 from plait.storage.ranges import Range, Ranges
 from plait.storage.waiting import Due, Waiting
 
@@ -45,13 +46,14 @@ class Strand:
     """See the module."""
 
     __slots__ = (
-        "exact",
+        "hands",
         "held",
         "id",
         "key",
         "leaving",
         "letter",
         "limit",
+        "loose_until",
         "lps",
         "next",
         "owner",
@@ -72,8 +74,10 @@ class Strand:
         self.next = start
         #: In its owner's hands, by the tag under which it was handed out: rows that were handed out together.
         self.held: dict[int, Ranges] = {}
-        #: Tags whose ranges are its rows one by one, with nothing between them.
-        self.exact: set[int] = set()
+        #: The rows of that, one by one; None: nobody had to know.
+        self.hands: Hands | None = None
+        #: Below, parts of these ranges without a row of it are spoken of by nobody: they are to be left out (0: none).
+        self.loose_until = 0
         #: Unacked and in nobody's hands: handed out again before anything new.
         self.returned = Ranges()
         #: The same, and not due yet.
@@ -112,7 +116,7 @@ class Strand:
         if held is None:
             held = self.held[tag] = Ranges()
         held.add(start, end, attempt)
-        self.exact.discard(tag)
+        self.hands = None
 
     def until(self, end: int) -> int:
         """What is wanted of [.., end) ends here."""
@@ -127,9 +131,33 @@ class Strand:
         """None of that is in its owner's hands any more."""
         held = self.held.get(tag)
         if held is not None:
-            held.remove(start, end)
+            for piece in held.remove(start, end):
+                if self.hands is not None:
+                    self.hands.let_go(tag, piece.start, piece.end)
             if not held:
                 del self.held[tag]
+            self._tidy()
+
+    def _tidy(self) -> None:
+        """What is left of ranges in which no row of it is in anybody's hands is nothing."""
+        if self.hands is not None and not self.hands.counts.any():
+            self.drop()
+
+    def knows(self, hands: Hands) -> None:
+        """The rows in its owner's hands were looked up."""
+        self.hands = hands
+        self._tidy()
+
+    def drop(self) -> None:
+        """Nothing is in its owner's hands."""
+        self.held, self.hands, self.loose_until = {}, None, 0
+
+    @property
+    def busy(self) -> LpSet:
+        """Its logical partitions that have rows in its owner's hands; without ``hands`` all may."""
+        if not self.held:
+            return np.zeros(len(self.lps), bool)
+        return self.lps if self.hands is None else self.hands.counts > 0
 
     def settled(self, start: int, end: int) -> None:
         """[start, end) is done, or dead."""
@@ -151,14 +179,6 @@ class Strand:
             count += end - self.next
             self.next = end
         return count
-
-    def reset(self, sequence: int) -> None:
-        """Go on from ``sequence``, whatever was before."""
-        self.next = sequence
-        self.held.clear()
-        self.returned.clear()
-        self.waiting.clear()
-        self.parked = False
 
     def _take(self, start: int, end: int) -> None:
         """[start, end) is nowhere; what the scan jumps over was not told of and is handed out again."""
@@ -184,24 +204,27 @@ class Strand:
     def split(self, number: int, lps: LpSet, key: int | None = None) -> Strand:
         """A strand of its own for some of its logical partitions, or for one key."""
         part = Strand(number, lps, self.next, key)
-        part.held = {tag: Ranges(held) for tag, held in self.held.items()}
-        # Of what was known row by row both have some.
-        self.exact = set()
-        part.returned = Ranges(self.returned)
+        part.held = {tag: held.copy() for tag, held in self.held.items()}
+        part.returned = self.returned.copy()
         part.waiting = Waiting(self.waiting)
         part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
+        part.loose_until = self.loose_until
         if key is None:
             self.lps = self.lps & ~lps
             part.without = {each for each in self.without if lps[each % len(lps)]}
             self.without -= part.without
         else:
             self.without.add(key)
+        if self.hands is not None:
+            part.hands = self.hands.take(lps, key)
+            self._tidy()
+            part._tidy()
         return part
 
     @property
     def standing(self) -> Any:
         """How far it has come: those with the same may be one strand. None: too much is open to compare."""
-        if self.parked or self.waiting:
+        if self.parked or self.waiting or self.hands is not None:
             return None
         if len(self.returned) + sum(map(len, self.held.values())) > COMPARED_MAX:
             return None
@@ -211,7 +234,6 @@ class Strand:
     def join(self, others: Sequence[Strand]) -> None:
         """Take over the rows of others, which have come equally far."""
         for other in others:
-            self.exact &= other.exact
             if other.key is None:
                 self.lps = self.lps | other.lps
                 self.without |= other.without
@@ -241,7 +263,7 @@ class Strand:
 
     def dump(self) -> StrandState:
         """For a checkpoint: what is held was not recorded, so a start takes it for returned."""
-        returned = Ranges(self.returned)
+        returned = self.returned.copy()
         for piece in self.all_held():
             returned.add(*piece)
         return StrandState(

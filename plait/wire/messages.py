@@ -204,6 +204,10 @@ class Nack(Message, frozen=True):
     ``reject``: they go to the dead letters at once. Not ``counted``: it was no attempt, as nobody began with them or
     nothing can be handled now; what the member waits for is answered with nothing first, as it would only get the same
     rows again.
+
+    ``lp_ranges``, with a tag each in ``lp_tags``, are given back by an ordered member that has not begun with them: the
+    rows that came with the tag, lie in the range and are of the logical partitions ``lps``, whatever lies between.
+    Nothing else that is said here is of them.
     """
 
     KIND: ClassVar[int] = 25
@@ -214,6 +218,9 @@ class Nack(Message, frozen=True):
     reject: bool = False
     counted: bool = True
     tags: list[int] = []
+    lps: list[LpRun] = []
+    lp_ranges: list[EpochRange] = []
+    lp_tags: list[int] = []
 
 
 class Detach(Message, frozen=True):
