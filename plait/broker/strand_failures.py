@@ -39,14 +39,14 @@ class StrandFailures(StrandRows):
         failure: Failure,
     ) -> None:
         """Rows of a strand, which are in nobody's hands any more, failed."""
-        hashes = keys.hashes
+        hashes = np.full(len(sequences), NO_KEY_HASH) if keys.hashes is None else keys.hashes
         # Keyless rows never hold.
-        holding = np.zeros(len(sequences), bool) if hashes is None or not self.strict else hashes != NO_KEY_HASH
+        holding = (hashes != NO_KEY_HASH) & self.strict
         for start, end in joined(sequences[~holding]):
             self._retry(strand, Range(start, end, attempt), journal, now, failure)
-        for at in np.flatnonzero(holding).tolist() if hashes is not None else ():
-            key, lp = int(hashes[at]), int(keys.lps[at])
-            row = Range(int(sequences[at]), int(sequences[at]) + 1, attempt)
+        held = zip(sequences[holding].tolist(), keys.lps[holding].tolist(), hashes[holding].tolist(), strict=True)
+        for sequence, lp, key in held:
+            row = Range(sequence, sequence + 1, attempt)
             self._hold(self.strands.for_row(lp, key), row, lp, key, journal, now, failure)
 
     def _retry(self, strand: Strand, piece: Range, journal: Journal, now: int, failure: Failure) -> None:

@@ -103,11 +103,11 @@ class RowTable:
     def of(self, strand: Strand, start: int, end: int) -> tuple[Sequences, FrameKeys] | None:
         """A strand's rows in [start, end); None: it has none there."""
         low, high = np.searchsorted(self.rows.sequences, (start, end)).tolist()
-        sequences, lps, hashes = (column[low:high] for column in self.rows)
-        chosen = strand.chooses(lps, hashes)
+        chosen = strand.chooses(self.rows.lps[low:high], self.rows.hashes[low:high])
         if not chosen.any():
             return None
-        return sequences[chosen], FrameKeys(lps[chosen], hashes[chosen])
+        sequences, lps, hashes = self.rows.where(low + np.flatnonzero(chosen))
+        return sequences, FrameKeys(lps, hashes)
 
 
 class Chooser:

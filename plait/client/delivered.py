@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import pairwise, repeat
 from operator import itemgetter
@@ -22,6 +23,10 @@ from plait.frame.view import FrameView
 
 #: Looked up once: Python 3.11 runs a function for each look at a member.
 _BODY, _KEY, _SELECTION = int(Column.BODY), int(Column.KEY), int(Column.SELECTION)
+
+#: A row, rows from one to another, or a mask of all.
+Which = int | slice | npt.NDArray[np.bool_]
+_SEVERAL = (slice, np.ndarray)
 
 #: Later than any word.
 NEVER = np.iinfo(np.int64).max
@@ -102,7 +107,7 @@ class Delivered:
         self.rows_done: npt.NDArray[np.bool_] | None = None
         self.acking: list[int | slice] = []
         #: How many acks had been said before, rows, and how they failed.
-        self.nacking: list[tuple[int, int | slice, Failed]] = []
+        self.nacking: list[tuple[int, Which, Failed]] = []
         self._ids: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]] | None = None
         self._tags: list[bytes] | None = None
         self._headers: list[bytes] | None = None
@@ -209,12 +214,13 @@ class Delivered:
         else:
             self.nack_rows(row, failed)
 
-    def nack_rows(self, rows: int | slice, failed: Failed = FAILED) -> None:
+    def nack_rows(self, rows: Which, failed: Failed = FAILED) -> None:
         """Note a failure; ``collect`` tells of it. Reasons that nobody wants are left out, so that few words do."""
-        if failed.reason is None or failed.reject or self.owner is None or self.owner.reasons_from <= 1:
+        wanted = 1 if self.owner is None else self.owner.reasons_from
+        if isinstance(rows, np.ndarray) or failed.reason is None or failed.reject or wanted <= 1:
             self.nacking.append((len(self.acking), rows, failed))
             return
-        wanted, plain = self.owner.reasons_from, failed._replace(reason=None)
+        plain = failed._replace(reason=None)
         if not isinstance(rows, slice) or len(self._attempts) == 1:
             first = rows.start if isinstance(rows, slice) else rows
             self.nacking.append((len(self.acking), rows, failed if self.attempt(first) >= wanted else plain))
@@ -246,7 +252,7 @@ class Delivered:
         return self._settle_mixed(acking, nacking, kinds)
 
     def _settle_mixed(
-        self, acking: list[int | slice], nacking: list[tuple[int, int | slice, Failed]], kinds: dict[Failed, int]
+        self, acking: Sequence[Which], nacking: list[tuple[int, Which, Failed]], kinds: dict[Failed, int]
     ) -> tuple[list[EpochRange], Nacks]:
         acked_by = self._first_words(acking)
         nacked_by = np.minimum(self._first_words([rows for _, rows, _ in nacking]), len(nacking))
@@ -266,17 +272,17 @@ class Delivered:
         names = list(kinds)
         return acks, {names[how[part[0]]]: self._row_ranges(part) for part in parts}
 
-    def _first_words(self, words: list[int | slice]) -> npt.NDArray[np.int64]:
+    def _first_words(self, words: Sequence[Which]) -> npt.NDArray[np.int64]:
         """For each row which of the words was the first on it; ``NEVER``: none."""
         first = np.full(self.count, NEVER)
         # The earlier overwrites the later.
-        rows = [(row, number) for number, row in enumerate(words) if not isinstance(row, slice)][::-1]
+        rows = [(row, number) for number, row in enumerate(words) if not isinstance(row, _SEVERAL)][::-1]
         if rows:
             at, numbers = np.array(rows).T
             first[at] = numbers
         for number, row in enumerate(words):
-            if isinstance(row, slice):
-                np.minimum(first[row], number, out=first[row])
+            if isinstance(row, _SEVERAL):
+                first[row] = np.minimum(first[row], number)
         return first
 
     def _close(self, marked: npt.NDArray[np.bool_]) -> list[EpochRange]:
@@ -287,7 +293,7 @@ class Delivered:
         self.open_count = self.count - int(self.rows_done.sum())
         return self._ranges(marked)
 
-    def _settle(self, items: list[int | slice]) -> list[EpochRange]:
+    def _settle(self, items: Sequence[Which]) -> list[EpochRange]:
         if not items:
             return []
         if self.rows_done is None:
@@ -300,11 +306,11 @@ class Delivered:
                 return self._ranges(None)
             self.rows_done = np.zeros(self.count, bool)
         marked = np.zeros(self.count, bool)
-        rows = [item for item in items if not isinstance(item, slice)]
+        rows = [item for item in items if not isinstance(item, _SEVERAL)]
         if rows:
             marked[rows] = True
         for item in items:
-            if isinstance(item, slice):
+            if isinstance(item, _SEVERAL):
                 marked[item] = True
         return self._close(marked)
 

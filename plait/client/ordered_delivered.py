@@ -7,7 +7,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from plait.client.delivered import Delivered, Owner, SharedDelivered
+from plait.client.delivered import Delivered, Owner, SharedDelivered, Which
 from plait.client.rights import Rights
 from plait.client.types import ACKNOWLEDGED, Acknowledgement, PartitionName
 from plait.client.words import FAILED, EpochRange, Failed, Nacks
@@ -126,7 +126,7 @@ class OrderedDelivered(Delivered):
         if failed is None:
             self.hands.acked(self, row)
 
-    def nack_rows(self, rows: int | slice, failed: Failed = FAILED) -> None:
+    def nack_rows(self, rows: Which, failed: Failed = FAILED) -> None:
         super().nack_rows(rows, failed)
         # An ack that comes later counts no more.
         self.states[rows] |= BROKEN
@@ -214,4 +214,9 @@ def mask_of(rows: npt.NDArray[np.int64], count: int) -> RowMask:
 
 def rows_of(runs: list[EpochRange]) -> npt.NDArray[np.int64]:
     """The rows of runs."""
-    return np.concatenate([np.arange(first, end) for first, end, _ in runs]) if runs else np.empty(0, np.int64)
+    if not runs:
+        return np.empty(0, np.int64)
+    first, end, _ = np.array(runs).T
+    before = np.cumsum(end - first) - (end - first)
+    rows: npt.NDArray[np.int64] = np.repeat(first - before, end - first) + np.arange(before[-1] + end[-1] - first[-1])
+    return rows

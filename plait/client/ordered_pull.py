@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,10 @@ from plait.client.delivered import Delivered
 from plait.client.leases import Wanted, wants
 from plait.client.node import Node
 from plait.client.ordered_buffer import OrderedBuffer
-from plait.client.ordered_delivered import BROKEN, OrderedDelivered, RowMask
+from plait.client.ordered_delivered import BROKEN, OrderedDelivered, RowMask, mask_of, rows_of
 from plait.client.pull_client import Feed, PullClient, Terms
 from plait.client.rights import LpEpochs, Numbers, Rights, no_lps
-from plait.client.settling import Piece, Settling, nack_pieces
+from plait.client.settling import Settling
 from plait.client.spool import Spool
 from plait.client.tagged import TaggedPending
 from plait.client.types import PartitionName
@@ -111,11 +111,21 @@ class OrderedPullClient(PullClient):
         """Rows of these are for others, but for those that the user has begun with."""
         if lps.any():
             self.rights.give_up(lps)
-            self._give_up(self._feed.take_back(self, lps))
+            self._take_back_of(lps)
 
-    def _give_up(self, pieces: list[Piece]) -> None:
-        if pieces and not self.settling.closed:
-            nack_pieces(pieces, UNBEGUN)
+    def _take_back_of(self, lps: LpSet) -> None:
+        runs: dict[Delivered, list[EpochRange]] = {}
+        for delivered, start, stop in self._feed.take_back(self, lps):
+            runs.setdefault(delivered, []).append((start, stop, 0))
+        self._give_up({delivered: mask_of(rows_of(some), delivered.count) for delivered, some in runs.items()})
+
+    def _give_up(self, masks: Mapping[Delivered, RowMask]) -> None:
+        if masks and not self.settling.closed:
+            # What other threads said before counts before.
+            self.settling.absorb()
+            for delivered, mask in masks.items():
+                self.settling.settle_soon(delivered)
+                delivered.nack_rows(mask, UNBEGUN)
             # At once, whatever is being said at present: what stands behind may come before the lock is back.
             self.settling.gather()
 
@@ -163,7 +173,7 @@ class OrderedPullClient(PullClient):
         before = self.rights.done, self.rights.again, self.rights.parked, self.rights.inherited
         lost = self.rights.granted(answer, sent, asked.lps, asked.until, self._wanted)
         if lost.any():
-            self._give_up(self._feed.take_back(self, lost))
+            self._take_back_of(lost)
         self._renew_later()
         self._buffer.renewed()
         numbers = (before[0] != self.rights.done) | (before[1] != self.rights.again)
@@ -257,7 +267,7 @@ class OrderedPullClient(PullClient):
                 delivered.states[back] = BROKEN
             self._feed.arrived(delivered)
             if back.any():
-                self._give_up([(delivered, first, end) for first, end, _ in delivered.runs(back)])
+                self._give_up({delivered: back})
 
     def _place_keyless(self, delivered: OrderedDelivered) -> None:
         """Rows without keys have no order: they are handled under any lock that is ours."""

@@ -402,7 +402,9 @@ def select_rows(offsets: Offsets, data: memoryview, rows: npt.NDArray[np.int64])
     if last - first + 1 == len(rows):
         start, end = int(offsets[first]), int(offsets[last + 1])
         return offsets[first : last + 2] - _I32.type(start), data[start:end]
-    array = wrap_binary(offsets, data).take(pa.array(rows))
+    # Not as pa.array(rows), which loads pandas where there is one: the first time takes as long as a handover may.
+    index = pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(np.ascontiguousarray(rows, np.int64))])
+    array = wrap_binary(offsets, data).take(index)
     _, new_offsets, new_data = array.buffers()
     packed = np.frombuffer(new_offsets, _I32, len(rows) + 1)
     return packed, memoryview(new_data or b"").cast("B")[: int(packed[-1])]

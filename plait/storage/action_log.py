@@ -15,11 +15,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from plait.frame.builder import FrameParts, build_frame
+from plait.frame.check import SMALL_COUNT
 from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
-from plait.frame.view import FrameView
+from plait.frame.view import FrameView, wrap_binary
 from plait.retry import Retry
 
 DIRECTORY = "action"
@@ -169,6 +171,13 @@ class ActionBuffer:
         return frames
 
 
+def _column(rows: list[bytes]) -> list[bytes] | pa.BinaryArray:
+    """Bodies of a frame. Given many as a list, Arrow loads pandas where there is one, which takes long."""
+    if len(rows) <= SMALL_COUNT:
+        return rows
+    return wrap_binary(np.cumsum([0, *map(len, rows)], dtype=np.int32), memoryview(b"".join(rows)))
+
+
 def presumed_kept(frame: FrameView) -> int:
     """The kept-log end that an action frame rests on."""
     return frame.producer
@@ -194,7 +203,7 @@ def _frames(
     presumed, epoch, time = stamp
     frames = []
     for start in range(0, len(rows), rows_max):
-        frame = build_frame(rows[start : start + rows_max], producer=kept, first=index, previous=previous_end)
+        frame = build_frame(_column(rows[start : start + rows_max]), producer=kept, first=index, previous=previous_end)
         frame.stamp_with(pack_stamp(kind, index, time, presumed, epoch))
         frames.append(frame)
         index += 1

@@ -23,7 +23,7 @@ class Rows(NamedTuple):
     lps: Lps
     hashes: Hashes
 
-    def where(self, chosen: npt.NDArray[np.bool_]) -> Rows:
+    def where(self, chosen: npt.NDArray[np.bool_] | npt.NDArray[np.int64]) -> Rows:
         """Some of them."""
         return Rows(self.sequences[chosen], self.lps[chosen], self.hashes[chosen])
 

@@ -15,7 +15,7 @@ from plait.broker.leases import Leased
 from plait.broker.ordered import OrderedGroup
 from plait.client.rows import hash_keys
 from plait.frame.columns import Column
-from plait.frame.lp import key_hashes, lps_of
+from plait.frame.lp import key_hashes, lp_set, lps_of, runs_of
 from plait.frame.view import frames_in
 from plait.storage.catalog import SubjectSettings
 from tests.support.broker_node import Node, Producer, Sent
@@ -64,6 +64,8 @@ class Owner:
         self.rights: dict[int, int] = {}
         self.lease_until = 0.0
         self.leased: Leased | None = None
+        #: What is given back is named by logical partitions, not row by row.
+        self.by_lps = False
         self.attach()
 
     def attach(self) -> None:
@@ -166,9 +168,35 @@ class Owner:
 
     def give_back(self, rows: list[Held]) -> None:
         """Nobody began with them."""
-        self.rows = [row for row in self.rows if row not in rows]
-        if rows:
+        given = set(rows)
+        self.rows = [row for row in self.rows if row not in given]
+        if self.by_lps and all(row.tag and row.key for row in rows):
+            self._give_back_lps(rows)
+        elif rows:
             self._nack(rows, Failure(0.0, counted=False))
+
+    def _give_back_lps(self, rows: list[Held]) -> None:
+        """All between two rows that stay in hands, of the logical partitions of these rows."""
+        lps = {row.lp for row in rows}
+        ranges: list[tuple[int, int, int]] = []
+        tags: list[int] = []
+        for tag in {row.tag for row in rows}:
+            given = {row for row in rows if row.tag == tag}
+            stay = [row for row in self.rows if row.tag == tag and (row.lp in lps or not row.key)]
+            begin = True
+            for row in sorted([*given, *stay]):
+                if row not in given:
+                    begin = True
+                elif begin or ranges[-1][2] != row.epoch:
+                    ranges.append((row.sequence, row.end, row.epoch))
+                    tags.append(tag)
+                    begin = False
+                else:
+                    ranges[-1] = (ranges[-1][0], row.end, row.epoch)
+        if ranges:
+            runs = runs_of(lp_set((lp, lp + 1) for lp in lps))
+            self.node.broker.leases.give_back(self.consumer, runs, ranges, tags)
+            self.node.turn()
 
     def _nack(self, rows: list[Held], failure: Failure) -> None:
         ranges = [(row.sequence, row.sequence + 1 if row.tag == 0 else row.end, row.epoch) for row in rows]

@@ -371,3 +371,102 @@ def test_a_member_that_asks_for_another_order_is_refused_with_both_named():
         node.attach(SUBJECT, "other", "c2", affinity=True)
     with pytest.raises(InvalidArgument, match="neither broadcast nor"):
         node.attach(SUBJECT, "other", "c2", ordered=True, delivery="at_most_once")
+
+
+def pulled_ahead(node: Node, *, frames: int = 20, rows: int = 500, keys: int = 200) -> Owner:
+    """An owner of everything with all of it in hands: rows of many keys, one after another."""
+    producer = Producer(5)
+    for frame in range(frames):
+        numbers = range(frame * rows, (frame + 1) * rows)
+        keyed(node, producer, [(f"k{number % keys}", b"%d" % number) for number in numbers])
+    owner = Owner(node, "c1")
+    owner.lease(ALL)
+    owner.pull(frames * rows)
+    return owner
+
+
+def ranges_in(owner: Owner) -> int:
+    return sum(len(strand.returned) + sum(map(len, strand.held.values())) for strand in owner.group.strands)
+
+
+@pytest.mark.parametrize("begun", [0, 3000])
+@pytest.mark.parametrize("told_first", [False, True])
+def test_handing_over_half_of_what_was_pulled_ahead_takes_a_few_ranges(begun: int, told_first: bool):
+    node = node_with(message_segment_size=4 << 20)
+    old = pulled_ahead(node)
+    in_hands, ahead = old.rows[:begun], old.rows[begun:]
+    assert len(ahead) == 10_000 - begun
+    new = Owner(node, "c2")
+    logged = node.broker.action_log.end
+    old.by_lps, old.rows = True, ahead
+    if told_first:
+        # The meta server was faster than the other member.
+        old.lease([(0, 512, 1)])
+    new.lease([(512, 1024, 2)])
+    old.lease([(0, 512, 1)])
+    old.rows = [*in_hands, *old.rows]
+    assert ranges_in(old) <= 40
+    assert len(list(old.group.strands)) <= 4
+    old.ack(*in_hands)
+    new.lease()
+    old.lease()
+    assert new.leased is not None
+    assert new.leased.owned == [(512, 1024, 2)]
+    assert (node.broker.action_log.end - logged) / 40 < 1_000
+    mine = [row for row in new.pull_all() if row.key]
+    assert bodies(mine) == [row.body for row in ahead if row.lp >= 512]
+    # What was not given back is done as ever, and nothing is left of it.
+    old.ack(*old.rows)
+    new.ack(*new.rows)
+    old.lease()
+    assert old.group.floor == node.partition(SUBJECT).visible
+    assert ranges_in(old) == 0
+
+
+def test_rows_that_were_given_back_one_by_one_are_few_ranges_for_their_next_owner():
+    node = node_with(message_segment_size=4 << 20)
+    old = pulled_ahead(node, frames=4)
+    rows = list(old.rows)
+    new = Owner(node, "c2")
+    new.lease([(512, 1024, 2)])
+    old.lease([(0, 512, 1)])
+    new.lease()
+    assert sum(len(strand.returned) for strand in old.group.strands.of(new.consumer.id)) <= 8
+    assert bodies(new.pull_all()) == [row.body for row in rows if row.lp >= 512]
+
+
+def test_a_lock_passes_on_with_the_last_of_its_own_rows_in_hands():
+    node = node_with(message_segment_size=4 << 20)
+    old = pulled_ahead(node, frames=2)
+    new = Owner(node, "c2")
+    new.lease([(512, 1024, 2)])
+    leaving = sorted({row.lp for row in old.rows if row.lp >= 512})
+    for lp in leaving[:5]:
+        new.lease()
+        assert lp not in new.rights
+        old.ack(*[row for row in old.rows if row.lp == lp])
+        new.lease()
+        assert lp in new.rights
+    assert not set(leaving[5:]) & set(new.rights)
+
+
+def test_a_lock_that_is_wanted_back_goes_on_with_what_is_in_hands():
+    node = node_with()
+    old = pulled_ahead(node, frames=2, rows=100, keys=50)
+    new = Owner(node, "c2")
+    new.lease([(512, 1024, 2)])
+    half = [row for row in old.rows if row.lp >= 768]
+    new.lease([(512, 768, 2)])
+    assert [run for run in old.lease([(0, 512, 1), (768, 1024, 3)]).owned if run[0] == 768] == [(768, 1024, 3)]
+    assert [row for row in old.rows if row.lp >= 768] == half
+    old.ack(*old.rows)
+    new.ack(*new.pull_all())
+    old.lease()
+    assert old.group.floor == node.partition(SUBJECT).visible
+
+
+def test_giving_back_what_is_no_run_of_logical_partitions_is_refused():
+    node = node_with()
+    owner = Owner(node, "c1")
+    with pytest.raises(InvalidArgument, match="not runs of logical partitions"):
+        node.broker.leases.give_back(owner.consumer, [(0, 2000)], [(0, 1, 1)], [1])

@@ -118,6 +118,7 @@ class World:
             # Given up while it was silent: what it had is others'.
             owner.rows, owner.rights = [], {}
             owner.attach()
+        owner.by_lps = self.rng.random() < 0.7
         owner.lease(self.wants(name))
 
     def pull(self, name: str) -> None:
