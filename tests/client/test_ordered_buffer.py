@@ -338,3 +338,21 @@ def test_each_row_is_handed_out_once_and_after_those_of_its_key_are_done(steps: 
     hands.clear()
     hand(-1, [message for d, a, b in bench.buffer.take(len(keys) + 1) for message in d.messages(a, b)])
     assert sorted(handed) == list(range(len(keys)))
+
+
+def test_half_of_a_frame_is_given_back_in_one_range_and_the_rest_acked_in_one_once_that_is_known() -> None:
+    bench = Bench()
+    frame = bench.arrive([A, B] * 32)
+    nack_pieces(bench.buffer.take_back(lps=lp_set([(1, 2)])), UNBEGUN)
+    bench.gather()
+    ack_pieces(bench.buffer.take(64))
+    bench.gather()
+    nack = bench.pending.nack(1, UNBEGUN)
+    assert (nack.ranges, nack.lps, nack.lp_ranges, nack.lp_tags) == ([], [(1, 2)], [(0, 64, frame.epoch)], [1])
+    early, *_ = acks = bench.pending.ack(1).ranges  # type: ignore[union-attr]
+    assert (len(acks), early) == (32, (1, 2, frame.epoch))
+    bench.pending.told(UNBEGUN)
+    assert bench.pending.ack(1) == m.Ack(1, [(0, 64, frame.epoch)], [1])
+    # Said in another session, it is of the acked rows alone.
+    bench.pending.new_session()
+    assert len(bench.pending.ack(1).ranges) == 32  # type: ignore[union-attr]
