@@ -29,13 +29,14 @@ class Rows(NamedTuple):
 
 
 class Hands:
-    """See the module. Rows are let go of once each."""
+    """See the module."""
 
     __slots__ = ("_gone", "_rows", "counts")
 
     def __init__(self, rows: Mapping[int, Rows]) -> None:
         """Rows by the tag under which they were handed out."""
         self._rows = dict(rows)
+        #: Let go of, or taken out.
         self._gone = {tag: np.zeros(len(each.lps), bool) for tag, each in rows.items()}
         #: How many there are of each logical partition.
         self.counts = np.zeros(LOGICAL_PARTITIONS, np.int64)
@@ -46,8 +47,9 @@ class Hands:
         """Those in [start, end) are not in its hands any more."""
         rows = self._rows[tag]
         low, high = np.searchsorted(rows.sequences, (start, end)).tolist()
-        self._gone[tag][low:high] = True
-        self.counts -= _counted(rows.lps[low:high])
+        gone = self._gone[tag][low:high]
+        self.counts -= _counted(rows.lps[low:high][~gone])
+        gone[:] = True
 
     def take(self, lps: LpSet, key: int | None) -> Hands:
         """Take out the rows of some logical partitions, or of one key."""

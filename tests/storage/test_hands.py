@@ -43,8 +43,8 @@ def test_counts_are_those_of_the_rows_that_are_left(drawn: list, gone: list[tupl
             halves = [(hands, {s: r for s, r in rows.items() if s not in mine and s not in keys}), (part, mine)]
             halves.append((key, keys))
         for each, left in halves:
+            each.let_go(tag, start, end)
             for sequence in [s for s, row in left.items() if row[1] == tag and start <= s < end]:
-                each.let_go(tag, sequence, sequence + 1)
                 del left[sequence]
                 rows.pop(sequence, None)
     for each, left in halves:
