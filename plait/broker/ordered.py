@@ -11,7 +11,7 @@ until somebody resumes it or skips the message. Otherwise what failed waits by i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import takewhile
 
 import numpy as np
 
@@ -85,11 +85,6 @@ class OrderedGroup(StrandFailures):
             for strand in self.strands.take_out(changed & (limits == limit)):
                 strand.limit = limit
 
-    def _tighten_all(self, consumer: Consumer, journal: Journal) -> None:
-        for strand in self._holding(consumer.id):
-            if strand.loose_until and strand.hands is None:
-                self._tighten(journal, strand)
-
     def standing(self, consumer: Consumer) -> Standing:
         """What it has of that."""
         return self.locks.standing(consumer.id)
@@ -128,14 +123,6 @@ class OrderedGroup(StrandFailures):
         for strand in self.strands:
             strand.leaving = bool((strand.lps & leaving).any())
         self._look_up(journal)
-
-    def _look_up(self, journal: Journal) -> None:
-        """What is leaving is known row by row; of other strands nobody needs to know it."""
-        for strand in self.strands:
-            if strand.key is None and not strand.leaving:
-                strand.hands = None
-            elif strand.leaving and strand.held and strand.hands is None:
-                strand.knows(self._know(journal, strand))
 
     def pass_on(self, journal: Journal, now: float) -> None:
         """Give up what is leaving and in nobody's hands; grant what is free to who wants it."""
@@ -284,11 +271,14 @@ class OrderedGroup(StrandFailures):
             journal.event(Action.SKIP, self, lead.id, first, last, 0)
             self.lost_count += lead.skipped(first, last)
             return True
+        frame_end = frame.end if first >= self.partition.start else last
+        # Those of a strand in their order: what is on another attempt holds back what is behind it.
         pieces = [
-            (index, Range(piece.start, min(piece.end, strand.until(LAST)), attempt))
+            (index, piece)
             for index, strand in enumerate(ready)
-            for piece in strand.returned.overlap(first, frame.end if first >= self.partition.start else last)
-            if piece.attempt == attempt and piece.start < strand.until(LAST)
+            for piece in takewhile(
+                lambda piece: piece.attempt == attempt, strand.returned.overlap(first, strand.until(frame_end))
+            )
         ]
         keys, sequences = self.partition.keys.of(frame), frame.sequences()
         owners = np.full(LOGICAL_PARTITIONS, -1, np.int64)
@@ -315,6 +305,8 @@ class OrderedGroup(StrandFailures):
                 rows = rows[:0]
             else:
                 if delivery.count and delivery.size + size > taking.size:
+                    # Nor is there for anything behind it.
+                    taking.limit(0)
                     return False
                 self._tag -= 1
                 delivery.parts.extend(parts)
@@ -388,21 +380,10 @@ class OrderedGroup(StrandFailures):
         self._after_hands(journal)
         return count
 
-    def _clipped(self, ranges: list[tuple[int, int, int]], tags: Sequence[int]) -> list[tuple[int, int, int]]:
-        """(start, end, tag) of what can be meant by (start, end, epoch) ranges."""
-        visible = self.partition.visible
-        return [
-            (*self.partition.clip_to_epoch(start, min(end, visible), epoch), tag)
-            for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
-        ]
-
     def _after_hands(self, journal: Journal) -> None:
         """Some rows are not in somebody's hands any more: what is leaving may go."""
         if any(strand.leaving and (strand.lps & ~strand.busy).any() for strand in self.strands):
             self.pass_on(journal, journal.leases.now())
-
-    def _holding(self, owner: int) -> list[Strand]:
-        return [each for each in self.strands if each.owner == owner and each.held]
 
     def give_back(
         self, consumer: Consumer, lps: LpSet, ranges: list[tuple[int, int, int]], tags: Sequence[int], journal: Journal

@@ -12,7 +12,8 @@ import numpy as np
 
 from plait.broker.group import FAILURE, Failure, Journal
 from plait.broker.keys import FrameKeys
-from plait.broker.strand_rows import Sequences, StrandRows
+from plait.broker.strand_hands import StrandHands
+from plait.broker.strand_rows import Sequences
 from plait.frame.lp import NO_KEY_HASH
 from plait.limits import LOGICAL_PARTITIONS
 from plait.retry import due_time
@@ -23,7 +24,7 @@ from plait.storage.strand import Strand
 from plait.storage.waiting import Waiting
 
 
-class StrandFailures(StrandRows):
+class StrandFailures(StrandHands):
     """See the module."""
 
     __slots__ = ()

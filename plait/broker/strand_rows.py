@@ -24,8 +24,7 @@ from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.storage.action_log import GroupDefinition
-from plait.storage.hands import Hands, Rows
-from plait.storage.ranges import Range, Ranges
+from plait.storage.hands import Rows
 from plait.storage.strand import Strand
 
 STRICT = "strict"
@@ -83,8 +82,6 @@ class Taking:
 
 #: Rows between two ranges up to which both are looked at together.
 TABLE_GAP = 10_000
-#: Ranges that came back from which on a strand is looked at row by row when its owner changes.
-SIFTED_MIN = 64
 
 
 class RowTable:
@@ -229,59 +226,10 @@ class StrandRows(Group):
 
     def _table(self, journal: Journal, ranges: list[tuple[int, int]]) -> RowTable:
         """All rows that lie within ranges, whoever's they are."""
-        return RowTable([found for start, end in _spans(ranges) for found in self._all_rows(journal, start, end)])
-
-    def _placed(self, journal: Journal, strand: Strand, ranges: Ranges) -> Iterator[tuple[Rows, Sequences]]:
-        """A strand's rows in ranges and between them, ascending, and the attempt of the range of each; -1: in none."""
-        starts, ends, attempts = ranges.columns()
-        for start, end in _spans(list(zip(starts.tolist(), ends.tolist(), strict=True))):
-            rows = RowTable(list(self._rows(journal, strand, start, end))).rows
-            at = np.searchsorted(starts, rows.sequences, "right") - 1
-            yield rows, np.where(rows.sequences < ends[at], attempts[at], -1)
-
-    def _know(self, journal: Journal, strand: Strand) -> Hands:
-        """The rows of a strand in its owner's hands, one by one."""
-        known = {}
-        for tag, held in strand.held.items():
-            placed = [rows.where(attempts >= 0) for rows, attempts in self._placed(journal, strand, held)]
-            known[tag] = Rows(*map(np.concatenate, zip(*placed, strict=True)))
-        return Hands(known)
-
-    def _sift(self, journal: Journal, strand: Strand) -> None:
-        """What came back to a strand row by row becomes ranges that end where a row of it has not come back."""
-        if len(strand.returned) <= SIFTED_MIN:
-            return
-        spans = _spans([(piece.start, piece.end) for piece in strand.returned])
-        readable = sum(len(each) for start, end in spans for each, _ in self._all_rows(journal, start, end))
-        # What does not read back is to be told of when its turn comes.
-        if readable == sum(end - start for start, end in spans):
-            strand.returned = self._sifted(journal, strand, strand.returned)
-
-    def _tighten(self, journal: Journal, strand: Strand) -> None:
-        """Leave out what is in hands by name only: parts of ranges without a row of the strand."""
-        sifted = {tag: self._sifted(journal, strand, held) for tag, held in strand.held.items()}
-        strand.held = {tag: held for tag, held in sifted.items() if held}
-        if all(held.first >= strand.loose_until for held in strand.held.values()):
-            strand.loose_until = 0
-
-    def _sifted(self, journal: Journal, strand: Strand, ranges: Ranges) -> Ranges:
-        """The same rows of a strand in as few ranges as can be, from its first row in each to its last."""
-        sifted = [np.empty((3, 0), np.int64)]
-        for rows, attempts in self._placed(journal, strand, ranges):
-            if len(attempts):
-                edges = np.concatenate([[0], np.flatnonzero(np.diff(attempts)) + 1, [len(attempts)]])
-                first, last = edges[:-1], edges[1:] - 1
-                columns = np.array([rows.sequences[first], rows.sequences[last] + 1, attempts[first]])
-                sifted.append(columns[:, columns[2] >= 0])
-        return Ranges.of(np.concatenate(sifted, axis=1))
-
-    @staticmethod
-    def _reached(holding: list[Strand], tag: int, start: int, end: int) -> list[tuple[Strand, Range]]:
-        """What of [start, end) an owner was handed under a tag, and which of the strands that it holds it is of."""
-        return [(strand, piece) for strand in holding for piece in strand.in_hands(tag, start, end)]
+        return RowTable([found for start, end in spans_of(ranges) for found in self._all_rows(journal, start, end)])
 
 
-def _spans(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def spans_of(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges that lie near each other as one."""
     spans: list[tuple[int, int]] = []
     for start, end in sorted(piece for piece in ranges if piece[0] < piece[1]):

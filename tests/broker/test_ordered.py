@@ -373,6 +373,37 @@ def test_a_member_that_asks_for_another_order_is_refused_with_both_named():
         node.attach(SUBJECT, "other", "c2", ordered=True, delivery="at_most_once")
 
 
+def test_what_came_back_on_different_attempts_comes_again_in_order():
+    node = node_with()
+    keyed(node, Producer(5), [("a", b"1"), ("a", b"2"), ("a", b"3")])
+    for name, begun in (("c1", 3), ("c2", 2)):
+        owner = Owner(node, name)
+        owner.lease(ALL)
+        first, *_ = [owner.pull(1) for _ in range(begun)]
+        if name == "c2":
+            # The second is on its third attempt now, those around it on their second.
+            owner.give_back(first)
+        node.membership.detach(owner.consumer)
+        node.turn()
+    last = Owner(node, "c3")
+    last.lease(ALL)
+    assert [(row.body, row.attempt) for row in last.pull()] == [(b"1", 2), (b"2", 3), (b"3", 2)]
+
+
+def test_nothing_new_overtakes_what_came_back_and_has_no_room_in_an_answer():
+    node = node_with(message_segment_size=1 << 20)
+    producer = Producer(5)
+    for body in (b"1", b"2" * 5000, b"3"):
+        keyed(node, producer, [("a", body)])
+    owner = Owner(node, "c1")
+    owner.lease(ALL)
+    first, second = owner.pull(1), owner.pull(1)
+    owner.give_back([*first, *second])
+    [delivery] = node.pull(owner.consumer, 100, 1000).answers
+    assert delivery is not None
+    assert [(start, end) for start, end, _ in delivery.ranges] == [(0, 1)]
+
+
 def pulled_ahead(node: Node, *, frames: int = 20, rows: int = 500, keys: int = 200) -> Owner:
     """An owner of everything with all of it in hands: rows of many keys, one after another."""
     producer = Producer(5)

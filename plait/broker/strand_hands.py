@@ -1,0 +1,109 @@
+"""What is in the hands of a group's owners: ranges of strands, and where it matters, rows one by one.
+
+Rows are looked at as arrays, a frame at a time, and ranges are made of them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+
+import numpy as np
+
+from plait.broker.group import Consumer, Journal
+from plait.broker.strand_rows import RowTable, Sequences, StrandRows, spans_of
+from plait.storage.hands import Hands, Rows
+from plait.storage.ranges import Range, Ranges
+from plait.storage.strand import Strand
+
+#: Ranges that came back from which on a strand is looked at row by row when its owner changes.
+SIFTED_MIN = 64
+
+
+class StrandHands(StrandRows):
+    """See the module."""
+
+    __slots__ = ()
+
+    def _holding(self, owner: int) -> list[Strand]:
+        return [each for each in self.strands if each.owner == owner and each.held]
+
+    def _clipped(self, ranges: list[tuple[int, int, int]], tags: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(start, end, tag) of what can be meant by (start, end, epoch) ranges."""
+        visible = self.partition.visible
+        return [
+            (*self.partition.clip_to_epoch(start, min(end, visible), epoch), tag)
+            for (start, end, epoch), tag in zip(ranges, tags or repeat(0), strict=False)
+        ]
+
+    @staticmethod
+    def _reached(holding: list[Strand], tag: int, start: int, end: int) -> list[tuple[Strand, Range]]:
+        """What of [start, end) an owner was handed under a tag, and which of the strands that it holds it is of."""
+        return [(strand, piece) for strand in holding for piece in strand.in_hands(tag, start, end)]
+
+    # --- row by row ------------------------------------------------------------------------------
+
+    def _look_up(self, journal: Journal) -> None:
+        """What is leaving is known row by row; of other strands nobody needs to know it."""
+        for strand in self.strands:
+            if strand.key is None and not strand.leaving:
+                strand.hands = None
+            elif strand.leaving and strand.held and strand.hands is None:
+                strand.knows(self._know(journal, strand))
+
+    def _know(self, journal: Journal, strand: Strand) -> Hands:
+        """The rows of a strand in its owner's hands, one by one."""
+        known = {}
+        for tag, held in strand.held.items():
+            placed = [rows.where(attempts >= 0) for rows, attempts in self._placed(journal, strand, held)]
+            known[tag] = Rows(*map(np.concatenate, zip(*placed, strict=True)))
+        return Hands(known)
+
+    def _placed(self, journal: Journal, strand: Strand, ranges: Ranges) -> Iterator[tuple[Rows, Sequences]]:
+        """A strand's rows in ranges and between them, ascending, and the attempt of the range of each; -1: in none."""
+        starts, ends, attempts = ranges.columns()
+        for start, end in spans_of(list(zip(starts.tolist(), ends.tolist(), strict=True))):
+            rows = RowTable(list(self._rows(journal, strand, start, end))).rows
+            at = np.searchsorted(starts, rows.sequences, "right") - 1
+            yield rows, np.where(rows.sequences < ends[at], attempts[at], -1)
+
+    # --- in few ranges ---------------------------------------------------------------------------
+
+    def _sift(self, journal: Journal, strand: Strand) -> None:
+        """What came back to a strand row by row becomes ranges that end where a row of it has not come back."""
+        if len(strand.returned) <= SIFTED_MIN:
+            return
+        spans = spans_of([(piece.start, piece.end) for piece in strand.returned])
+        readable = sum(len(each) for start, end in spans for each, _ in self._all_rows(journal, start, end))
+        if readable < sum(end - start for start, end in spans):
+            # What does not read back is to be told of when its turn comes.
+            return
+        sifted = [np.empty((3, 0), np.int64)]
+        for rows, attempts in self._placed(journal, strand, strand.returned):
+            if len(attempts):
+                edges = np.concatenate([[0], np.flatnonzero(np.diff(attempts)) + 1, [len(attempts)]])
+                first, last = edges[:-1], edges[1:] - 1
+                columns = np.array([rows.sequences[first], rows.sequences[last] + 1, attempts[first]])
+                sifted.append(columns[:, columns[2] >= 0])
+        strand.returned = Ranges.of(np.concatenate(sifted, axis=1))
+
+    def _tighten_all(self, consumer: Consumer, journal: Journal) -> None:
+        for strand in self._holding(consumer.id):
+            if strand.loose_until and strand.hands is None:
+                self._tighten(journal, strand)
+
+    def _tighten(self, journal: Journal, strand: Strand) -> None:
+        """Leave out what is in hands by name only: what lies before a strand's first row in a range or behind its last.
+
+        Ranges are not joined: what is said of their rows does not reach from one to the next.
+        """
+        for tag, held in list(strand.held.items()):
+            starts, ends, attempts = held.columns()
+            rows = np.concatenate([rows.sequences for rows, _ in self._placed(journal, strand, held)])
+            low, high = np.searchsorted(rows, (starts, ends))
+            some = low < high
+            strand.held[tag] = Ranges.of(np.array([rows[low[some]], rows[high[some] - 1] + 1, attempts[some]]))
+            if not some.any():
+                del strand.held[tag]
+        if all(held.first >= strand.loose_until for held in strand.held.values()):
+            strand.loose_until = 0
