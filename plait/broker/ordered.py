@@ -420,19 +420,19 @@ class OrderedGroup(StrandFailures):
     ) -> int:
         """(start, end, epoch) ranges failed: they wait, hold their keys, or are dead letters; how many sequences."""
         clipped = self._clipped(ranges, tags)
-        count = 0
-        # Nobody began with it, nor with what comes behind it.
-        unbegun = not failure.counted and not failure.delay
-        rows = self._table(journal, [(start, end) for start, end, _ in clipped])
         holding = self._holding(consumer.id)
+        if not failure.counted and not failure.delay:
+            count = self._given_back(holding, clipped, journal)
+            self._after_hands(journal)
+            return count
+        count = 0
+        rows = self._table(journal, [(start, end) for start, end, _ in clipped])
         for start, end, tag in clipped:
             for strand, piece in self._reached(holding, tag, start, end):
                 strand.let_go(tag, piece.start, piece.end)
                 count += piece.end - piece.start
                 found = rows.of(strand, piece.start, piece.end)
-                if found is not None and unbegun:
-                    self._give_back(strand, piece, 0, journal, counted=False)
-                elif found is not None:
+                if found is not None:
                     keys = len(self.strands.by_key)
                     self._failed(strand, *found, piece.attempt, journal, now, failure)
                     if len(self.strands.by_key) > keys:

@@ -17,7 +17,7 @@ from plait.broker.strand_rows import Sequences
 from plait.frame.lp import NO_KEY_HASH
 from plait.limits import LOGICAL_PARTITIONS
 from plait.retry import due_time
-from plait.storage.action_log import FLAG_UNCOUNTED, Action
+from plait.storage.action_log import Action
 from plait.storage.pull_log import count_of
 from plait.storage.ranges import Range, joined
 from plait.storage.strand import Strand
@@ -85,15 +85,6 @@ class StrandFailures(StrandHands):
             self._park(strand, row.start, journal)
             return
         self._wait_for(strand, row, journal, now, FAILURE if dies else failure)
-
-    def _give_back(
-        self, strand: Strand, piece: Range, due: int, journal: Journal, *, counted: bool = True, now: int = 0
-    ) -> None:
-        flags = 0 if counted else FLAG_UNCOUNTED
-        journal.event(Action.NACK, self, strand.id, *piece, due, flags)
-        strand.given_back(piece.start, piece.end, piece.attempt - (not counted), due)
-        if counted and now:
-            self.pull_log.note_failure(piece.start, piece.end, now)
 
     def inherit(self, parked: Iterable[int], resumed: Iterable[int], journal: Journal) -> None:
         """Keys that are parked where their rows were before are parked here; those that went on there go on."""

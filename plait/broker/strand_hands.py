@@ -9,9 +9,11 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
+import numpy.typing as npt
 
 from plait.broker.group import Consumer, Journal
 from plait.broker.strand_rows import RowTable, Sequences, StrandRows, spans_of
+from plait.storage.action_log import FLAG_UNCOUNTED, Action
 from plait.storage.hands import Hands, Rows
 from plait.storage.ranges import Range, Ranges
 from plait.storage.strand import Strand
@@ -61,11 +63,9 @@ class StrandHands(StrandRows):
 
     def _placed(self, journal: Journal, strand: Strand, ranges: Ranges) -> Iterator[tuple[Rows, Sequences]]:
         """A strand's rows in ranges and between them, ascending, and the attempt of the range of each; -1: in none."""
-        starts, ends, attempts = ranges.columns()
-        for start, end in spans_of(list(zip(starts.tolist(), ends.tolist(), strict=True))):
+        for start, end in spans_of([(piece.start, piece.end) for piece in ranges]):
             rows = RowTable(list(self._rows(journal, strand, start, end))).rows
-            at = np.searchsorted(starts, rows.sequences, "right") - 1
-            yield rows, np.where(rows.sequences < ends[at], attempts[at], -1)
+            yield rows, ranges.attempts_of(rows.sequences)
 
     # --- in few ranges ---------------------------------------------------------------------------
 
@@ -78,14 +78,35 @@ class StrandHands(StrandRows):
         if readable < sum(end - start for start, end in spans):
             # What does not read back is to be told of when its turn comes.
             return
-        sifted = [np.empty((3, 0), np.int64)]
-        for rows, attempts in self._placed(journal, strand, strand.returned):
-            if len(attempts):
-                edges = np.concatenate([[0], np.flatnonzero(np.diff(attempts)) + 1, [len(attempts)]])
-                first, last = edges[:-1], edges[1:] - 1
-                columns = np.array([rows.sequences[first], rows.sequences[last] + 1, attempts[first]])
-                sifted.append(columns[:, columns[2] >= 0])
-        strand.returned = Ranges.of(np.concatenate(sifted, axis=1))
+        placed = self._placed(journal, strand, strand.returned)
+        strand.returned = Ranges.of(np.concatenate([_alike(rows.sequences, each) for rows, each in placed], axis=1))
+
+    def _given_back(self, holding: list[Strand], clipped: list[tuple[int, int, int]], journal: Journal) -> int:
+        """Nobody began with the rows of (start, end, tag) ranges; how many sequences. There may be a range for each."""
+        count = 0
+        for tag in {tag for _, _, tag in clipped}:
+            meant = Ranges(sorted((start, end, 1) for start, end, each in clipped if each == tag))
+            for strand in [each for each in holding if tag in each.held]:
+                held = strand.held[tag].copy()
+                for rows, those in self._placed(journal, strand, meant):
+                    attempts = np.where(those >= 0, held.attempts_of(rows.sequences), -1)
+                    for start, end, _ in _alike(rows.sequences, attempts).T.tolist():
+                        for piece in strand.in_hands(tag, start, end):
+                            strand.let_go(tag, piece.start, piece.end)
+                            self._give_back(strand, piece, 0, journal, counted=False)
+                            count += piece.end - piece.start
+                # Nobody speaks any more of what lies there between its rows.
+                strand.loose_until = strand.next
+        return count
+
+    def _give_back(
+        self, strand: Strand, piece: Range, due: int, journal: Journal, *, counted: bool = True, now: int = 0
+    ) -> None:
+        flags = 0 if counted else FLAG_UNCOUNTED
+        journal.event(Action.NACK, self, strand.id, *piece, due, flags)
+        strand.given_back(piece.start, piece.end, piece.attempt - (not counted), due)
+        if counted and now:
+            self.pull_log.note_failure(piece.start, piece.end, now)
 
     def _tighten_all(self, consumer: Consumer, journal: Journal) -> None:
         for strand in self._holding(consumer.id):
@@ -107,3 +128,11 @@ class StrandHands(StrandRows):
                 del strand.held[tag]
         if all(held.first >= strand.loose_until for held in strand.held.values()):
             strand.loose_until = 0
+
+
+def _alike(sequences: Sequences, attempts: Sequences) -> npt.NDArray[np.int64]:
+    """(starts, ends, attempts) of neighbours on one attempt, from the first to the last; -1: left out."""
+    edges = np.flatnonzero(np.diff(attempts, prepend=-2, append=-2))
+    first, last = edges[:-1], edges[1:] - 1
+    columns = np.array([sequences[first], sequences[last] + 1, attempts[first]])
+    return columns[:, columns[2] >= 0]

@@ -160,6 +160,12 @@ class Ranges:
         columns = (self._starts, self._ends, self._attempts)
         return np.array([column[self._gone :] for column in columns], "<i8")
 
+    def attempts_of(self, sequences: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The attempt of the range that each sequence is in; -1: it is in none."""
+        starts, ends, attempts = self.columns()
+        at = np.searchsorted(starts, sequences, "right") - 1
+        return np.where((at >= 0) & (sequences < ends[at]), attempts[at], -1)
+
     @classmethod
     def of(cls, columns: npt.NDArray[np.int64]) -> Ranges:
         """Ranges of such arrays, which ascend and do not touch where their attempts are the same."""
