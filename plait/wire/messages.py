@@ -187,6 +187,7 @@ class Ack(Message, frozen=True):
 
     From an ordered member each range has a tag, that of the frame (``Pulled``), and means those rows that came with it
     and lie in the range. It ends where the next row of its frame is, or behind the last: nothing is left between two.
+    It may reach over rows of the frame that the broker has back.
     With tag 0 it means just what it says; so do all ranges of what was pulled in an earlier session. Every row that
     came is spoken of: also what the member drops, because a message before it failed and holds its key, it gives back
     (a ``Nack`` that is not ``counted``). Rows of such a key that come before the answer to its nack are of that kind.

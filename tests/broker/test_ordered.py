@@ -466,6 +466,20 @@ def test_rows_that_were_given_back_one_by_one_are_few_ranges_for_their_next_owne
     assert bodies(new.pull_all()) == [row.body for row in rows if row.lp >= 512]
 
 
+def test_what_is_left_between_rows_that_are_done_is_few_ranges_for_its_next_owner():
+    node = node_with(message_segment_size=4 << 20)
+    old = pulled_ahead(node, frames=4)
+    left = [row for row in old.rows if row.lp >= 512]
+    old.ack(*[row for row in old.rows if row.lp < 512])
+    assert ranges_in(old) > 400
+    node.membership.detach(old.consumer)
+    node.turn()
+    new = Owner(node, "c2")
+    new.lease([(512, 1024, 2)])
+    assert sum(len(strand.returned) for strand in new.group.strands.of(new.consumer.id)) <= 8
+    assert bodies(new.pull_all()) == bodies(left)
+
+
 def test_a_lock_passes_on_with_the_last_of_its_own_rows_in_hands():
     node = node_with(message_segment_size=4 << 20)
     old = pulled_ahead(node, frames=2)
