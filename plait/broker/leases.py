@@ -14,12 +14,16 @@ import numpy as np
 from plait.broker.locks import NO_EPOCHS, Epochs, Grant, Want, epochs_of
 from plait.broker.ordered import OrderedGroup
 from plait.errors import InvalidArgument, StaleSession
-from plait.frame.lp import lp_set, runs_of
+from plait.frame.lp import lp_set, runs_of, runs_with
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.group import Consumer, Group
+
+
+#: Newer than any route.
+NEWEST = 2**62
 
 
 class Leased(NamedTuple):
@@ -74,21 +78,30 @@ class Leases:
         self.waits_for_floors = False
         self.look()
 
-    def ask(self, consumer: Consumer, wants: Iterable[Want], marks: list[int], resumed: list[int]) -> Leased:
-        """All the locks that a consumer wants from now on; what it has of them, for another lease."""
+    def ask(
+        self,
+        consumer: Consumer,
+        wants: Iterable[Want],
+        marks: list[int],
+        resumed: list[int],
+        route: int = NEWEST,
+    ) -> Leased:
+        """All the locks that a consumer wants from now on; what it has of them, for another lease.
+
+        ``route`` is the version of the route that it goes by.
+        """
         group = self._ordered(consumer)
         wanted = list(wants)
+        if route < group.partition.row.route:
+            wanted = _as_far_as_known(wanted, group.partition.reopened)
         consumer.leased_until = self.now() + self.longest
         group.lease(consumer, wanted, self._broker, self.now())
         group.inherit(marks, resumed, self._broker)
         self._broker.wake_group(group)
         owned, leaving, refused = group.standing(consumer)
-        lps = lp_set([(first, end) for first, end, _, _ in wanted])
-        drained = group.drained(wanted)
-        found = [(each.key, each.letter < 0) for each in group.parked() if lps[each.lps].any() and each.key is not None]
-        parked, inherited = [key for key, _ in found], [key for key, only in found if only]
-        again = runs_of(group.again())
-        return Leased(self.seconds, consumer.news, owned, leaving, runs_of(drained), refused, parked, inherited, again)
+        drained, again = runs_of(group.drained(wanted)), runs_of(group.again())
+        parked, inherited = _parked(group, wanted)
+        return Leased(self.seconds, consumer.news, owned, leaving, drained, refused, parked, inherited, again)
 
     def give_back(
         self, consumer: Consumer, runs: list[tuple[int, int]], ranges: list[tuple[int, int, int]], tags: list[int]
@@ -129,3 +142,28 @@ class Leases:
             for group in partition.groups.values():
                 if isinstance(group, OrderedGroup) and group.consumers:
                     group.pass_on(self._broker, self.now())
+
+
+def _parked(group: OrderedGroup, wanted: list[Want]) -> tuple[list[int], list[int]]:
+    """The parked keys of what is wanted, and those of them that are so only because they were told to be."""
+    parked = group.parked()
+    if not parked:
+        return [], []
+    lps = lp_set([(first, end) for first, end, _, _ in wanted])
+    found = [(each.key, each.letter < 0) for each in parked if lps[each.lps].any() and each.key is not None]
+    return [key for key, _ in found], [key for key, only in found if only]
+
+
+def _as_far_as_known(wants: list[Want], reopened: Epochs) -> list[Want]:
+    """What is wanted by who goes by an older route: not what came after the route led elsewhere and back (R4)."""
+    # Who says anything is refused before.
+    epochs_of((first, end, epoch) for first, end, epoch, _ in wants)
+    known: list[Want] = []
+    for first, end, epoch, until in wants:
+        if until:
+            known.append((first, end, epoch, until))
+            continue
+        for low, high, begins in runs_with(reopened, lp_set([(first, end)])):
+            if begins:
+                known.append((low, high, epoch, max(begins, 0)))
+    return known

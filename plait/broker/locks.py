@@ -64,12 +64,32 @@ class Locks:
         #: The highest epoch that is wanted for each, and by whom.
         self._top = np.zeros(LOGICAL_PARTITIONS, np.int64)
         self._top_by = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: What was worked out and has not changed since: it is asked for again and again.
+        self._leaving: LpSet | None = None
+        self._standings: dict[int, Standing] = {}
+
+    def _changed(self) -> None:
+        self._leaving = None
+        self._standings.clear()
+
+    def heard(self, consumer: int) -> None:
+        """What is in its hands is known."""
+        if consumer in self.unheard:
+            self.unheard.discard(consumer)
+            self._changed()
+
+    def keep(self, known: list[int]) -> None:
+        """After a start: locks of all others are free, and these have not been heard from."""
+        self.owner[~np.isin(self.owner, known)] = 0
+        self.unheard = set(np.unique(self.owner).tolist()) - {0}
+        self._changed()
 
     def wants(self, consumer: int, epochs: Epochs) -> bool:
         """All that a consumer wants from now on; whether that is anything new."""
         known = self._wants.get(consumer)
         if known is not None and np.array_equal(known, epochs):
             return False
+        self._changed()
         if epochs.any():
             self._wants[consumer] = epochs
         else:
@@ -97,11 +117,13 @@ class Locks:
     @property
     def leaving(self) -> LpSet:
         """Those whose owner is to give them up: it does not want them, or somebody has a higher epoch."""
-        owned = self.owner > 0
-        if self.unheard:
-            owned &= ~np.isin(self.owner, list(self.unheard))
-        leaving: LpSet = owned & (self._top_by != self.owner) & ((self._top > self.epoch) | ~self._wanted_by_owner())
-        return leaving
+        if self._leaving is None:
+            owned = self.owner > 0
+            if self.unheard:
+                owned &= ~np.isin(self.owner, list(self.unheard))
+            others = owned & (self._top_by != self.owner)
+            self._leaving = others & ((self._top > self.epoch) | ~self._wanted_by_owner()) if others.any() else others
+        return self._leaving
 
     def _wanted_by_owner(self) -> LpSet:
         wanted = np.zeros(LOGICAL_PARTITIONS, bool)
@@ -132,11 +154,18 @@ class Locks:
 
     def set(self, first: int, end: int, consumer: int, epoch: int) -> None:
         """As an event says it."""
+        self._changed()
         self.owner[first:end] = consumer
         self.epoch[first:end] = np.maximum(self.epoch[first:end], epoch)
 
     def standing(self, consumer: int) -> Standing:
         """What it has."""
+        standing = self._standings.get(consumer)
+        if standing is None:
+            standing = self._standings[consumer] = self._standing(consumer)
+        return standing
+
+    def _standing(self, consumer: int) -> Standing:
         mine = self.owner == consumer
         leaving = mine & self.leaving
         epochs = self._wants.get(consumer)

@@ -66,7 +66,7 @@ class OrderedGroup(StrandFailures):
 
     def lease(self, consumer: Consumer, wants: list[Want], journal: Journal, now: float) -> None:
         """All that a consumer wants from now on, and what it has for another lease."""
-        self.locks.unheard.discard(consumer.id)
+        self.locks.heard(consumer.id)
         if self.locks.wants(consumer.id, epochs_of((first, end, epoch) for first, end, epoch, _ in wants)):
             self._leave(journal)
         self.pass_on(journal, now)
@@ -75,12 +75,15 @@ class OrderedGroup(StrandFailures):
 
     def _limit(self, consumer: Consumer, wants: list[Want]) -> None:
         """What a consumer owns is handed out as far as it is wanted."""
+        mine = self.strands.of(consumer.id)
+        if not any(strand.limit for strand in mine) and not any(until for _, _, _, until in wants):
+            return
         limits = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first, end, _, until in wants:
             limits[first:end] = until
-        mine = self.locks.owner == consumer.id
-        present = np.array([strand.limit for strand in self.strands.by_lp])
-        changed = mine & (present != limits)
+        changed = np.zeros(LOGICAL_PARTITIONS, bool)
+        for strand in mine:
+            changed |= strand.lps & (limits != strand.limit)
         for limit in np.unique(limits[changed]).tolist():
             for strand in self.strands.take_out(changed & (limits == limit)):
                 strand.limit = limit
@@ -92,15 +95,17 @@ class OrderedGroup(StrandFailures):
     def drained(self, wants: list[Want]) -> LpSet:
         """Those that are wanted up to a place and are done up to there, but for parked keys."""
         done = np.zeros(LOGICAL_PARTITIONS, bool)
+        if not any(limit for _, _, _, limit in wants):
+            return done
         until = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first, end, _, limit in wants:
-            if limit:
-                until[first:end] = limit
-                for lp in range(first, end):
-                    done[lp] = self.strands.by_lp[lp].floor >= limit
+            until[first:end] = limit
+        for strand in self.strands:
+            if strand.key is None:
+                done |= strand.lps & (until > 0) & (until <= strand.floor)
         for strand in self.strands.by_key.values():
-            lp = int(np.flatnonzero(strand.lps)[0])
-            done[lp] &= strand.parked or strand.floor >= until[lp]
+            if not strand.parked:
+                done &= ~strand.lps | (until <= strand.floor)
         return done
 
     def again(self) -> LpSet:
@@ -116,12 +121,15 @@ class OrderedGroup(StrandFailures):
     def _leave(self, journal: Journal) -> None:
         """Split off what is to change hands, and look up what its owner has of it: each can then go by itself."""
         leaving = self.locks.leaving
+        owners = set(np.unique(self.locks.owner[leaving]).tolist())
         for strand in list(self.strands):
+            if strand.key is not None or strand.leaving or strand.owner not in owners:
+                continue
             lps = strand.lps & leaving
             if lps.any() and not np.array_equal(lps, strand.lps):
                 self.strands.split(strand, lps)
         for strand in self.strands:
-            strand.leaving = bool((strand.lps & leaving).any())
+            strand.leaving = strand.owner in owners and bool((strand.lps & leaving).any())
         self._look_up(journal)
 
     def pass_on(self, journal: Journal, now: float) -> None:
@@ -208,7 +216,14 @@ class OrderedGroup(StrandFailures):
 
     def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
         """Give rows to waiting pulls: each gets its own, so that there are none for one says nothing of the others."""
-        for waiter in list(self.waiters):
+        visible = self.partition.visible
+        # Of most owners there is nothing, which is quickly seen.
+        ready = {
+            strand.owner
+            for strand in self.strands
+            if not (strand.leaving or strand.parked) and (strand.returned or strand.next < strand.until(visible))
+        }
+        for waiter in [each for each in self.waiters if each.consumer.id in ready]:
             delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)
             if delivery is not None and waiter.leave():
                 send(waiter, delivery)
@@ -462,7 +477,7 @@ class OrderedGroup(StrandFailures):
                 count += piece.end - piece.start
                 self._give_back(strand, piece, 0, journal)
             strand.drop()
-        self.locks.unheard.discard(consumer.id)
+        self.locks.heard(consumer.id)
         self.locks.forget(consumer.id)
         self._set_locks(runs_of(self.locks.owner == consumer.id), journal)
         self.pass_on(journal, journal.leases.now())
@@ -470,7 +485,7 @@ class OrderedGroup(StrandFailures):
 
     def reclaim(self, consumer: Consumer, holds: list[tuple[int, int, int]], journal: Journal, now: int) -> None:
         """An attaching consumer names what is in its hands (R13), row by row: that stays, all else comes back."""
-        self.locks.unheard.discard(consumer.id)
+        self.locks.heard(consumer.id)
         claimed = Ranges()
         for first, last, epoch in holds:
             claimed.add(*self.partition.clip_to_epoch(first, min(last, self.partition.visible), epoch), 0)
@@ -534,9 +549,7 @@ class OrderedGroup(StrandFailures):
 
     def forget_strangers(self, now: int) -> None:
         """Locks of consumers that nobody knows any more are free; each strand is its owner's."""
-        known = [consumer.id for consumer in self.consumers.values()]
-        self.locks.owner[~np.isin(self.locks.owner, known)] = 0
-        self.locks.unheard = set(np.unique(self.locks.owner).tolist()) - {0}
+        self.locks.keep([consumer.id for consumer in self.consumers.values()])
         for owner in np.unique(self.locks.owner).tolist():
             for strand in self.strands.take_out(self.locks.owner == owner):
                 strand.owner = owner

@@ -105,6 +105,14 @@ class Partition:
         self._slots = [(start, np.flatnonzero(lp_set(runs))) for start, runs in row.taken]
 
     @property
+    def reopened(self) -> npt.NDArray[np.int64]:
+        """Where rows begin that an older route does not lead to, for each logical partition; -1: it leads to all."""
+        begins = np.full(LOGICAL_PARTITIONS, -1, np.int64)
+        for first, end, sequence in self._row.reopened:
+            begins[first:end] = sequence
+        return begins
+
+    @property
     def id(self) -> int:
         return self._row.id
 

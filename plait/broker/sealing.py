@@ -42,6 +42,9 @@ def open_lps(
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     opened = accepts | chosen
     fences = [] if partition.fences is None else runs_with(partition.fences, ~opened & (partition.fences > 0))
+    again = partition.reopened.copy()
+    again[chosen & ~accepts] = partition.next
+    row = msgspec.structs.replace(row, reopened=runs_with(again, again >= 0))
     _change(broker, partition, _with(row, opened, fences, version, partition.next), settings)
     return partition
 
@@ -77,13 +80,18 @@ def checked(lps: Iterable[Lps]) -> LpSet:
 
 
 def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, at: int) -> PartitionRow:
-    # One that never was closed to any needs no check of what it takes.
-    lps = None if accepts.all() and not fences else runs_of(accepts)
-    taken = row.taken or ([(0, [(0, LOGICAL_PARTITIONS)])] if at else [])
-    if lps is not None and (not taken or taken[-1][1] != lps) and lps:
+    everything = [(0, LOGICAL_PARTITIONS)]
+    lps = runs_of(accepts)
+    taken = row.taken or ([(0, everything)] if at else [])
+    if lps and (not taken or taken[-1][1] != lps):
         # Where it takes nothing at all, nothing is stored either.
         taken = [*(entry for entry in taken if entry[0] < at), (at, lps)]
-    return msgspec.structs.replace(row, lps=lps, fences=fences, route=version, taken=[] if lps is None else taken)
+    if all(each == everything for _, each in taken):
+        taken = []
+    # One that takes all needs no check of what it takes; what it took before still says whose rows without keys are.
+    return msgspec.structs.replace(
+        row, lps=None if lps == everything and not fences else lps, fences=fences, route=version, taken=taken
+    )
 
 
 def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: SubjectSettings) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from plait.client.rights import LpEpochs, Numbers, Report, no_lps
 from plait.client.router import SubjectRoute
-from plait.frame.lp import LpSet, lp_set, runs_with
+from plait.frame.lp import LpSet, runs_alike
 from plait.limits import LOGICAL_PARTITIONS
 from plait.wire import messages as m
 
@@ -34,13 +34,19 @@ def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[Report]) -> list[
     again.
     """
     chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
+    heard_of = [_lps_of(report.parked) | report.again for report in reports]
     for first, end, spans in route.histories:
+        if len(spans) == 1:
+            chosen[spans[0].partition].lps[first:end] |= mine[first:end]
+            continue
         left = mine[first:end].copy()
+        if not left.any():
+            continue
         for at, span in enumerate(spans[:-1]):
             assert span.fence is not None
             report = reports[span.partition]
             passed = report.done[first:end] >= span.fence
-            here = left & (~passed | (_lps_of(report.parked) | report.again)[first:end])
+            here = left & (~passed | heard_of[span.partition][first:end])
             chosen[span.partition].lps[first:end] |= here
             chosen[span.partition].until[first:end][here] = span.fence
             left &= passed
@@ -93,8 +99,4 @@ def parked_before(route: SubjectRoute, reports: Sequence[Report]) -> list[set[in
 
 def wants(lps: LpSet, epochs: LpEpochs, until: Numbers) -> list[m.LpWant]:
     """What is asked for, as runs of one epoch and one end."""
-    return [
-        (low, high, epoch, limit)
-        for first, end, epoch in runs_with(epochs, lps)
-        for low, high, limit in runs_with(until, lp_set([(first, end)]))
-    ]
+    return [(first, end, int(epochs[first]), int(until[first])) for first, end in runs_alike(lps, epochs, until)]

@@ -105,6 +105,9 @@ class OrderedConsumer(Consumer):
         self._mine: LpSet = no_lps()
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
         self._was_overdue = False
+        #: The route, and what it leads on from.
+        self._route: SubjectRoute | None = None
+        self._left_behind: list[LpSet] = []
 
     # --- opening and closing --------------------------------------------------------------------
 
@@ -192,11 +195,13 @@ class OrderedConsumer(Consumer):
         affine = self._terms.affinity
         chosen = wanted_at_once(route, self._mine) if affine else wanted(route, self._mine, reports)
         before = parked_before(route, reports)
-        left = left_behind(route)
-        for client, some, gone, keys in zip(listed, chosen, left, before, strict=True):
+        if route is not self._route:
+            self._route, self._left_behind = route, left_behind(route)
+        for client, some, gone, keys in zip(listed, chosen, self._left_behind, before, strict=True):
             if client is not None:
                 client.gated = no_lps() if affine else some.lps & gone
-                client.want(some, self._epochs, {key for key in keys if some.lps[key % LOGICAL_PARTITIONS]})
+                parked = {key for key in keys if some.lps[key % LOGICAL_PARTITIONS]}
+                client.want(some, self._epochs, parked, route.version)
 
     # --- how long messages take -----------------------------------------------------------------
 

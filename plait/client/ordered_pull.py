@@ -70,6 +70,8 @@ class OrderedPullClient(PullClient):
         self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: Up to where.
         self._until: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        #: The version of the route that says so.
+        self._route = 0
         #: Those of them that the route leads on from, once all is done here.
         self.gated: LpSet = no_lps()
         #: Keys that are parked where their rows were before.
@@ -88,17 +90,19 @@ class OrderedPullClient(PullClient):
 
     # --- locks ----------------------------------------------------------------------------------
 
-    def want(self, wanted: Wanted, epochs: LpEpochs, parked: set[int]) -> None:
-        """These locks are wanted, and no others."""
+    def want(self, wanted: Wanted, epochs: LpEpochs, parked: set[int], route: int) -> None:
+        """These locks are wanted, and no others, by that version of the route."""
         lps, until = wanted
         changed = bool(
             (lps != self._wanted).any()
             or (epochs != self._epochs)[lps].any()
             or (until != self._until).any()
             or parked != self._parked
+            or route != self._route
             or self._to_resume(lps, parked)
         )
         self._wanted, self._epochs, self._until, self._parked = lps, np.where(lps, epochs, 0), until, parked
+        self._route = route
         if changed:
             self._withdraw(self.rights.open & ~lps)
             self.ask()
@@ -144,6 +148,7 @@ class OrderedPullClient(PullClient):
             wants(asked.lps, self._epochs, asked.until),
             sorted(self._parked),
             self._to_resume(self._wanted, self._parked),
+            self._route,
         )
         link.call(request, functools.partial(self._leased, self._session, self.rights.now(), asked))
 
@@ -170,14 +175,18 @@ class OrderedPullClient(PullClient):
             else:
                 self._feed.failed(error)
             return
-        before = self.rights.done, self.rights.again, self.rights.parked, self.rights.inherited
+        rights = self.rights
+        before = rights.done, rights.again, rights.parked, rights.inherited
         lost = self.rights.granted(answer, sent, asked.lps, asked.until, self._wanted)
         if lost.any():
             self._take_back_of(lost)
         self._renew_later()
         self._buffer.renewed()
-        numbers = (before[0] != self.rights.done) | (before[1] != self.rights.again)
-        if numbers.any() or before[2:] != (self.rights.parked, self.rights.inherited):
+        if (
+            (before[0] is not rights.done and (before[0] != rights.done).any())
+            or (before[1] is not rights.again and (before[1] != rights.again).any())
+            or before[2:] != (rights.parked, rights.inherited)
+        ):
             self._drained()
         if answer.refused:
             self._refused()
@@ -243,7 +252,8 @@ class OrderedPullClient(PullClient):
         if session != self._session or not self.attached:
             return
         news = error is None and answer.news > self.rights.news
-        if news:
+        if news and not self._asking:
+            # Otherwise the answer that is under way tells of it, or it is looked at again then.
             self.ask()
         if self._asking and (news or (self._wanted & ~self.rights.open).any()):
             # Its rows may be of locks that the answer under way tells of.

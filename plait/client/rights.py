@@ -113,14 +113,17 @@ class Rights:
         lost: LpSet = self.open & ~owned
         self.open = owned
         self.epochs = np.where(owned, epochs, self.epochs)
-        drained = lp_set(answer.drained) & asked
         parked = self._marks(self.parked, answer.parked, asked)
-        # What was done but for a parked key is so no longer when that goes on.
-        resumed = no_lps()
-        resumed[[key % LOGICAL_PARTITIONS for key in self.parked - parked]] = True
-        before = np.where(resumed, 0, self.done)
-        self.done = np.where(drained, np.maximum(before, until), before)
-        self.again = lp_set(answer.again)
+        resumed = self.parked - parked
+        if resumed:
+            # What was done but for a parked key is so no longer when that goes on.
+            self.done = self.done.copy()
+            self.done[[key % LOGICAL_PARTITIONS for key in resumed]] = 0
+        if answer.drained:
+            drained = lp_set(answer.drained) & asked
+            self.done = np.where(drained, np.maximum(self.done, until), self.done)
+        if answer.again or self.again.any():
+            self.again = lp_set(answer.again)
         self.parked = parked
         self.inherited = self._marks(self.inherited, answer.inherited, asked)
         return lost

@@ -8,7 +8,6 @@ it, so that they can be handed out together.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -79,15 +78,25 @@ def lp_set(runs: Iterable[tuple[int, int]]) -> LpSet:
 
 def runs_of(chosen: LpSet) -> list[tuple[int, int]]:
     """The slots as runs [first, end)."""
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], chosen, [False])).astype(np.int8))).tolist()
+    edges = ((chosen[1:] != chosen[:-1]).nonzero()[0] + 1).tolist()
+    if chosen[0]:
+        edges.insert(0, 0)
+    if chosen[-1]:
+        edges.append(len(chosen))
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def runs_with(values: npt.NDArray[np.int64], chosen: LpSet) -> list[tuple[int, int, int]]:
     """The chosen slots as runs [first, end) of one value."""
-    runs = []
-    for first, end in runs_of(chosen):
-        cuts = (np.flatnonzero(np.diff(values[first:end])) + 1 + first).tolist()
-        edges = [first, *cuts, end]
-        runs += [(a, b, int(values[a])) for a, b in pairwise(edges)]
-    return runs
+    return [(first, end, int(values[first])) for first, end in runs_alike(chosen, values)]
+
+
+def runs_alike(chosen: LpSet, *values: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
+    """The chosen slots as runs [first, end) on which none of the values changes."""
+    within = chosen[1:] & chosen[:-1]
+    cuts = chosen[1:] != chosen[:-1]
+    for each in values:
+        cuts |= within & (each[1:] != each[:-1])
+    starts = [0, *(cuts.nonzero()[0] + 1).tolist()]
+    ends = [*starts[1:], len(chosen)]
+    return [run for run, mine in zip(zip(starts, ends, strict=True), chosen[starts].tolist(), strict=True) if mine]

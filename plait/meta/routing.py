@@ -90,6 +90,16 @@ class Routing:
         """Partitions whose brokers have not carried out what the route wants of them."""
         return [make for makes, _ in self._left(subject) for make in makes]
 
+    def unmade(self, subject: str) -> list[Make]:
+        """Those of them that the route leads to already and that nobody has: what a new subject waits for."""
+        mirror = self._core.mirror
+        makes = [make for make in self.makes(subject) if not mirror.partitions[make.place].told]
+        if not makes:
+            return []
+        route = mirror.route(subject)
+        here = {route.partitions[index] for index in set(routes.current(route).tolist())}
+        return [make for make in makes if make.place in here]
+
     def made(self, make: Make) -> None:
         """The broker has carried it out, durably."""
 

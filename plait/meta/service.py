@@ -196,6 +196,10 @@ class MetaService:
         """Orders to brokers to make partitions and to open them, of one subject or all."""
         return self._routing.makes(subject)
 
+    def unmade(self, subject: str) -> list[Make]:
+        """Those of a subject without which its route leads nowhere."""
+        return self._routing.unmade(subject)
+
     def made(self, make: Make) -> None:
         """A broker has carried it out."""
         self._routing.made(make)

@@ -248,7 +248,7 @@ class Handlers:
 
     def _lease(self, connection: Connection, correlation: int, lease: m.Lease, _: memoryview) -> None:
         consumer = connection.consumer(lease.session)
-        leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed)
+        leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed, lease.route)
         # A lock counts when it is recorded.
         self._broker.answer_after_commit(lambda: connection.answer(correlation, m.Leased(*leased)))
 

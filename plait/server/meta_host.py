@@ -148,11 +148,11 @@ class MetaHost:
     async def route(self, subject: str, *, create: bool) -> RouteView:
         """The subject's route; a new subject's partitions are made before it is told."""
         try:
-            view, makes = await self.call(lambda s: (s.route(subject, create=False), s.pending_makes(subject)))
+            view, makes = await self.call(lambda s: (s.route(subject, create=False), s.unmade(subject)))
         except SubjectNotFound:
             if not (create and self._auto_create):
                 raise
-            view, makes = await self.choose(lambda s: (s.route(subject), s.pending_makes(subject)))
+            view, makes = await self.choose(lambda s: (s.route(subject), s.unmade(subject)))
         if makes:
             await asyncio.gather(*(self._make(make) for make in makes))
             view = await self.call(lambda s: s.route(subject, create=False))

@@ -55,6 +55,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     route: int = 0
     #: What it took from each of these sequences on, the first of them first: rows without keys are of one of those.
     taken: list[tuple[int, list[Lps]]] = []
+    #: Those that it took later than from its beginning on, most often once more, and where their rows begin then.
+    reopened: list[Fence] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

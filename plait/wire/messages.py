@@ -237,7 +237,8 @@ class Lease(Message, frozen=True):
     What it has and does not name any more it gives up, once nothing of it is in its hands. Where the route led
     elsewhere for a while, rows are wanted up to the fence only, as others come before those behind it. ``parked`` are
     hashes of keys that are parked where their rows were before: they are parked here too; those in ``resumed`` are no
-    longer.
+    longer. ``route`` is the version of the route that it goes by: of an older one than the partition has heard of,
+    rows are handed out only where that led to.
     """
 
     KIND: ClassVar[int] = 27
@@ -245,6 +246,7 @@ class Lease(Message, frozen=True):
     wants: list[LpWant]
     parked: list[int] = []
     resumed: list[int] = []
+    route: int = 0
 
 
 class Leased(Message, frozen=True):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from plait.broker.group import Failure
-from plait.broker.leases import Leased
+from plait.broker.leases import NEWEST, Leased
 from plait.broker.ordered import OrderedGroup
 from plait.client.rows import hash_keys
 from plait.frame.columns import Column
@@ -85,12 +85,12 @@ class Owner:
     def valid(self) -> bool:
         return self.node.clock.monotonic() < self.lease_until
 
-    def lease(self, wants: Sequence[tuple[int, ...]] | None = None) -> Leased:
+    def lease(self, wants: Sequence[tuple[int, ...]] | None = None, route: int = NEWEST) -> Leased:
         """Ask for locks, and do what follows from the answer."""
         if wants is not None:
             self.wants = [(each[0], each[1], each[2], each[3] if len(each) > 3 else 0) for each in wants]
         asked = self.node.clock.monotonic()
-        leased = self.node.broker.leases.ask(self.consumer, self.wants, [], [])
+        leased = self.node.broker.leases.ask(self.consumer, self.wants, [], [], route)
         self.node.turn()
         self.leased = leased
         self.lease_until = asked + leased.seconds

@@ -342,6 +342,43 @@ def test_keyless_rows_are_of_a_logical_partition_that_was_taken_when_they_were_s
         assert set(found[600].lps.tolist()) <= set(range(100, 110))
 
 
+def test_keyless_rows_stay_whose_they_were_when_the_partition_takes_everything_again():
+    node = node_with()
+    producer = Producer(5)
+    sealing.seal(node.broker, SUBJECT, [(0, 900)], 2, lambda _: None)
+    node.turn()
+    node.submit(producer.frame(SUBJECT, *(b"x" for _ in range(300))))
+    node.turn()
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 3, SubjectSettings(order="strict"))
+    node.submit(producer.frame(SUBJECT, *(b"x" for _ in range(300))))
+    node.turn()
+    for restarted in (node, node.killed()):
+        partition = restarted.partition(SUBJECT)
+        found = {start: keys for start, _, keys in partition.keys_in(restarted.broker.message_log, 0, 600)}
+        assert set(found[0].lps.tolist()) <= set(range(900, 1024))
+        assert not set(found[300].lps.tolist()) <= set(range(900, 1024))
+
+
+def test_who_goes_by_an_older_route_gets_nothing_that_came_after_a_way_back():
+    """R4: between the two there are rows elsewhere that it does not know of."""
+    node = node_with()
+    producer = Producer(5)
+    keyed(node, producer, [("a", b"1")])
+    sealing.seal(node.broker, SUBJECT, [(0, 1024)], 2, lambda _: None)
+    node.turn()
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 4, SubjectSettings(order="strict"))
+    keyed(node, producer, [("a", b"2")])
+    for restarted in (node, node.killed()):
+        restarted.clock.advance(60)
+        restarted.membership.lose_silent()
+        restarted.turn()
+        owner = Owner(restarted, "c1")
+        assert owner.lease(ALL, route=1).owned
+        assert bodies(owner.pull_all()) == [b"1"]
+        owner.lease(ALL, route=4)
+        assert bodies(owner.pull_all()) == [b"2"]
+
+
 def test_a_sealed_partition_refuses_what_is_new_and_knows_what_it_has():
     node = node_with()
     producer = Producer(5)

@@ -32,6 +32,16 @@ def test_more_partitions_are_made_before_anything_moves(spread: MetaService):
     assert {str(move.place) for move in spread.pending_moves("s")} == {"s@g1", "s@g2"}
 
 
+def test_a_route_waits_for_the_partitions_of_a_new_subject_and_not_for_those_to_come(service: MetaService):
+    register(service, "g2", "g3")
+    service.create_subject("s", groups=["g1", "g2"])
+    assert service.unmade("s") == service.pending_makes("s") != []
+    converge(service)
+    service.expand("s", 3)
+    assert service.pending_makes("s")
+    assert service.unmade("s") == []
+
+
 def test_what_moved_is_opened_where_it_went(spread: MetaService):
     spread.expand("s", 3)
     spread.made(spread.pending_makes()[0])
