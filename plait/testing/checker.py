@@ -18,7 +18,8 @@ Kinds, each told per group where it is about handling:
 concurrent senders of one key have no order among themselves. A send of unknown fate counts once it is handled, and
 only in the order of its own producer.
 
-What a fault excuses: a duplicate, if it hit everybody or one of the two consumers since the message was sent; a
+What a fault excuses: a duplicate, if it hit everybody, one of the two consumers, or the broker group where the message
+is, since the message was sent; a
 redelivery, if it did so before the ack was confirmed, or if it lets the broker forget; an overlap, if it hit the
 consumer that was first while that handled. It excuses no disorder, no loss and no epoch.
 """
@@ -97,28 +98,37 @@ class _Excuses:
     """Whether a fault lies in a stretch of time, by whom it hit."""
 
     def __init__(self, faults: Iterable[Broken]) -> None:
-        self._by_consumer = _by_consumer(faults)
-        self._forgetting = _by_consumer(fault for fault in faults if fault.forgets)
+        self._by_victim = _by_victim(faults)
+        self._forgetting = _by_victim(fault for fault in faults if fault.forgets)
 
-    def hit(self, consumer: str | None, since: float, until: float) -> bool:
-        """A fault of that consumer (None: of everybody) reaches into the stretch."""
-        return _reaches(self._by_consumer.get(consumer), since, until)
+    def hit(self, victims: Iterable[_Victim], since: float, until: float) -> bool:
+        """A fault of one of these reaches into the stretch."""
+        return any(_reaches(self._by_victim.get(victim), since, until) for victim in victims)
 
-    def forgot(self, since: float, until: float) -> bool:
-        return any(_reaches(faults, since, until) for faults in self._forgetting.values())
+    def forgot(self, victims: Iterable[_Victim], since: float, until: float) -> bool:
+        return any(_reaches(self._forgetting.get(victim), since, until) for victim in victims)
 
 
+#: (consumer, broker group); ``EVERYBODY``: a fault that is told of nobody in particular.
+_Victim = tuple[str | None, str]
+EVERYBODY: _Victim = (None, "")
 _Faults = tuple[list[float], list[float]]
 
 
-def _by_consumer(faults: Iterable[Broken]) -> dict[str | None, _Faults]:
+def _victims(*handlings: Handling) -> set[_Victim]:
+    """Whose faults are of interest to what became of them."""
+    victims = {EVERYBODY, *((handling.consumer, "") for handling in handlings)}
+    return victims | {(None, handling.place[0].rpartition("@")[2]) for handling in handlings if handling.place}
+
+
+def _by_victim(faults: Iterable[Broken]) -> dict[_Victim, _Faults]:
     """Their beginnings in order, and the latest end up to each of them."""
-    sorted_faults: dict[str | None, list[Broken]] = defaultdict(list)
+    sorted_faults: dict[_Victim, list[Broken]] = defaultdict(list)
     for fault in sorted(faults, key=lambda fault: fault.time):
-        sorted_faults[fault.consumer].append(fault)
+        sorted_faults[fault.consumer, fault.at].append(fault)
     return {
-        consumer: ([fault.time for fault in some], list(accumulate((fault.until for fault in some), max)))
-        for consumer, some in sorted_faults.items()
+        victim: ([fault.time for fault in some], list(accumulate((fault.until for fault in some), max)))
+        for victim, some in sorted_faults.items()
     }
 
 
@@ -213,13 +223,13 @@ def _again(send: Send | None, first: Handling, second: Handling, excuses: _Excus
         # It failed, or nobody knows: it has to come again.
         return None
     since = first.begun if send is None else send.begun
-    hit = (None, first.consumer, second.consumer)
+    victims = _victims(first, second)
     if first.ack == "ok" and first.acked is not None and first.acked < second.begun:
-        if excuses.forgot(since, second.begun) or any(excuses.hit(who, since, first.acked) for who in hit):
+        if excuses.forgot(victims, since, second.begun) or excuses.hit(victims, since, first.acked):
             return None
         text = f"handled by {second.consumer} although {first.consumer}'s ack was confirmed at {first.acked:.6f} s"
         return _violation("redelivered", second, text)
-    if first.ack == "failed" or any(excuses.hit(who, since, second.begun) for who in hit):
+    if first.ack == "failed" or excuses.hit(victims, since, second.begun):
         return None
     how = "after" if over else "while"
     text = (
@@ -327,7 +337,7 @@ def _overlap(handlings: Iterable[Handling], excuses: _Excuses) -> Iterator[Viola
             continue
         others = [other for other in active.get(handling.key, ()) if (other.ended or 0.0) > handling.begun]
         for other in others:
-            if not excuses.hit(other.consumer, other.begun, handling.begun):
+            if not excuses.hit([(other.consumer, "")], other.begun, handling.begun):
                 until = f"until {other.ended:.6f} s" if other.ended is not None else ""
                 text = f"{handling.consumer} began while {other.consumer} had {other.value!r} of that key {until}"
                 yield _violation("overlap", handling, text)

@@ -135,15 +135,19 @@ class Handling:
 class Broken:
     """A fault, and what it excuses."""
 
-    __slots__ = ("consumer", "forgets", "reason", "time", "until")
+    __slots__ = ("at", "consumer", "forgets", "reason", "time", "until")
 
-    def __init__(self, reason: str, time: float, until: float | None, consumer: str | None, forgets: bool) -> None:
+    def __init__(
+        self, reason: str, time: float, until: float | None, consumer: str | None, forgets: bool, at: str = ""
+    ) -> None:
         self.reason = reason
         self.time = time
         #: When it was over.
         self.until = time if until is None else until
         #: Whom it hit; None: everybody.
         self.consumer = consumer
+        #: The broker group whose messages it hit; "": those of all.
+        self.at = at
         #: What was confirmed may be forgotten: power was lost where not everything is flushed.
         self.forgets = forgets
 
@@ -212,10 +216,14 @@ class History:
         until: float | None = None,
         consumer: str | None = None,
         forgets: bool = False,
+        at: str = "",
     ) -> None:
-        """A fault happened. ``consumer``: it hit only that one, and excuses only what became of its messages."""
-        self.faults.append(Broken(reason, time, until, consumer, forgets))
-        self._write("broken", [reason, time, until, consumer, forgets])
+        """A fault happened. ``consumer``: it hit only that one, and excuses only what became of its messages.
+
+        ``at``: it hit only that broker group, and excuses only what became of messages whose place is there.
+        """
+        self.faults.append(Broken(reason, time, until, consumer, forgets, at))
+        self._write("broken", [reason, time, until, consumer, forgets, at])
 
     # --- files ----------------------------------------------------------------------------------
 
@@ -273,8 +281,8 @@ class History:
                 self.handlings[number]._acked(outcome, time)
             case "dead", [group, value]:
                 self.bury(value, group=group)
-            case "broken", [reason, time, until, consumer, forgets]:
-                self.broken(reason, time, until=until, consumer=consumer, forgets=forgets)
+            case "broken", [reason, time, until, consumer, forgets, at]:
+                self.broken(reason, time, until=until, consumer=consumer, forgets=forgets, at=at)
             case _:
                 raise ValueError(f"not an event of a history: {event} {fields}")
 

@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
 from tests.support.deep import Cycles
 
+#: Seeds of one cycle: enough for two processes to be busy, few enough to be run again when a run is interrupted.
+SEEDS = 20
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    # What was imported stays: there is no use in looking at it with every collection.
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn"), gc.freeze) as pool:
+        yield pool
+
+
+def survive(pool: ProcessPoolExecutor, run: Callable[[int, int], str], seed: int, numbers: Iterable[int]) -> None:
+    """Run these side by side; fails with all that went wrong."""
+    listed = list(numbers)
+    failures = [failure for failure in pool.map(run, [seed] * len(listed), listed) if failure]
+    assert not failures, "\n".join(failures)
+
+
+def shared(flush: str, seed: int, number: int) -> str:
+    cluster = Cluster(seed + number, flush="sync" if flush == "sync" else "async", seconds=15.0 + number % 4 * 10.0)
+    return outcome(f"Cluster({seed + number}, {flush!r})", cluster.run)
+
+
+def shared_async(seed: int, number: int) -> str:
+    return shared("async", seed, number)
+
+
+def shared_sync(seed: int, number: int) -> str:
+    return shared("sync", seed, number)
+
+
+def ordered(seed: int, number: int) -> str:
+    seconds = 8.0 + number % 3 * 2.0
+    return outcome(f"OrderedCluster({seed + number}, {seconds=})", OrderedCluster(seed + number, seconds=seconds).run)
+
+
+def outcome(name: str, run: Callable[[], object]) -> str:
+    """What went wrong; nothing if all went well."""
+    try:
+        run()
+    except BaseException as failure:  # noqa: BLE001 - told by whoever asked
+        return "\n".join([f"{name}: {type(failure).__name__}: {failure}", *getattr(failure, "__notes__", ())])
+    return ""
+
 
 @pytest.mark.deep("sim")
-@pytest.mark.parametrize("flush", ["async", "sync"])
-def test_a_shared_cluster_survives_two_thousand_seeds(seed: int, cycles: Cycles, flush: str):
-    for number in cycles(2000):
-        Cluster(seed + number, flush=flush, seconds=15.0 + number % 4 * 10.0).run()
-
-
-@pytest.mark.deep("sim")
-def test_an_ordered_cluster_survives_two_thousand_seeds(seed: int, cycles: Cycles):
-    for number in cycles(2000):
-        OrderedCluster(seed + number, seconds=8.0 + number % 3 * 4.0).run()
+@pytest.mark.parametrize("run", [shared_async, shared_sync, ordered])
+def test_a_cluster_survives_two_thousand_seeds(
+    seed: int, cycles: Cycles, processes: ProcessPoolExecutor, run: Callable[[int, int], str]
+):
+    for cycle in cycles(2000 // SEEDS):
+        survive(processes, run, seed, range(cycle * SEEDS, (cycle + 1) * SEEDS))

@@ -7,11 +7,13 @@ end, resumes what was parked, waits until all that was sent is handled, and judg
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,9 +21,10 @@ import msgspec
 
 import plait
 from plait.broker import BrokerConfig
-from plait.errors import PlaitError
+from plait.broker.ordered import OrderedGroup
+from plait.errors import MetaUnavailable, PlaitError
 from plait.limits import KIB, MIB, MetaLimits, ServerLimits
-from plait.meta.database import file_url
+from plait.meta.database import Database, file_url
 from plait.server import Server
 from plait.server.meta_server import MetaServer
 from plait.testing.checker import Violation, check
@@ -55,8 +58,13 @@ CONFIG = BrokerConfig(
 )
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 3, "cut": 3, "cut_one_way": 1, "jump": 1}
 #: What a fault still causes when it is over: locks end and pass on, connections are made again.
-AFTERMATH_SECONDS = 30.0
+AFTERMATH_SECONDS = 8.0
 DRAIN_SECONDS = 120.0
+#: It is not done either when nothing is handled for so long: leases, retries and reconnects together take less.
+QUIET_SECONDS = 30.0
+LOOK_SECONDS = 0.5
+#: After the end, at least: a consumer that was held up does at once what it still takes for its own.
+SHOW_SECONDS = 0.5
 
 
 class Change(NamedTuple):
@@ -67,11 +75,20 @@ class Change(NamedTuple):
     partitions: int
 
 
-class OrderedCluster:
-    """See the module. ``script`` and ``changes``: these faults and expansions instead of those the seed gives.
+class Outage(NamedTuple):
+    """The database of the meta servers does not answer."""
 
-    ``slow``: more is sent than consumers can handle at once, so that all of them have rows that wait. ``affinity``:
-    consumers are members by affinity, and no order is asked of them.
+    at: float
+    seconds: float
+
+
+class OrderedCluster:
+    """See the module. ``script``, ``changes``, ``outages``: these faults, expansions and failures of the database
+    instead of those the seed gives.
+
+    ``slow``: a message takes about so long, and more is sent than can be handled at once, so that all consumers have
+    rows that wait. ``affinity``: consumers are members by affinity, and no order is asked of them. ``early``: fail as
+    soon as something is wrong, instead of telling everything at the end.
     """
 
     def __init__(
@@ -83,14 +100,19 @@ class OrderedCluster:
         consumers: int = 8,
         script: Sequence[Fault] | None = None,
         changes: Sequence[Change] | None = None,
+        outages: Sequence[Outage] | None = None,
         flush: str | None = None,
         drain_seconds: float = DRAIN_SECONDS,
-        slow: bool = False,
+        quiet_seconds: float = QUIET_SECONDS,
+        slow: float = 0.0,
         affinity: bool = False,
+        early: bool = False,
     ) -> None:
         self.simulation = sim = Simulation(seed)
         self.seconds = seconds
         self._drain_seconds = drain_seconds
+        self._quiet_seconds = quiet_seconds
+        self._early = early
         self.random = draw = random.Random(f"{seed} cluster")
         shared = "/dev/shm"
         self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
@@ -101,13 +123,14 @@ class OrderedCluster:
         #: The newest life of each.
         self.servers: dict[str, Server] = {}
         self._meta_servers: list[MetaServer] = []
-        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, many=slow)
+        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, many=slow > 0)
         self._affinity = affinity
         self.members = Members(
             sim,
             self.histories,
             ADDRESSES,
             CLIENT_LIMITS,
+            on_begin=self._has_the_lock,
             on_done=self.senders.handled,
             slow=slow,
             affinity=affinity,
@@ -119,6 +142,11 @@ class OrderedCluster:
         ]
         self.script = self._faults() if script is None else script
         self.changes = self._changes() if changes is None else changes
+        if outages is None:
+            # Of a run with a script of its own nothing else is asked.
+            outages = self._outages() if script is None else []
+        self.outages = outages
+        self._database_is_away = False
 
     def _faults(self) -> list[Fault]:
         metas, brokers = [each.name for each in self.metas], [each.name for each in self.brokers]
@@ -146,13 +174,23 @@ class OrderedCluster:
             at += draw.choice([0.0, 0.1, draw.expovariate(1 / 4.0)])
         return found
 
+    def _outages(self) -> list[Outage]:
+        draw = self.random
+        if draw.random() < 0.6:
+            return []
+        at = draw.uniform(0.5, self.seconds)
+        return [Outage(at, min(draw.choice([0.5, 2.0, 5.0]), self.seconds - at))]
+
     # --- the run --------------------------------------------------------------------------------
 
     def run(self) -> list[Violation]:
         """Go through it all; what is wrong at the end."""
+        # What is alive would be looked at again and again.
+        gc.disable()
         try:
             return self._run()
         finally:
+            gc.enable()
             for server in self._meta_servers:
                 if server.meta._store is not None:
                     server.meta._store.close()
@@ -169,22 +207,41 @@ class OrderedCluster:
                 process.start()
             for change in self.changes:
                 sim.call_later(change.at, self._begin_change, change)
+            for outage in self.outages:
+                sim.call_later(outage.at, self._database, True)
+                sim.call_later(outage.at + outage.seconds, self._database, False)
             play(sim, self.script, self._fault)
+            if self._early:
+                sim.call_later(LOOK_SECONDS, self._look)
             sim.run_for(self.seconds)
             sim.heal()
             self.senders.sending = False
             self.members.settle()
             sim.process("operator").start(self._resume())
             try:
-                sim.run_until(self.senders.drained, seconds=self._drain_seconds, waiting_for="draining")
+                self._drain()
             except SimulationFailed as failure:
                 failure.add_note(self._left())
                 raise
             # Whoever still has something in its hands shows it now.
-            sim.run_for(LEASE_SECONDS + 1.0)
+            end = sim.now + LEASE_SECONDS + 1.0
+            sim.run_for(SHOW_SECONDS)
+            while sim.now < end and self._open():
+                sim.run_for(0.1)
             found = self.judge()
             assert found == [], "\n".join(map(str, found[:10]))
         return found
+
+    def _has_the_lock(self, process: Process, message: plait.Message, lock: int) -> None:
+        """Who begins with a message has the lock that it goes by, as its broker knows."""
+        server = self.servers[message.partition.group]
+        group = server.broker.subjects[message.partition.name].groups[GROUP]
+        assert isinstance(group, OrderedGroup)
+        owner, epoch = int(group.locks.owner[lock]), int(group.locks.epoch[lock])
+        names = {consumer.id: client for client, consumer in group.consumers.items()}
+        if names.get(owner) != process.name or epoch < message.epoch:
+            text = f"{message!r} under epoch {message.epoch} of {lock}, which {names.get(owner)} has under {epoch}"
+            self.simulation.fail(f"{process.name} began with {text}")
 
     def judge(self) -> list[Violation]:
         """What is wrong with the histories."""
@@ -193,6 +250,37 @@ class OrderedCluster:
         loose = check(self.histories[LOOSE], strict=False, ordered=ordered, moves=True, groups=[GROUP])
         of_order = ("send_order", "order", "overlap", "epoch", "owners")
         return strict + [each for each in loose if each.kind not in of_order or each.key not in self.members.moved]
+
+    def _drain(self) -> None:
+        """Until everything that was sent is handled; it fails when nothing has been for a while."""
+        sim, senders = self.simulation, self.senders
+        healed, end = sim.now, sim.now + self._drain_seconds
+        sim.run_until(
+            lambda: senders.drained() or sim.now - max(healed, senders.progress) > self._quiet_seconds or sim.now > end,
+            waiting_for="draining",
+        )
+        if not senders.drained():
+            raise SimulationFailed(f"draining is not done, and nothing was handled since {senders.progress:.3f} s")
+
+    def _look(self) -> None:
+        """What is wrong already stays so: what was sent in order of the strict subject has to be handled so."""
+        found = check(self.histories[STRICT], moves=True, groups=[GROUP], drained=False)
+        if found:
+            self.simulation.fail("\n".join(map(str, found[:10])))
+        self.simulation.call_later(LOOK_SECONDS, self._look)
+
+    def _open(self) -> bool:
+        """Something is in somebody's hands, as far as brokers and handlers know, or is to be handed out again."""
+        groups = [
+            group
+            for server in self.servers.values()
+            for partition in server.broker.partitions.values()
+            for group in partition.groups.values()
+        ]
+        strands = [strand for group in groups if isinstance(group, OrderedGroup) for strand in group.strands]
+        return any(strand.held or strand.returned or strand.waiting for strand in strands) or any(
+            handling.ended is None for history in self.histories.values() for handling in history.handlings
+        )
 
     def _left(self) -> str:
         lines = [f"not handled: {sorted(self.senders.waiting)[:20]}"]
@@ -211,9 +299,11 @@ class OrderedCluster:
             return
         names = {fault.process, fault.other}
         consumers = names & {process.name for process in self.consumers}
+        # Without a meta server or a producer nothing is handed out twice.
+        brokers = set() if consumers else names & BROKERS.keys()
         for history in self.histories.values():
-            if not consumers:
-                history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss")
+            for broker in brokers:
+                history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss", at=broker)
             for consumer in consumers:
                 history.broken(fault.kind, now, until=until, consumer=consumer)
         for consumer in consumers:
@@ -232,6 +322,26 @@ class OrderedCluster:
         )
         self._meta_servers.append(server)
         await server.start()
+        assert server.meta._store is not None
+        self._let_fail(server.meta._store.database)
+
+    def _database(self, away: bool) -> None:
+        self.simulation.log("database", "is away" if away else "answers again")
+        self._database_is_away = away
+
+    def _let_fail(self, database: Database) -> None:
+        """While the database is away everybody is told so."""
+        translated, quick = database._translated, database.quick
+
+        @contextmanager
+        def fails_now_and_then() -> Iterator[None]:
+            if self._database_is_away:
+                raise MetaUnavailable("the database is away")
+            with translated():
+                yield
+
+        database._translated = fails_now_and_then
+        database.quick = lambda statement: None if self._database_is_away else quick(statement)
 
     async def _serve(self, process: Process) -> None:
         config = msgspec.structs.replace(CONFIG, flush=self._flush, group=process.name)
@@ -269,10 +379,10 @@ class OrderedCluster:
             try:
                 async with process.connect(ADDRESSES, limits=CLIENT_LIMITS) as client:
                     while not self.senders.drained():
+                        # Parked keys are among the strict one's; its rows without keys are dead letters as any.
                         await client.admin.resend_dead(LOOSE, GROUP)
-                        if self._affinity:
-                            await client.admin.resend_dead(STRICT, GROUP)
-                        else:
+                        await client.admin.resend_dead(STRICT, GROUP)
+                        if not self._affinity:
                             await client.admin.resume_all(STRICT, GROUP)
                         await self.simulation.sleep(1.0)
             except PlaitError:

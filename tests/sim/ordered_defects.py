@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from plait.broker.group import Consumer
+from plait.broker.leases import Leases
 from plait.broker.locks import Locks
 from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
@@ -22,7 +23,7 @@ from plait.frame.lp import lp_set
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta import allocation, membership
 from plait.storage.ranges import Ranges
-from plait.storage.strand import Strand
+from plait.storage.strand import Strand, StrandState
 
 Patch = pytest.MonkeyPatch
 Defect = Callable[[Patch], None]
@@ -132,6 +133,19 @@ def keep_what_is_not_ours_any_more(patch: Patch) -> None:
     patch.setattr(OrderedBuffer, "take_back", lambda self, partition=None, lps=None: [])
 
 
+def grant_right_after_a_start(patch: Patch) -> None:
+    """R15: a broker that has just started knows of nothing in anybody's hands, and passes on what is asked for."""
+    keep = Locks.keep
+
+    def naive(self: Locks, known: list[int]) -> None:
+        keep(self, known)
+        self.unheard = set()
+
+    patch.setattr(Locks, "keep", naive)
+    patch.setattr(OrderedGroup, "frozen_until", property(lambda self: 0.0, lambda self, _: None))
+    patch.setattr(Leases, "waits_for_floors", property(lambda self: False, lambda self, _: None), raising=False)
+
+
 # --- rows ---------------------------------------------------------------------------------------
 
 
@@ -167,3 +181,30 @@ def let_a_failed_row_be_overtaken(patch: Patch) -> None:
 def hand_out_a_key_twice_at_a_time(patch: Patch) -> None:
     """Two messages of a key are in the user's hands at once."""
     patch.setattr(OrderedBuffer, "_is_busy", lambda self, key: False)
+
+
+def forget_rows_in_hands_at_a_checkpoint(patch: Patch) -> None:
+    """What is in hands when a checkpoint is made counts as done by who starts from it."""
+    dump = Strand.dump
+
+    def naive(self: Strand) -> StrandState:
+        held, self.held = self.held, {}
+        try:
+            return dump(self)
+        finally:
+            self.held = held
+
+    patch.setattr(Strand, "dump", naive)
+
+
+def settle_rows_of_other_tags(patch: Patch) -> None:
+    """An ack settles all that its consumer has between two rows, whatever it was handed out with."""
+    ack = OrderedGroup.ack
+
+    def naive(
+        self: OrderedGroup, consumer: Consumer, start: int, end: int, epoch: int, journal: Any, tag: int = 0
+    ) -> int:
+        tags = {tag, *(each for strand in self.strands for each in strand.held)}
+        return sum(ack(self, consumer, start, end, epoch, journal, each) for each in sorted(tags))
+
+    patch.setattr(OrderedGroup, "ack", naive)

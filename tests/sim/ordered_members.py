@@ -37,24 +37,27 @@ class Members:
         addresses: Sequence[str],
         limits: plait.ClientLimits,
         *,
+        on_begin: Callable[[Process, plait.Message, int], None],
         on_done: Callable[[Handling], None],
-        slow: bool = False,
+        slow: float = 0.0,
         affinity: bool = False,
     ) -> None:
         self.simulation = simulation
         self.histories = histories
         self._addresses = addresses
         self._limits = limits
+        #: Told of what a consumer begins with that asks nobody about epochs, and of the lock that it goes by.
+        self._on_begin = on_begin
         self._on_done = on_done
-        #: Every message takes a while, so that others wait behind it.
+        #: Every message takes about so long, so that others wait behind it.
         self._slow = slow
         #: Members by affinity, of which no order is asked.
         self._ordered = not affinity
         self._affinity: Literal["key"] | None = "key" if affinity else None
         #: Everything is mended: nobody leaves any more, and nothing fails.
         self.settled = False
-        #: The highest epoch of each key of the strict subject.
-        self._epochs: dict[str, int] = {}
+        #: The highest epoch of each key of the strict subject, and of each place where rows without keys were handled.
+        self._epochs: dict[str | tuple[str, int], int] = {}
         #: Keys of the other one some of whose messages went to another partition, as theirs could not be reached: they
         #: stand under other locks there, and nothing is promised of their order.
         self.moved: set[str] = set()
@@ -129,8 +132,14 @@ class Members:
             await asyncio.get_running_loop().create_future()
 
     async def _iterate(self, process: Process, consumer: plait.Consumer, draw: random.Random) -> None:
+        done = []
         async for message in consumer:
-            await self._handle(process, message, draw, fenced=False)
+            handling = await self._handle(process, message, draw, fenced=False)
+            if handling is not None:
+                done.append(handling)
+            if draw.random() < 0.3:
+                await self._acked(consumer, done)
+                done = []
 
     async def _fetch(self, process: Process, consumer: plait.Consumer, draw: random.Random) -> None:
         while True:
@@ -155,6 +164,8 @@ class Members:
             for handling in handled:
                 handling.ack_unknown(self.simulation.now)
             raise
+        for handling in handled:
+            handling.ack_ok(self.simulation.now)
 
     async def _app(self, process: Process, number: int, subjects: Sequence[str], draw: random.Random) -> None:
         app = process.app(self._addresses, group=GROUP, client_id=process.name, limits=self._limits)
@@ -178,15 +189,18 @@ class Members:
 
     def _begin(self, process: Process, message: plait.Message, *, fenced: bool) -> Handling:
         key, lp = message.key, None
-        if key is not None:
+        lock = int(message._delivered.lps[message._row])
+        if key is None:
+            # Any lock will do that is the consumer's, on that partition.
+            self._fence((str(message.partition), lock), message.epoch, fenced=fenced)
+        else:
             lp = lp_of_key(key)
             if self._in_order(message):
-                highest = self._epochs.get(key, 0)
-                if fenced and message.epoch < highest:
-                    raise _Fenced
-                self._epochs[key] = max(highest, message.epoch)
-            elif message._delivered.lps[message._row] != lp:
+                self._fence(key, message.epoch, fenced=fenced)
+            elif lock != lp:
                 self.moved.add(key)
+        if not fenced:
+            self._on_begin(process, message, lock)
         return self.histories[message.subject].handle(
             process.name,
             message.key,
@@ -199,10 +213,18 @@ class Members:
             group=GROUP,
         )
 
+    def _fence(self, what: str | tuple[str, int], epoch: int, *, fenced: bool) -> None:
+        highest = self._epochs.get(what, 0)
+        if fenced and epoch < highest:
+            raise _Fenced
+        self._epochs[what] = max(highest, epoch)
+
     async def _work(self, handling: Handling, draw: random.Random) -> bool:
         """Whether it succeeded."""
-        if self._slow or draw.random() < 0.4:
-            await self.simulation.sleep(draw.uniform(0.2 if self._slow else 0.0, 0.3))
+        if self._slow and not self.settled:
+            await self.simulation.sleep(self._slow * draw.uniform(0.8, 1.2))
+        elif draw.random() < 0.4:
+            await self.simulation.sleep(draw.uniform(0.0, 0.3))
         if not self.settled and (draw.random() < 0.05 or int(handling.value) % 97 == 0):
             handling.failed(self.simulation.now)
             return False

@@ -10,7 +10,7 @@ from plait.errors import FlowControl, PlaitError
 from plait.testing.history import Handling, History, Send
 from plait.testing.sim import Process, Simulation
 
-KEYS: list[str | None] = [f"k{n}" for n in range(10)]
+KEYS: list[str | None] = [*(f"k{n}" for n in range(10)), None]
 
 
 class Senders:
@@ -37,10 +37,13 @@ class Senders:
         #: Sent for certain and not handled yet.
         self.waiting: set[int] = set()
         self.done: set[int] = set()
+        #: When something was handled last.
+        self.progress = 0.0
 
     def handled(self, handling: Handling) -> None:
         """A message was handled with success."""
         number = int(handling.value)
+        self.progress = self.simulation.now
         self.done.add(number)
         self.waiting.discard(number)
 

@@ -1,84 +1,93 @@
-"""Does the simulated cluster find what is wrong? Each defect is put into the shipped classes, and has to be noticed by
-the checker, or by the wait for the end, within a few seeds that are fine without it.
+"""Does the simulated cluster find what is wrong? Each defect is put into the shipped classes, and has to be noticed, by
+the checker as it goes or by the wait for the end, within a few seeds that are fine without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 
 from plait.testing.sim import Fault
 from tests.sim import ordered_defects as defects
-from tests.sim.ordered_cluster import BROKERS, METAS, OrderedCluster
+from tests.sim.ordered_cluster import BROKERS, METAS, STRICT, Change, OrderedCluster
 from tests.sim.ordered_defects import Defect
 
-#: Long enough for everything that is not wrong to be drained.
-DRAIN_SECONDS = 40.0
-#: A consumer that hears no meta server, one that hears nobody, and more to do than anybody can at once.
-CUT_OFF = [
-    *(Fault("cut", 1.0, 6.5, consumer, meta) for consumer in ("consumer-0", "consumer-3") for meta in METAS),
-    *(Fault("cut", 2.0, 5.0, "consumer-0", broker) for broker in BROKERS),
+#: Long enough for everything that is not wrong to be handled.
+QUIET_SECONDS = 10.0
+HELD_UP = ("consumer-0", "consumer-3")
+#: Consumers that hear no meta server, so that others are to have what they have...
+UNHEARD = [Fault("cut", 1.0, 6.5, consumer, meta) for consumer in HELD_UP for meta in METAS]
+#: ...one of which hears nobody.
+CUT_OFF = [*UNHEARD, *(Fault("cut", 2.0, 5.0, HELD_UP[0], broker) for broker in BROKERS)]
+#: Both hear nobody when the brokers start anew, which therefore cannot know what they have in their hands.
+RESTARTED = [
+    *UNHEARD,
+    *(Fault("cut", 3.8, 4.0, consumer, broker) for consumer in HELD_UP for broker in BROKERS),
+    *(Fault("kill", 4.0, 0.1, broker) for broker in BROKERS),
 ]
-#: Defects that any run shows, mostly the first.
-COMMON: list[Defect] = [
-    defects.take_rows_behind_the_fence,
-    defects.report_drained_too_early,
-    defects.ask_the_newest_span_first,
-    defects.ask_all_spans_at_once,
-    defects.overtake_rows_that_are_sent_again,
-    defects.use_an_epoch_again,
-    defects.hand_over_too_early,
-    defects.take_rows_of_a_lost_owner_for_done,
-    defects.lose_returned_rows_when_a_strand_is_split,
-    defects.let_a_failed_row_be_overtaken,
-    defects.hand_out_a_key_twice_at_a_time,
-]
-#: Those that consumers show which are cut off.
-OF_LEASES: list[Defect] = [
-    defects.accept_a_lower_epoch,
-    defects.ignore_the_lease,
-    defects.keep_what_is_not_ours_any_more,
-]
-COMMON_SEEDS = range(200, 208)
-LEASE_SEEDS = range(1, 9)
+#: Brokers made a checkpoint while much was in hands; then nobody has it any more.
+ALL_KILLED = [Fault("kill", 4.6, 0.1, name) for name in (*BROKERS, *(f"consumer-{n}" for n in range(8)))]
+#: One consumer after another: what each had goes to the others.
+KILLED = [Fault("kill", 2.0 + 0.6 * n, 0.3, f"consumer-{n}") for n in range(8)]
 
 
 def common(seed: int) -> OrderedCluster:
-    return OrderedCluster(seed, drain_seconds=DRAIN_SECONDS)
+    return OrderedCluster(seed, quiet_seconds=QUIET_SECONDS, early=True)
 
 
-def cut_off(seed: int) -> OrderedCluster:
-    return OrderedCluster(seed, slow=True, script=CUT_OFF, changes=[], drain_seconds=DRAIN_SECONDS)
+def busy(script: list[Fault], slow: float) -> Callable[[int], OrderedCluster]:
+    """More to do than anybody can at once, and these faults."""
+    return lambda seed: OrderedCluster(
+        seed, slow=slow, script=script, changes=[Change(1.5, STRICT, 1)], quiet_seconds=QUIET_SECONDS, early=True
+    )
 
 
-def found(make: Callable[[int], OrderedCluster], seeds: Iterable[int]) -> bool:
-    """One of the runs fails."""
-    for seed in seeds:
-        try:
-            make(seed).run()
-        except AssertionError:
-            return True
+#: What each defect is shown by, and by which seeds: the first that does makes the test a short one.
+COMMON = (common, (208, 202, 205, 209))
+ONE_BY_ONE = (busy(KILLED, 0.25), (3, 4))
+LONG_HANDLING = (busy(CUT_OFF, 1.5), (3, 1))
+SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] = {
+    defects.take_rows_behind_the_fence: COMMON,
+    defects.report_drained_too_early: COMMON,
+    defects.ask_the_newest_span_first: COMMON,
+    defects.ask_all_spans_at_once: COMMON,
+    defects.overtake_rows_that_are_sent_again: COMMON,
+    defects.use_an_epoch_again: COMMON,
+    defects.hand_over_too_early: COMMON,
+    defects.take_rows_of_a_lost_owner_for_done: ONE_BY_ONE,
+    defects.lose_returned_rows_when_a_strand_is_split: COMMON,
+    defects.let_a_failed_row_be_overtaken: COMMON,
+    defects.hand_out_a_key_twice_at_a_time: COMMON,
+    defects.accept_a_lower_epoch: (busy(CUT_OFF, 0.25), (2, 3)),
+    defects.ignore_the_lease: LONG_HANDLING,
+    defects.keep_what_is_not_ours_any_more: LONG_HANDLING,
+    defects.grant_right_after_a_start: (busy(RESTARTED, 0.25), (3, 2)),
+    defects.forget_rows_in_hands_at_a_checkpoint: (busy(ALL_KILLED, 0.25), (1, 2)),
+    defects.settle_rows_of_other_tags: ONE_BY_ONE,
+}
+
+
+def fails(cluster: OrderedCluster) -> bool:
+    try:
+        cluster.run()
+    except AssertionError:
+        return True
     return False
 
 
-@pytest.mark.parametrize("defect", COMMON, ids=lambda defect: defect.__name__)
+@pytest.mark.parametrize("defect", SHOWN_BY, ids=lambda defect: defect.__name__)
 def test_a_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch):
+    make, seeds = SHOWN_BY[defect]
     defect(monkeypatch)
-    assert found(common, COMMON_SEEDS)
+    assert any(fails(make(seed)) for seed in seeds)
 
 
-@pytest.mark.parametrize("defect", OF_LEASES, ids=lambda defect: defect.__name__)
-def test_a_defect_of_locks_and_leases_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch):
-    defect(monkeypatch)
-    assert found(cut_off, LEASE_SEEDS)
+#: Without a defect all of them are fine.
+FINE = dict.fromkeys((make, seed) for make, seeds in SHOWN_BY.values() for seed in seeds)
 
 
-@pytest.mark.parametrize("number", COMMON_SEEDS)
+@pytest.mark.parametrize("number", range(len(FINE)))
 def test_the_same_seeds_pass_without_a_defect(number: int):
-    common(number).run()
-
-
-@pytest.mark.parametrize("number", LEASE_SEEDS)
-def test_so_do_those_with_consumers_that_are_cut_off(number: int):
-    cut_off(number).run()
+    make, seed = list(FINE)[number]
+    make(seed).run()

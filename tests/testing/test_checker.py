@@ -321,11 +321,11 @@ def test_two_owners_of_one_epoch_are_found():
 # --- duplicates ---------------------------------------------------------------------------------
 
 
-def twice(ack: str | None) -> History:
+def twice(ack: str | None, place: Place | None = None) -> History:
     """Handled by c at 1.0 to 1.5, acked at 1.6 as said, and by d at 3.0."""
     history = History()
     sent(history, 1)
-    first = history.handle("c", "k", 1, time=1.0)
+    first = history.handle("c", "k", 1, place=place, time=1.0)
     first.done(1.5)
     if ack is not None:
         getattr(first, f"ack_{ack}")(1.6)
@@ -366,6 +366,13 @@ def test_a_fault_that_lasts_until_then_is_a_reason():
     history = twice("unknown")
     history.broken("cut off", -1.0, until=0.5, consumer="c")
     assert check(history) == []
+
+
+@pytest.mark.parametrize(("at", "found"), [("g1", []), ("g2", ["duplicate"])])
+def test_a_fault_of_a_broker_is_a_reason_for_what_it_has(at: str, found: list[str]):
+    history = twice("unknown", place=("s@g1", 7))
+    history.broken("killed", 2.0, at=at)
+    assert kinds(history) == found
 
 
 def test_a_kill_after_the_confirmed_ack_is_no_reason():

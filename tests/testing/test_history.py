@@ -21,6 +21,7 @@ def record(history: History) -> None:
     handling.ack_ok(5.0)
     history.bury("m-3", group="g")
     history.broken("killed", 6.0, until=7.0, consumer="c", forgets=True)
+    history.broken("paused", 6.0, at="g1")
 
 
 def described(history: History) -> list[object]:
@@ -32,7 +33,7 @@ def described(history: History) -> list[object]:
          h.ack, h.acked)
         for h in history.handlings
     ]  # fmt: skip
-    faults = [(f.reason, f.time, f.until, f.consumer, f.forgets) for f in history.faults]
+    faults = [(f.reason, f.time, f.until, f.consumer, f.forgets, f.at) for f in history.faults]
     return [sends, handlings, faults, sorted(history.dead)]
 
 
