@@ -123,7 +123,7 @@ class OrderedGroup(StrandFailures):
         leaving = self.locks.leaving
         owners = set(np.unique(self.locks.owner[leaving]).tolist())
         for strand in list(self.strands):
-            if strand.key is not None or strand.leaving or strand.owner not in owners:
+            if strand.owner not in owners:
                 continue
             lps = strand.lps & leaving
             if lps.any() and not np.array_equal(lps, strand.lps):
