@@ -216,12 +216,11 @@ class OrderedGroup(StrandFailures):
 
     def serve(self, log: Log, journal: Journal, send: Callable[[Waiter, Delivery], None]) -> None:
         """Give rows to waiting pulls: each gets its own, so that there are none for one says nothing of the others."""
-        visible = self.partition.visible
         # Of most owners there is nothing, which is quickly seen.
         ready = {
             strand.owner
             for strand in self.strands
-            if not (strand.leaving or strand.parked) and (strand.returned or strand.next < strand.until(visible))
+            if not strand.leaving and (strand.returned or strand.next < strand.until(self.partition.visible))
         }
         for waiter in [each for each in self.waiters if each.consumer.id in ready]:
             delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)

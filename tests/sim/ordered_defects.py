@@ -21,7 +21,7 @@ from plait.client.queue import PartitionQueue
 from plait.client.rights import Rights, no_lps
 from plait.frame.lp import lp_set
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta import allocation, membership
+from plait.meta import allocating, allocation
 from plait.storage.ranges import Ranges
 from plait.storage.strand import Strand, StrandState
 
@@ -86,7 +86,7 @@ def use_an_epoch_again(patch: Patch) -> None:
         after = allocation.allocate(members, present)
         return allocation.Allocation(after.members, after.owners, present.epochs, present.epoch)
 
-    patch.setattr(membership, "allocate", naive)
+    patch.setattr(allocating, "allocate", naive)
 
 
 def hand_over_too_early(patch: Patch) -> None:
