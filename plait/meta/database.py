@@ -79,7 +79,7 @@ class Database:
         if self.dialect != "sqlite":
             return None
         try:
-            with self._one, closing(self._engine.raw_connection()) as connection:
+            with closing(self._engine.raw_connection()) as connection:
                 found: int = connection.cursor().execute(statement).fetchone()[0]
                 return found
         except (sqlite3.Error, exc.DBAPIError):

@@ -70,7 +70,7 @@ def handled_others(database: Path, *, stuck: bool) -> tuple[int, list[int]]:
             [group] = servers[0].broker.subjects["s"].groups.values()
             assert isinstance(group, OrderedGroup)
             ranges = sum(len(strand.returned) + len(strand.all_held()) for strand in group.strands)
-            sizes.append(len(list(group.strands)) + ranges + len(group._exact))
+            sizes.append(len(list(group.strands)) + ranges)
         host = servers[0].cluster._host
         assert host is not None
         assert host._store is not None
