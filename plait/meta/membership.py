@@ -7,6 +7,7 @@ are written down at once; the new allocation follows (``Allocating``).
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,7 +16,7 @@ from plait.errors import GroupMismatch, GroupNotFound, LimitExceeded, PlaitError
 from plait.meta.allocation import nobody
 from plait.meta.core import Core
 from plait.meta.database import Lost
-from plait.meta.mirror import GroupKey
+from plait.meta.mirror import GroupKey, Mirror
 from plait.meta.schema import Group, Member, StoredAllocation
 from plait.meta.settings import GroupSettings, group_settings, text_of
 from plait.meta.store import Change
@@ -30,6 +31,34 @@ _PREFIX_END = "c0"
 Membership = tuple[str, str, bool]
 
 
+class _Said(NamedTuple):
+    """What a client said last. It need not be looked at again for as long as nothing changes by others."""
+
+    turn: int
+    members: Sequence[Membership]
+    affinity: Collection[GroupKey]
+
+    def settings(self) -> dict[GroupKey, GroupSettings]:
+        affine = set(self.affinity)
+        return {(name, group): GroupSettings(ordered, (name, group) in affine) for name, group, ordered in self.members}
+
+
+class _Groups(NamedTuple):
+    """What a client is a member of, in order."""
+
+    turn: int
+    exclusive: list[GroupKey]
+    shared: list[Share]
+    subjects: list[str]
+
+    @classmethod
+    def of(cls, mirror: Mirror, client: str) -> _Groups:
+        keys = sorted(mirror.memberships.get(client, ()))
+        exclusive = [key for key in keys if mirror.settings[key].ordered]
+        shared = [Share(*key, "shared", []) for key in keys if not mirror.settings[key].ordered]
+        return cls(mirror.turn, exclusive, shared, sorted({subject for subject, _ in keys}))
+
+
 class Members:
     """The members of all groups."""
 
@@ -40,6 +69,9 @@ class Members:
         self._passed = core.clock.monotonic()
         #: Heard of since their counters were written.
         self._heard: dict[str, None] = {}
+        #: By client, as long as it is a member of something.
+        self._said: dict[str, _Said] = {}
+        self._groups: dict[str, _Groups] = {}
         self._flushed = 0.0
         #: Counters of clients are read behind this name; "": all are read.
         self._reading = ""
@@ -59,16 +91,10 @@ class Members:
         if self._core.down is not None:
             raise self._core.down
         names.check("client", client)
-        affine = set(affinity)
-        said = [] if leaving else members
-        wanted = {(name, group): GroupSettings(ordered, (name, group) in affine) for name, group, ordered in said}
-        limit = self._core.limits.groups_per_client
-        if len(wanted) > limit:
-            raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
-        known = self._core.mirror.memberships.get(client, set())
+        said = None if leaving else _Said(self._core.mirror.turn, members, affinity)
         refused: dict[GroupKey, PlaitError] = {}
-        if known != wanted.keys() or not self._agree(wanted):
-            refused = self._core.decide(lambda: self._join(client, wanted))
+        if said is None or said != self._said.get(client):
+            refused = self._hear(client, said)
         self._pass_time()
         who = _PREFIX + client
         if client in self._core.mirror.memberships:
@@ -77,6 +103,21 @@ class Members:
         elif who in self._watch:
             self._forget([who])
         return self._beaten(client, refused, seen)
+
+    def _hear(self, client: str, said: _Said | None) -> dict[GroupKey, PlaitError]:
+        """A client says something else than before, or others may have; what it cannot be a member of, and why."""
+        mirror, limit = self._core.mirror, self._core.limits.groups_per_client
+        wanted = {} if said is None else said.settings()
+        if len(wanted) > limit:
+            raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
+        refused: dict[GroupKey, PlaitError] = {}
+        if mirror.memberships.get(client, set()) != wanted.keys() or not self._agree(wanted):
+            refused = self._core.decide(lambda: self._join(client, wanted))
+        if said is None or refused or not wanted:
+            self._said.pop(client, None)
+        else:
+            self._said[client] = said._replace(turn=mirror.turn)
+        return refused
 
     def known(self, client: str, seen: int = 0) -> Beaten:
         """What is a client's, by what it said last, and newer than ``seen``."""
@@ -151,22 +192,20 @@ class Members:
 
     def _beaten(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> Beaten:
         mirror = self._core.mirror
-        shares: list[Share] = []
-        versions: dict[str, int] = {}
-        newest = 0
-        for key in mirror.memberships.get(client, ()):
-            subject, name = key
-            if mirror.settings[key].ordered:
-                changed = mirror.allocations[key].changed
-                newest = max(newest, changed)
-                if changed > seen:
-                    shares.append(Share(subject, name, "exclusive", mirror.allocation(key).lps_of(client)))
-            else:
-                shares.append(Share(subject, name, "shared", []))
-            route = mirror.routes[subject]
-            versions[subject] = route.version
-            newest = max(newest, route.changed)
-        return Beaten(newest, sorted(shares), refused, dict(sorted(versions.items())))
+        allocations, routes = mirror.allocations, mirror.routes
+        groups = self._groups.get(client)
+        if groups is None or groups.turn != mirror.turn:
+            groups = _Groups.of(mirror, client)
+            if client in mirror.memberships:
+                self._groups[client] = groups
+        changed = [allocations[key].changed for key in groups.exclusive]
+        shares = list(groups.shared)
+        if changed and max(changed) > seen:
+            new = [key for key, each in zip(groups.exclusive, changed, strict=True) if each > seen]
+            shares += [Share(*key, "exclusive", mirror.allocation(key).lps_of(client)) for key in new]
+        changed += [routes[subject].changed for subject in groups.subjects]
+        versions = {subject: routes[subject].version for subject in groups.subjects}
+        return Beaten(max(changed, default=0), shares, refused, versions)
 
     # --- who is lost ----------------------------------------------------------------------------
 
@@ -245,6 +284,8 @@ class Members:
         for who in whos:
             self._watch.forget(who)
             self._heard.pop(who, None)
+            self._said.pop(who.removeprefix(_PREFIX), None)
+            self._groups.pop(who.removeprefix(_PREFIX), None)
         if not self._core.store.alone:
             with self._core.noted():
                 self._core.store.forget_beats(whos)

@@ -48,9 +48,12 @@ class Mirror:
         self.new_subjects: set[str] = set()
         self.new_groups: set[GroupKey] = set()
         self.new_brokers: set[str] = set()
+        #: Another number than before: who is a member of what, or what a group is like, may have changed.
+        self.turn = 0
         self._clear()
 
     def _clear(self) -> None:
+        self.turn += 1
         self.brokers: dict[str, dict[str, Broker]] = defaultdict(dict)
         self.subjects: dict[str, Subject] = {}
         self.routes: dict[str, StoredRoute] = {}
@@ -153,6 +156,7 @@ class Mirror:
                 self.new_subjects.add(row.name)
                 self.unsettled.add(row.name)
             case Group():
+                self.turn += 1
                 self.groups[row.subject, row.name] = row
                 self.settings[row.subject, row.name] = group_settings(row.settings)
                 self.groups_of[row.subject].add(row.name)
@@ -161,6 +165,7 @@ class Mirror:
                 self.new_brokers.add(row.broker_group)
 
     def _apply_member(self, row: Member) -> None:
+        self.turn += 1
         key = (row.subject, row.name)
         if row.online:
             self.members[key][row.client] = row
@@ -220,6 +225,7 @@ class Mirror:
                 self.groups_of.pop(row.name, None)
                 self.partitions_of.pop(row.name, None)
             case Group():
+                self.turn += 1
                 self.groups.pop((row.subject, row.name), None)
                 self.settings.pop((row.subject, row.name), None)
                 self.touched.pop((row.subject, row.name), None)

@@ -93,6 +93,12 @@ class MetaService:
         return self._changes(more=more)
 
     @property
+    def busy(self) -> bool:
+        """There is something for ``step`` to do, or to tell."""
+        mirror = self._core.mirror
+        return bool(mirror.stale or mirror.unsettled or mirror.new_subjects or mirror.new_groups or mirror.new_brokers)
+
+    @property
     def writing(self) -> Writing | None:
         """To be carried out before the next ``step``, by any thread: then no heartbeat waits for the database."""
         return self._allocating.writing

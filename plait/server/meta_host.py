@@ -189,10 +189,15 @@ class MetaHost:
                 if said:
                     beaten = await self.call(lambda s: s.client(client, seen))
                 else:
-                    beaten = await self.change(
-                        lambda s: s.beat_client(client, members, seen=seen, leaving=leaving, affinity=affinity)
+                    beaten, busy = await self.call(
+                        lambda s: (
+                            s.beat_client(client, members, seen=seen, leaving=leaving, affinity=affinity),
+                            s.busy,
+                        )
                     )
                     said = True
+                    if busy:
+                        self.look_soon()
                 left = deadline - self._loop.time()
                 if leaving or beaten.seen != seen or beaten.refused or left <= 0:
                     return beaten
