@@ -89,8 +89,8 @@ async def _leave(clients: _Clients, observers: list[_Observer], which: int) -> f
         observer.begin()
     begin = time.perf_counter()
     leaving = range(which * classes, (which + 1) * classes)
-    await asyncio.gather(*(clients.leave(number) for number in leaving))
     clients.measuring = True
+    await asyncio.gather(*(clients.leave(number) for number in leaving))
     async with asyncio.timeout(WAIT_SECONDS):
         await asyncio.gather(*(observer.done.wait() for observer in observers))
     clients.measuring = False

@@ -101,7 +101,9 @@ async def test_who_is_to_handle_what(client: plait.Client) -> None:
         client.consumer("s", group="ordered", ordered=True),
         client.consumer("s", group="shared"),
     ):
-        ordered = await client.admin.allocation("s", "ordered")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while (ordered := await client.admin.allocation("s", "ordered")).members[0].count == 0:
+                pass
         assert (ordered.strategy, [(m.client, m.count) for m in ordered.members]) == (
             "exclusive",
             [("c", LOGICAL_PARTITIONS)],

@@ -174,19 +174,20 @@ async def test_a_log_that_cannot_be_written_or_synced_ends_the_server_and_a_rest
     server = await serve(disk, flush=flush, flush_seconds=0.01)
     acknowledged: list[bytes] = []
 
-    async def send_all(client: plait.Client) -> None:
-        for number in range(1000):
-            if number == 50:
-                disk.fail(operation, path=path, times=None)
+    async def send_all(client: plait.Client, first: int, end: int) -> None:
+        for number in range(first, end):
             body = b"%d" % number
             await client.send("orders", body)
             acknowledged.append(body)
 
     limits = plait.ClientLimits(send_seconds=0.2, request_seconds=0.2)
+    async with plait.connect(server.address) as patient:
+        await send_all(patient, 0, 50)
     async with plait.connect(server.address, limits=limits) as client:
         consuming = asyncio.create_task(ack_all(client))
+        disk.fail(operation, path=path, times=None)
         with pytest.raises(PlaitError):
-            await send_all(client)
+            await send_all(client, 50, 1000)
         failure = await failure_of(server)
         consuming.cancel()
         await asyncio.gather(consuming, return_exceptions=True)
