@@ -186,7 +186,7 @@ class MetaHandlers:
             raise error
         return m.Beaten(
             beaten.seen,
-            [(each.subject, each.group, each.strategy, each.lps) for each in beaten.shares],
+            list(beaten.shares),
             self._host.metas,
             beaten.routes,
         )
