@@ -191,11 +191,12 @@ class OrderedGroup(StrandFailures):
             keys = [each for each in keys if self.strands.get(each.id) is each]
         abreast: list[Strand] = []
         for strand in keys:
-            if self._troubled(strand):
+            if troubled := self._troubled(strand):
                 # One after another: nothing of the key goes out before what went out last is done.
                 if not strand.held and not strand.waiting:
                     self._take_key(strand, taking, journal)
-            else:
+                troubled = bool(strand.held) or self._troubled(strand)
+            if not troubled:
                 abreast.append(strand)
         while taking.more and self._serve_again(lps, taking, journal):
             pass
@@ -226,10 +227,6 @@ class OrderedGroup(StrandFailures):
             delivery = self.take(log, waiter.consumer, waiter.count, waiter.size, journal)
             if delivery is not None and waiter.leave():
                 send(waiter, delivery)
-
-    def _troubled(self, strand: Strand) -> bool:
-        """A key that has not caught up with its logical partition."""
-        return bool(strand.returned or strand.waiting) or strand.next < self._parent(strand).next
 
     def _take_key(self, strand: Strand, taking: Taking, journal: Journal) -> None:
         rows = taking.rows
@@ -346,6 +343,9 @@ class OrderedGroup(StrandFailures):
     ) -> None:
         """Hand out the rows of these strands in [start, end), which all of them stand at or got back."""
         tag = strands[0].id
+        if strands[0].key is not None:
+            # What several keys share goes under none of their numbers: it would be that of what one gets later.
+            tag = self._tag = self._tag - 1
         delivery = taking.delivery
         chooser = Chooser(strands)
         for first, last, frame in self._walk(journal, start, end, again=attempt > 0):

@@ -166,6 +166,10 @@ class StrandRows(Group):
     def _parent(self, strand: Strand) -> Strand:
         return self.strands.by_lp[int(np.flatnonzero(strand.lps)[0])]
 
+    def _troubled(self, strand: Strand) -> bool:
+        """A key that has not caught up with its logical partition."""
+        return bool(strand.returned or strand.waiting) or strand.next < self._parent(strand).next
+
     def _cut(self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: Taking) -> Piece | None:
         """The rows of the strands in [first, last) of a frame, as far as there is room; None: there is none."""
         delivery = taking.delivery

@@ -1,0 +1,72 @@
+"""Keys of an ordered group that failed once and have caught up with their logical partitions, or nearly so."""
+
+from __future__ import annotations
+
+from plait.limits import ServerLimits
+from tests.broker.ordered_node import Owner, keyed, make_subject
+from tests.support.broker_node import Node, Producer
+
+ALL = [(0, 1024, 1)]
+
+
+def node_with(**settings: object) -> Node:
+    node = Node(**settings)
+    make_subject(node)
+    return node
+
+
+def bodies(rows: list) -> list[bytes]:
+    return [row.body for row in rows]
+
+
+def fail_and_ack(owner: Owner, key: str) -> None:
+    """The first row of a key fails, comes again and is done."""
+    owner.nack(owner.first_of(key))
+    [again] = owner.pull()
+    owner.ack(again)
+
+
+def test_an_ack_of_rows_that_keys_shared_settles_nothing_that_one_of_them_got_later():
+    node = node_with(limits=ServerLimits(consumer_ranges=2))
+    producer = Producer(5)
+    keyed(node, producer, [("x", b"x1"), ("a", b"a1"), ("y", b"y1"), ("b", b"b1"), ("z", b"z1")])
+    owner = Owner(node, "c1")
+    owner.lease(ALL)
+    owner.pull()
+    fail_and_ack(owner, "a")
+    fail_and_ack(owner, "b")
+    # What is left in hands are two ranges: of the others nothing is handed out any more.
+    owner.ack(owner.first_of("y"))
+    keyed(node, producer, [("a", b"a2"), ("b", b"b2"), ("a", b"a3"), ("b", b"b3")])
+    assert bodies(shared := owner.pull()) == [b"a2", b"b2", b"a3", b"b3"]
+    owner.nack(owner.first_of("a"))
+    assert bodies(again := owner.pull()) == [b"a2"]
+    owner.ack(*again)
+    assert bodies(owner.pull()) == [b"a3"]
+    # As a client does, over rows of the frame that the broker has back.
+    _, first, _, last = shared
+    node.broker.ack(owner.consumer, [(first.sequence, last.end, first.epoch)], lambda: None, [first.tag])
+    owner.rows = [row for row in owner.rows if row not in (first, last)]
+    node.turn()
+    node = node.killed()
+    owner.node, owner.rows = node, []
+    owner.attach()
+    owner.lease(ALL)
+    assert b"a3" in bodies(owner.pull_all())
+
+
+def test_a_key_that_catches_up_gets_its_next_row_at_once():
+    node = node_with()
+    producer = Producer(5)
+    keyed(node, producer, [("a", b"a1"), ("x", b"x1")])
+    owner = Owner(node, "c1")
+    owner.lease(ALL)
+    owner.pull()
+    owner.nack(owner.first_of("a"))
+    keyed(node, producer, [("x", b"x2")])
+    assert bodies(owner.pull()) == [b"a1", b"x2"]
+    owner.ack(owner.first_of("a"))
+    keyed(node, producer, [("a", b"a2")])
+    waiting = node.pull(owner.consumer, wait=10)
+    assert waiting.answered
+    assert waiting.bodies == [b"a2"]
