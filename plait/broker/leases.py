@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from plait.broker.group import Consumer, Group
 
 
-#: Newer than any route.
-NEWEST = 2**62
-
-
 class Leased(NamedTuple):
     """What a consumer has, for ``seconds`` from when it asked."""
 
@@ -84,7 +80,7 @@ class Leases:
         wants: Iterable[Want],
         marks: list[int],
         resumed: list[int],
-        route: int = NEWEST,
+        route: int,
     ) -> Leased:
         """All the locks that a consumer wants from now on; what it has of them, for another lease.
 
@@ -92,8 +88,8 @@ class Leases:
         """
         group = self._ordered(consumer)
         wanted = list(wants)
-        if route < group.partition.row.route:
-            wanted = _as_far_as_known(wanted, group.partition.reopened)
+        if route < group.partition.row.route and not group.definition.affinity:
+            wanted = _as_far_as_known(wanted, group.partition.known_until(route))
         consumer.leased_until = self.now() + self.longest
         group.lease(consumer, wanted, self._broker, self.now())
         group.inherit(marks, resumed, self._broker)
@@ -154,7 +150,7 @@ def _parked(group: OrderedGroup, wanted: list[Want]) -> tuple[list[int], list[in
     return [key for key, _ in found], [key for key, only in found if only]
 
 
-def _as_far_as_known(wants: list[Want], reopened: Epochs) -> list[Want]:
+def _as_far_as_known(wants: list[Want], known_until: Epochs) -> list[Want]:
     """What is wanted by who goes by an older route: not what came after the route led elsewhere and back (R4)."""
     # Who says anything is refused before.
     epochs_of((first, end, epoch) for first, end, epoch, _ in wants)
@@ -163,7 +159,7 @@ def _as_far_as_known(wants: list[Want], reopened: Epochs) -> list[Want]:
         if until:
             known.append((first, end, epoch, until))
             continue
-        for low, high, begins in runs_with(reopened, lp_set([(first, end)])):
+        for low, high, begins in runs_with(known_until, lp_set([(first, end)])):
             if begins:
                 known.append((low, high, epoch, max(begins, 0)))
     return known

@@ -104,12 +104,13 @@ class Partition:
                 self.fences[first:end] = fence
         self._slots = [(start, np.flatnonzero(lp_set(runs))) for start, runs in row.taken]
 
-    @property
-    def reopened(self) -> npt.NDArray[np.int64]:
-        """Where rows begin that an older route does not lead to, for each logical partition; -1: it leads to all."""
+    def known_until(self, route: int) -> npt.NDArray[np.int64]:
+        """Where rows begin that a route does not lead to, for each logical partition; -1: it leads to all."""
         begins = np.full(LOGICAL_PARTITIONS, -1, np.int64)
-        for first, end, sequence in self._row.reopened:
-            begins[first:end] = sequence
+        # The lowest counts.
+        for first, end, sequence, version in sorted(self._row.reopened, key=lambda each: -each[2]):
+            if version > route:
+                begins[first:end] = sequence
         return begins
 
     @property

@@ -15,12 +15,16 @@ import numpy as np
 from plait.broker import subjects
 from plait.broker.partition import Partition
 from plait.errors import InvalidArgument, StaleRoute, SubjectNotFound
-from plait.frame.lp import LpSet, lp_set, runs_of, runs_with
+from plait.frame.header import SEQUENCE_MAX
+from plait.frame.lp import LpSet, lp_set, runs_alike, runs_of, runs_with
 from plait.limits import LOGICAL_PARTITIONS
-from plait.storage.catalog import Fence, Lps, PartitionRow, SubjectSettings
+from plait.storage.catalog import Fence, Lps, PartitionRow, Reopened, SubjectSettings
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
+
+#: So many places at which logical partitions began anew are told apart.
+REOPENED_MAX = 8
 
 
 def open_lps(
@@ -42,9 +46,7 @@ def open_lps(
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     opened = accepts | chosen
     fences = [] if partition.fences is None else runs_with(partition.fences, ~opened & (partition.fences > 0))
-    again = partition.reopened.copy()
-    again[chosen & ~accepts] = partition.next
-    row = msgspec.structs.replace(row, reopened=runs_with(again, again >= 0))
+    row = msgspec.structs.replace(row, reopened=_reopened(partition, chosen & ~accepts, version))
     _change(broker, partition, _with(row, opened, fences, version, partition.next), settings)
     return partition
 
@@ -92,6 +94,26 @@ def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, 
     return msgspec.structs.replace(
         row, lps=None if lps == everything and not fences else lps, fences=fences, route=version, taken=taken
     )
+
+
+def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
+    """What begins here anew, with what did before; what began below one place as one: who knows less gets less."""
+    entries = [*partition.row.reopened, *((first, end, partition.next, version) for first, end in runs_of(lps))]
+    places = sorted({sequence for _, _, sequence, _ in entries})
+    lowest = max([partition.start, *places[:-REOPENED_MAX]])
+    groups: dict[int, list[Reopened]] = {}
+    for entry in entries:
+        groups.setdefault(max(entry[2], lowest), []).append(entry)
+    found: list[Reopened] = []
+    for group in groups.values():
+        begins = np.full(LOGICAL_PARTITIONS, SEQUENCE_MAX, np.int64)
+        versions = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first, end, sequence, by in group:
+            begins[first:end] = np.minimum(begins[first:end], sequence)
+            versions[first:end] = np.maximum(versions[first:end], by)
+        runs = runs_alike(begins < SEQUENCE_MAX, begins, versions)
+        found += [(first, end, int(begins[first]), int(versions[first])) for first, end in runs]
+    return found
 
 
 def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: SubjectSettings) -> None:

@@ -34,6 +34,8 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
 Lps = tuple[int, int]
 #: The same, with the sequence at which the partition was closed to them.
 Fence = tuple[int, int, int]
+#: The same, with the sequence from which on the partition took them and the version of the route that said so.
+Reopened = tuple[int, int, int, int]
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
@@ -55,8 +57,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     route: int = 0
     #: What it took from each of these sequences on, the first of them first: rows without keys are of one of those.
     taken: list[tuple[int, list[Lps]]] = []
-    #: Those that it took later than from its beginning on, most often once more, and where their rows begin then.
-    reopened: list[Fence] = []
+    #: Those that it took later than from its beginning on, where their rows begin then, and by which route.
+    reopened: list[Reopened] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

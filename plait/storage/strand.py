@@ -93,11 +93,6 @@ class Strand:
         #: The sequence of that letter; -1: it is where the key's rows were before.
         self.letter = -1
 
-    @property
-    def whole(self) -> bool:
-        """Every row of the partition is its own."""
-        return self.key is None and not self.without and bool(self.lps.all())
-
     def chooses(self, lps: Lps, hashes: Hashes | None) -> npt.NDArray[np.bool_]:
         """Which rows are its own."""
         if self.key is not None:

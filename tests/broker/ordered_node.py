@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from plait.broker.group import Failure
-from plait.broker.leases import NEWEST, Leased
+from plait.broker.leases import Leased
 from plait.broker.ordered import OrderedGroup
 from plait.client.rows import hash_keys
 from plait.frame.columns import Column
@@ -21,6 +21,8 @@ from plait.storage.catalog import SubjectSettings
 from tests.support.broker_node import Node, Producer, Sent
 
 SUBJECT, GROUP = "orders", "billing"
+#: Newer than any route.
+NEWEST = 2**62
 
 
 class Held(NamedTuple):

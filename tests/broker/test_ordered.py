@@ -9,7 +9,7 @@ from plait.errors import GroupMismatch, InvalidArgument, StaleRoute
 from plait.frame.lp import lp_of_key
 from plait.retry import Retry
 from plait.storage.catalog import SubjectSettings
-from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed, make_subject
+from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer, Sent
 
 ALL = [(0, 1024, 1)]
@@ -118,7 +118,7 @@ def test_a_lock_passes_on_only_when_nothing_is_in_the_owners_hands():
     lp = lp_of_key("a")
     old.rows.remove(second)
     rows = [first]
-    leased = node.broker.leases.ask(old.consumer, old.wants, [], [])
+    leased = node.broker.leases.ask(old.consumer, old.wants, [], [], NEWEST)
     assert leased.leaving == [(lp, lp + 1)]
     old.give_back([second])
     assert new.pull() == []

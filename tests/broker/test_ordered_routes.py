@@ -1,0 +1,95 @@
+"""Ordered consumers that go by an older route than a partition has heard of (R4)."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.broker import sealing
+from plait.frame.lp import lp_of_key
+from plait.storage.catalog import SubjectSettings
+from tests.broker.ordered_node import SUBJECT, Owner, keyed, make_subject
+from tests.support.broker_node import Node, Producer
+
+ALL = [(0, 1024, 1)]
+LP = lp_of_key("a")
+
+
+class Moving:
+    """A partition that the key's logical partition leaves and comes back to."""
+
+    def __init__(self, **settings: object) -> None:
+        self.node = Node(**settings)
+        make_subject(self.node)
+        self.producer = Producer(5)
+        self.version = 1
+        self.send(b"0")
+
+    def send(self, body: bytes) -> None:
+        assert keyed(self.node, self.producer, [("a", body)]).acknowledged
+
+    def leave(self, lp: int = LP) -> None:
+        self.version += 1
+        sealing.seal(self.node.broker, SUBJECT, [(lp, lp + 1)], self.version, lambda _: None)
+        self.node.turn()
+
+    def come_back(self, lp: int = LP) -> None:
+        self.version += 1
+        settings = SubjectSettings(order="strict")
+        sealing.open_lps(self.node.broker, SUBJECT, SUBJECT, [(lp, lp + 1)], self.version, settings)
+        self.node.turn()
+
+    def handed(self, *routes: int, **settings: object) -> list[bytes]:
+        """What somebody gets who goes by a route, and then by the next."""
+        owner = Owner(self.node, "c1", **settings)
+        rows = []
+        for route in routes:
+            owner.lease(ALL, route=route)
+            rows = owner.pull_all()
+        return [row.body for row in rows]
+
+
+@pytest.mark.parametrize(("route", "handed"), [(1, [b"0"]), (3, [b"0", b"1"]), (5, [b"0", b"1", b"2"])])
+@pytest.mark.parametrize("crash", [False, True])
+def test_of_several_ways_back_the_first_that_a_route_does_not_know_counts(route: int, handed: list, crash: bool):
+    moving = Moving()
+    for body in (b"1", b"2"):
+        moving.leave()
+        moving.come_back()
+        moving.send(body)
+    if crash:
+        moving.node = moving.node.killed()
+    assert moving.handed(route) == handed
+
+
+def test_a_move_of_others_withholds_nothing():
+    moving = Moving()
+    moving.leave()
+    moving.come_back()
+    moving.send(b"1")
+    other = (LP + 1) % 1024
+    moving.leave(other)
+    moving.come_back(other)
+    assert moving.handed(3) == [b"0", b"1"]
+
+
+def test_affinity_is_handed_all_there_is():
+    moving = Moving()
+    moving.leave()
+    moving.come_back()
+    moving.send(b"1")
+    assert moving.handed(1, affinity=True) == [b"0", b"1"]
+
+
+def test_of_many_ways_back_few_are_told_apart_and_an_old_route_gets_no_more_for_it():
+    moving = Moving()
+    for number in range(3 * sealing.REOPENED_MAX):
+        moving.leave()
+        moving.come_back()
+        moving.send(b"%d" % (number + 1))
+        # Nothing lies between these two.
+        moving.leave()
+        moving.come_back()
+        moving.leave()
+        moving.come_back()
+    assert len(moving.node.partition(SUBJECT).row.reopened) <= sealing.REOPENED_MAX + 1
+    assert len(moving.handed(1, moving.version)) == 3 * sealing.REOPENED_MAX
