@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -201,10 +201,8 @@ def settle_rows_of_other_tags(patch: Patch) -> None:
     """An ack settles all that its consumer has between two rows, whatever it was handed out with."""
     ack = OrderedGroup.ack
 
-    def naive(
-        self: OrderedGroup, consumer: Consumer, start: int, end: int, epoch: int, journal: Any, tag: int = 0
-    ) -> int:
-        tags = {tag, *(each for strand in self.strands for each in strand.held)}
-        return sum(ack(self, consumer, start, end, epoch, journal, each) for each in sorted(tags))
+    def naive(self: OrderedGroup, consumer: Consumer, ranges: list[Any], journal: Any, tags: Sequence[int] = ()) -> int:
+        held = {*tags, *(each for strand in self.strands for each in strand.held)}
+        return sum(ack(self, consumer, ranges, journal, [tag] * len(ranges)) for tag in sorted(held))
 
     patch.setattr(OrderedGroup, "ack", naive)
