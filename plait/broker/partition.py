@@ -277,12 +277,22 @@ class Partition:
             if keys is None or len(keys.lps) != record.count:
                 frame = self._frame(log, record, trusted=False)
                 if frame is None:
+                    # The record does not lead to it, or it is damaged: searched for, as when it is handed out.
+                    upper = self.consume_log.record(index).base if index < len(self.consume_log) else end
+                    yield from self._keys_found(log, first, min(upper, end))
                     continue
                 keys = self.keys.of(frame)
             low, high = first - record.base, last - record.base
             if low < high:
                 hashes = None if keys.hashes is None else keys.hashes[low:high]
                 yield first, last, FrameKeys(keys.lps[low:high], hashes)
+
+    def _keys_found(self, log: Log, start: int, end: int) -> Iterator[tuple[int, int, FrameKeys]]:
+        for first, last, frame in self.walk(log, start, end):
+            if frame is not None:
+                lps, hashes = self.keys.of(frame)
+                low, high = first - frame.base, last - frame.base
+                yield first, last, FrameKeys(lps[low:high], None if hashes is None else hashes[low:high])
 
     def whole_frame(self, log: Log, sequence: int) -> FrameView | None:
         """The frame of a sequence, not verified, if it is kept and all of it visible; None otherwise."""

@@ -66,9 +66,10 @@ class StrandFailures(StrandHands):
     ) -> None:
         """A row of a strict subject failed: its key waits alone; without attempts it is parked."""
         if strand.key is None:
-            strand = self.strands.hold(strand, lp, key)
             if strand.hands is None:
+                # Once for all of its keys that fail: each takes its own out of it.
                 strand.knows(self._know(journal, strand))
+            strand = self.strands.hold(strand, lp, key)
             waiting, strand.waiting = strand.waiting, Waiting()
             for due, pieces in waiting:
                 for piece in pieces:

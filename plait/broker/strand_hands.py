@@ -84,8 +84,11 @@ class StrandHands(StrandRows):
     def _given_back(self, holding: list[Strand], clipped: list[tuple[int, int, int]], journal: Journal) -> int:
         """Nobody began with the rows of (start, end, tag) ranges; how many sequences. There may be a range for each."""
         count = 0
-        for tag in {tag for _, _, tag in clipped}:
-            meant = Ranges(sorted((start, end, 1) for start, end, each in clipped if each == tag))
+        by_tag: dict[int, list[tuple[int, int, int]]] = {}
+        for start, end, tag in clipped:
+            by_tag.setdefault(tag, []).append((start, end, 1))
+        for tag, those_of_tag in by_tag.items():
+            meant = Ranges(sorted(those_of_tag))
             for strand in [each for each in holding if tag in each.held]:
                 held = strand.held[tag].copy()
                 for rows, those in self._placed(journal, strand, meant):
@@ -110,7 +113,7 @@ class StrandHands(StrandRows):
 
     def _tighten_all(self, consumer: Consumer, journal: Journal) -> None:
         for strand in self._holding(consumer.id):
-            if strand.loose_until and strand.hands is None:
+            if strand.loose_until and (strand.hands is None or not strand.leaving):
                 self._tighten(journal, strand)
 
     def _tighten(self, journal: Journal, strand: Strand) -> None:
