@@ -8,6 +8,7 @@ back.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from plait.broker.group import Failure
@@ -68,6 +69,11 @@ class Owner:
         self.leased: Leased | None = None
         #: What is given back is named by logical partitions, not row by row.
         self.by_lps = False
+        #: Acks reach over rows of their frame that were given back.
+        self.reaches = False
+        #: Frames as they were handed out, and what of them was given back.
+        self.frames: list[list[Held]] = []
+        self.back: set[Held] = set()
         self.attach()
 
     def attach(self) -> None:
@@ -76,6 +82,7 @@ class Owner:
             SUBJECT, GROUP, self.client, ordered=True, holds=holds, token=7, **self.settings
         )
         self.rows = [row._replace(tag=0, end=row.sequence + 1) for row in self.rows]
+        self.frames, self.back = [], set()
 
     @property
     def group(self) -> OrderedGroup:
@@ -115,10 +122,13 @@ class Owner:
                 keys = frame.binary(Column.KEY).to_pylist() if frame.has(Column.KEY) else [b""] * frame.count
                 bodies = frame.binary(Column.BODY).to_pylist()
                 ends = [*numbers[1:], numbers[-1] + 1]
-                rows += [
-                    Held(*values, tag, frame.epoch, attempt)
-                    for values in zip(numbers, ends, [key.decode() for key in keys], lps, bodies, strict=True)
-                ]
+                self.frames.append(
+                    [
+                        Held(*values, tag, frame.epoch, attempt)
+                        for values in zip(numbers, ends, [key.decode() for key in keys], lps, bodies, strict=True)
+                    ]
+                )
+                rows += self.frames[-1]
         self.rows += rows
         return rows
 
@@ -148,7 +158,7 @@ class Owner:
         """Neighbours of one frame are acked as one range."""
         ranges: list[tuple[int, int, int]] = []
         tags: list[int] = []
-        for row in sorted(rows):
+        for row in sorted(self._reached(rows) if self.reaches else rows):
             if ranges and tags[-1] == row.tag and row.tag and ranges[-1][1:] == (row.sequence, row.epoch):
                 ranges[-1] = (ranges[-1][0], row.end, row.epoch)
             else:
@@ -161,6 +171,15 @@ class Owner:
         self.node.turn()
         return bool(answered)
 
+    def _reached(self, rows: Sequence[Held]) -> set[Held]:
+        """Rows, and those beside them in their frame that were given back."""
+        reached = set(rows)
+        for frame in self.frames:
+            for near, far in [*pairwise(frame), *pairwise(frame[::-1])]:
+                if near in reached and far in self.back:
+                    reached.add(far)
+        return reached
+
     def nack(self, row: Held, delay: float | None = 0.0, **failure: Any) -> None:
         """It failed; if it holds its key, what is behind it is not ours any more, and that is said too."""
         self.rows.remove(row)
@@ -171,6 +190,7 @@ class Owner:
     def give_back(self, rows: list[Held]) -> None:
         """Nobody began with them."""
         given = set(rows)
+        self.back |= given
         self.rows = [row for row in self.rows if row not in given]
         if self.by_lps and all(row.tag and row.key for row in rows):
             self._give_back_lps(rows)

@@ -12,6 +12,7 @@ from typing import Literal
 
 import pytest
 
+from plait.limits import ServerLimits
 from plait.retry import Retry
 from tests.broker.ordered_node import GROUP, SUBJECT, Held, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
@@ -26,7 +27,8 @@ class World:
 
     def __init__(self, seed: int, flush: str) -> None:
         self.rng = random.Random(seed)
-        self.node = Node(flush=flush, message_segment_size=65536, action_segment_size=16384)
+        limits = ServerLimits(consumer_ranges=self.rng.choice((3, 10_000)))
+        self.node = Node(flush=flush, message_segment_size=65536, action_segment_size=16384, limits=limits)
         make_subject(self.node)
         self.node.turn()
         self.producer = Producer(7)
@@ -119,6 +121,7 @@ class World:
             owner.rows, owner.rights = [], {}
             owner.attach()
         owner.by_lps = self.rng.random() < 0.7
+        owner.reaches = self.rng.random() < 0.5
         owner.lease(self.wants(name))
 
     def pull(self, name: str) -> None:
