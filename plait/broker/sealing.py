@@ -97,10 +97,10 @@ def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, 
 
 
 def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
-    """What begins here anew, with what did before; what began below one place as one: who knows less gets less."""
+    """What begins here anew, with what did before. The oldest places become one: an old route gets no more by that."""
     entries = [*partition.row.reopened, *((first, end, partition.next, version) for first, end in runs_of(lps))]
     places = sorted({sequence for _, _, sequence, _ in entries})
-    lowest = max([partition.start, *places[:-REOPENED_MAX]])
+    lowest = max(places[:-REOPENED_MAX], default=0)
     groups: dict[int, list[Reopened]] = {}
     for entry in entries:
         groups.setdefault(max(entry[2], lowest), []).append(entry)
