@@ -199,13 +199,16 @@ class Members:
             if client in mirror.memberships:
                 self._groups[client] = groups
         changed = [allocations[key].changed for key in groups.exclusive]
+        newest = max([*changed, *(routes[subject].changed for subject in groups.subjects)], default=0)
+        if newest < seen:
+            # The database is an older copy of what the client has heard of.
+            seen = 0
         shares = list(groups.shared)
         if changed and max(changed) > seen:
             new = [key for key, each in zip(groups.exclusive, changed, strict=True) if each > seen]
             shares += [Share(*key, "exclusive", mirror.allocation(key).lps_of(client)) for key in new]
-        changed += [routes[subject].changed for subject in groups.subjects]
         versions = {subject: routes[subject].version for subject in groups.subjects}
-        return Beaten(max(changed, default=0), shares, refused, versions)
+        return Beaten(newest, shares, refused, versions)
 
     # --- who is lost ----------------------------------------------------------------------------
 

@@ -43,6 +43,15 @@ def test_nothing_new_means_the_same_number(subject: MetaService):
     assert join(subject, "c1").seen > before.seen
 
 
+def test_who_has_heard_of_more_than_the_database_has_is_told_everything(subject: MetaService):
+    join(subject, "c1")
+    settle(subject)
+    told = join(subject, "c1")
+    # As after the database was restored from a copy.
+    assert subject.beat_client("c1", [("s", "g", True)], seen=told.seen + 1) == told
+    assert subject.beat_client("c1", [("s", "g", True)], seen=told.seen).shares == []
+
+
 def test_a_new_route_is_news_to_members(subject: MetaService):
     before = join(subject, "c1")
     settle(subject)
