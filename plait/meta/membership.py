@@ -248,6 +248,8 @@ class Members:
         heard = list(self._heard)[:page]
         with self._core.noted():
             self._core.store.beat(heard)
+            for who in heard:
+                self._watch.raised(who)
             found = self._core.store.beats(self._reading, _PREFIX_END, page)
         for who in heard:
             del self._heard[who]

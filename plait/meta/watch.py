@@ -21,6 +21,8 @@ class Watch:
         #: Name → when, the longest silent first.
         self._noticed: dict[str, float] = {}
         self._counts: dict[str, int] = {}
+        #: How often the watcher itself raised a counter since it was seen.
+        self._raised: dict[str, int] = {}
         self._certain: set[str] = set()
 
     def __iter__(self) -> Iterator[str]:
@@ -44,16 +46,22 @@ class Watch:
         self._noticed[name] = self._now
         self._certain.add(name)
 
+    def raised(self, name: str) -> None:
+        """The watcher raised its counter by one, for others to see: to itself that is no sign of life."""
+        self._raised[name] = self._raised.get(name, 0) + 1
+
     def see(self, name: str, count: int) -> None:
         """Its counter has this value."""
-        before = self._counts.get(name)
+        before = self.count(name)
         self._counts[name] = count
+        self._raised.pop(name, None)
         if before is not None and before != count and name in self._noticed:
             self.hear(name)
 
     def count(self, name: str) -> int | None:
-        """The counter's value that was seen last."""
-        return self._counts.get(name)
+        """The counter's value that was seen last, and what the watcher has added since."""
+        count = self._counts.get(name)
+        return None if count is None else count + self._raised.get(name, 0)
 
     def lives(self, name: str) -> bool:
         """It is not lost; a name that was only expected counts as alive for the first lease."""
@@ -84,4 +92,5 @@ class Watch:
         """It is of no interest any more."""
         self._noticed.pop(name, None)
         self._counts.pop(name, None)
+        self._raised.pop(name, None)
         self._certain.discard(name)

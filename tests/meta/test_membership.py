@@ -169,6 +169,17 @@ def test_a_silent_client_is_lost_after_its_lease(subject: MetaService, clock: Ma
     assert {epoch for _, _, epoch in subject.allocation("s", "g").members["c2"]} == {view.epoch + 1}
 
 
+def test_what_a_meta_server_notes_for_others_is_no_sign_of_life_to_itself(subject: MetaService, clock: ManualClock):
+    join(subject, "c1")
+    pass_time(clock, 3, subject)
+    # Noted a second later.
+    join(subject, "c1")
+    pass_time(clock, 9, subject)
+    assert subject.allocation("s", "g").members.keys() == {"c1"}
+    pass_time(clock, 1, subject)
+    assert subject.allocation("s", "g").members == {}
+
+
 def test_a_client_that_talks_to_another_meta_server_is_not_lost(stores: Stores, clock: ManualClock):
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     register(first, "g1")

@@ -35,6 +35,21 @@ def test_a_counter_with_another_value_is_a_sign_of_life():
     assert watch.count("a") == 8
 
 
+def test_a_counter_that_the_watcher_raised_is_none_until_others_do():
+    watch = Watch(5.0)
+    watch.expect("a")
+    watch.see("a", 7)
+    watch.advance(5.0)
+    watch.raised("a")
+    watch.raised("a")
+    assert watch.count("a") == 9
+    watch.see("a", 9)
+    assert not watch.lives("a")
+    watch.raised("a")
+    watch.see("a", 11)
+    assert watch.lives("a")
+
+
 def test_a_counter_that_starts_anew_is_one_too():
     watch = Watch(5.0)
     watch.expect("a")
