@@ -12,7 +12,6 @@ from typing import Annotated
 
 import sqlalchemy as sa
 from cyclopts import Parameter
-from sqlalchemy.exc import ArgumentError
 
 from plait.cli.files import raise_limit
 from plait.cli.foreground import (
@@ -31,8 +30,9 @@ from plait.cli.foreground import (
 from plait.cli.loop import run_loop
 from plait.cli.options import Lease, lease_of
 from plait.cli.pauses import keep_pauses_short
-from plait.errors import DataDirError, InvalidArgument
+from plait.errors import DataDirError
 from plait.limits import MetaLimits
+from plait.meta.database import parse
 from plait.server.meta_server import MetaServer
 
 log = logging.getLogger("plait.meta")
@@ -54,22 +54,12 @@ def meta(
     """Run a meta server, until SIGTERM or Ctrl-C."""
     begin_log(log_level)
     check_port(port)
-    url = _url(database)
+    url = parse(database)
     raise_limit()
     limits = MetaLimits.of_lease(lease_of(lease))
     server = MetaServer(database, host=host, port=port, meta_limits=limits, auto_create=auto_create)
     with _alone(url):
         return run_loop(_serve(server, url.render_as_string(hide_password=True)))
-
-
-def _url(database: str) -> sa.URL:
-    try:
-        url = sa.make_url(database)
-    except ArgumentError:
-        raise InvalidArgument(f"{database!r} is no database: use sqlite:///FILE or postgresql://...") from None
-    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
-        raise InvalidArgument("a database in memory is gone with the meta server: use sqlite:///FILE")
-    return url
 
 
 @contextmanager

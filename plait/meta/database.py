@@ -1,4 +1,4 @@
-"""The connection to the meta server's database: SQLite in a file or in memory, or PostgreSQL.
+"""The connection to the meta server's database: SQLite in a file, or PostgreSQL.
 
 Whatever the database does, callers see one of three things: it worked, ``MetaUnavailable`` (ask again later; it
 reconnects by itself), or ``Lost`` (somebody else was first; look again and decide anew).
@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.pool import StaticPool
 
 from plait.errors import DamageError, InvalidArgument, MetaUnavailable
 
@@ -29,6 +28,22 @@ def file_url(path: str) -> str:
     return sa.URL.create("sqlite", database=path).render_as_string(hide_password=False)
 
 
+def parse(url: str) -> sa.URL:
+    """The URL of a database that a meta server can use."""
+    try:
+        parsed = sa.make_url(url)
+    except exc.ArgumentError:
+        raise InvalidArgument(f"{url!r} is no database: use sqlite:///FILE or postgresql://...") from None
+    kind = parsed.get_backend_name()
+    if kind not in ("sqlite", "postgresql"):
+        name = parsed.render_as_string(hide_password=True)
+        raise InvalidArgument(f"{name} is no database that Plait can use: SQLite and PostgreSQL are")
+    if kind == "sqlite" and parsed.database in (None, "", ":memory:"):
+        # It would be one connection, and a meta server's threads would be in each other's transactions.
+        raise InvalidArgument("a database in memory is gone with the meta server: use sqlite:///FILE")
+    return parsed
+
+
 class Lost(Exception):
     """What was to be changed had been changed by somebody else; nothing was written."""
 
@@ -37,22 +52,17 @@ class Database:
     """Transactions on one database; any thread may use it, each transaction one of them."""
 
     def __init__(self, url: str) -> None:
-        try:
-            parsed = sa.make_url(url)
-        except exc.ArgumentError:
-            raise InvalidArgument(f"{url!r} is no database: use sqlite:///FILE or postgresql://...") from None
+        parsed = parse(url)
         #: For people: without the password.
         self.name = parsed.render_as_string(hide_password=True)
         kind = parsed.get_backend_name()
         if kind == "sqlite":
             self._engine = _sqlite(parsed)
             self._reading = self._engine
-        elif kind == "postgresql":
+        else:
             self._engine = _postgresql(parsed)
             # All statements of a reading transaction see the same moment.
             self._reading = self._engine.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-        else:
-            raise InvalidArgument(f"{self.name} is no database that Plait can use: SQLite and PostgreSQL are")
         #: SQLite has one writer at a time, and looks again only every now and then whether that may be the next one.
         self._one: AbstractContextManager[object] = threading.Lock() if kind == "sqlite" else nullcontext()
         self._writing = self._engine.execution_options(**{_WRITES: True})
@@ -109,11 +119,7 @@ class Database:
 
 
 def _sqlite(url: sa.URL) -> sa.Engine:
-    options: dict[str, Any] = {"connect_args": {"check_same_thread": False, "timeout": WAIT_SECONDS}}
-    if url.database in (None, "", ":memory:"):
-        # One connection is the database.
-        options["poolclass"] = StaticPool
-    engine = sa.create_engine(url, **options)
+    engine = sa.create_engine(url, connect_args={"check_same_thread": False, "timeout": WAIT_SECONDS})
 
     @event.listens_for(engine, "connect")
     def connected(connection: Any, _: object) -> None:

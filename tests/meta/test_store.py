@@ -183,15 +183,6 @@ def test_the_cluster_keeps_its_first_id(url: str, stores: Stores):
     database.close()
 
 
-def test_a_database_in_memory_is_one_for_all_who_share_it():
-    database = Database("sqlite://")
-    one, two = Store(database, cluster="a"), Store(database, cluster="b")
-    (row,) = write(one, SUBJECT)
-    assert two.news(-1).rows == [row]
-    assert two.cluster == "a"
-    database.close()
-
-
 def test_sqlite_keeps_its_promises_through_a_crash(tmp_path: Path):
     database = Database(f"sqlite:///{tmp_path}/meta.db")
     with database.reading() as connection:
@@ -202,7 +193,13 @@ def test_sqlite_keeps_its_promises_through_a_crash(tmp_path: Path):
 
 @pytest.mark.parametrize(
     ("url", "words"),
-    [("mysql://h/d", "SQLite and PostgreSQL are"), ("nonsense", "is no database"), ("://", "is no database")],
+    [
+        ("mysql://h/d", "SQLite and PostgreSQL are"),
+        ("nonsense", "is no database"),
+        ("://", "is no database"),
+        ("sqlite://", "in memory"),
+        ("sqlite:///:memory:", "in memory"),
+    ],
 )
 def test_other_databases_are_refused(url: str, words: str):
     with pytest.raises(InvalidArgument, match=words):
