@@ -48,6 +48,8 @@ class Standing:
         self._handlers: MetaHandlers | None = None
         self._registrar: Registrar | None = None
         self._link: Link | None = None
+        #: The broker's own, where others may be of the same group.
+        self._name = ""
         self._turn = 0
 
     @property
@@ -68,8 +70,8 @@ class Standing:
             self._registrar = Registrar(server, server.config.group, self._ask_here)
         elif self._addresses:
             # A group's name is the operator's to give, and may be given twice.
-            name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
-            self._registrar = Registrar(server, f"{server.config.group}-{name}", self._ask_there)
+            self._name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
+            self._registrar = Registrar(server, self._name, self._ask_there)
         if self._registrar is not None:
             await self._registrar.start()
         if self._host is not None:
@@ -119,7 +121,7 @@ class Standing:
                 if self._link is None or self._link.closed:
                     address = self._addresses[self._turn % len(self._addresses)]
                     self._turn += 1
-                    self._link = await dial(address, f"%broker-{self._server.config.group}", ASK_SECONDS)
+                    self._link = await dial(address, f"%broker-{self._name}", ASK_SECONDS)
                 async with asyncio.timeout(ASK_SECONDS):
                     answer: m.AdminReply = await self._link.request(m.Admin(operation, arguments))
                 return msgspec.msgpack.decode(answer.result)

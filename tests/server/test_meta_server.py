@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 import plait
+from plait.broker import BrokerConfig
 from plait.errors import InvalidArgument, ProtocolError, Unavailable
+from plait.limits import NAME_LENGTH_MAX
 from plait.meta.database import file_url
 from plait.server.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
@@ -77,6 +79,14 @@ async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(se
             assert sorted(group for _, group in found.partitions) == ["g1", "g2"]
     finally:
         await again.stop()
+
+
+async def test_a_broker_groups_name_may_be_as_long_as_any(server: MetaServer, tmp_path: Path):
+    group = "g" * NAME_LENGTH_MAX
+    async with EmbeddedBroker(tmp_path / "1", config=BrokerConfig(group=group), metas=[server.address]):
+        assert [view.group for view in await server.meta.call(lambda service: service.brokers())] == [group]
+        async with plait.connect(server.address) as client:
+            await client.send("s", b"1")
 
 
 async def test_a_client_of_one_meta_server_finds_the_others(tmp_path: Path):
