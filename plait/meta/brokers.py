@@ -10,6 +10,7 @@ import msgspec
 from plait import names
 from plait.errors import InvalidArgument
 from plait.meta.core import Core
+from plait.meta.database import Lost
 from plait.meta.schema import Broker
 from plait.meta.views import BrokerView, State
 from plait.meta.watch import Watch
@@ -55,6 +56,8 @@ class Brokers:
         if before is not None and msgspec.structs.replace(before, changed=0) == row:
             return
         with self._core.change() as change:
+            if before is None and not self._core.mirror.follows(change):
+                raise Lost("others changed something, perhaps this very group")
             if others:
                 change.remove(*others)
             if before is None:

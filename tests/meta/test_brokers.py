@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, InvalidName, NoBroker
 from plait.meta.service import MetaService
+from plait.meta.store import Change
 from plait.meta.views import State
 from tests.meta.support import Stores, join, pass_time, register, settle
 
@@ -113,6 +116,23 @@ def test_a_meta_server_that_has_just_started_takes_no_second_broker_either(store
     pass_time(clock, 10, first, second, beating=["g1"])
     with pytest.raises(InvalidArgument, match="'g1' has a broker"):
         second.register_broker("g1", "b2", "plait://b2:1")
+
+
+def test_of_two_brokers_of_a_group_that_come_at_once_one_is_taken(
+    stores: Stores, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+):
+    first, second = MetaService(stores(), clock), MetaService(stores(), clock)
+    change = second._core.store.change
+
+    def forestalled() -> AbstractContextManager[Change]:
+        register(first, "g1")
+        return change()
+
+    monkeypatch.setattr(second._core.store, "change", forestalled)
+    with pytest.raises(InvalidArgument, match="'g1' has a broker, 'g1-1'"):
+        second.register_broker("g1", "b2", "plait://b2:1")
+    assert [view.broker for view in second.brokers()] == ["g1-1"]
+    assert second.brokers() == first.brokers()
 
 
 def test_wrong_names_and_states_are_refused(service: MetaService):
