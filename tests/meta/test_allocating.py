@@ -33,10 +33,22 @@ def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaServic
     join(subject, "c2")
     before = join(subject, "c1")
     writing = to_write(subject)
-    thread = threading.Thread(target=writing.carry_out)
+    begun, answered = threading.Event(), threading.Event()
+    in_time = []
+
+    def write() -> None:
+        with subject._core.store.change():
+            begun.set()
+            in_time.append(answered.wait(3))
+        writing.carry_out()
+
+    thread = threading.Thread(target=write)
     thread.start()
+    assert begun.wait(30)
     assert join(subject, "c1") == before
+    answered.set()
     thread.join()
+    assert in_time == [True]
     # Known with the next step.
     assert join(subject, "c1") == before
     settle(subject)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import plait
 from plait.broker import BrokerConfig
 from plait.errors import InvalidArgument, ProtocolError, Unavailable
 from plait.limits import NAME_LENGTH_MAX
+from plait.meta.allocating import Writing
 from plait.meta.database import file_url
 from plait.server.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
@@ -79,6 +81,26 @@ async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(se
             assert sorted(group for _, group in found.partitions) == ["g1", "g2"]
     finally:
         await again.stop()
+
+
+async def test_allocations_are_written_beside_the_thread_that_answers_heartbeats(
+    server: MetaServer, monkeypatch: pytest.MonkeyPatch
+):
+    threads: dict[Writing, str] = {}
+    carry_out = Writing.carry_out
+
+    def noted(writing: Writing) -> None:
+        # Who takes it in asks for it once more.
+        threads.setdefault(writing, threading.current_thread().name)
+        carry_out(writing)
+
+    monkeypatch.setattr(Writing, "carry_out", noted)
+    await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
+    await server.meta.call(lambda service: service.create_subject("s"))
+    told = await server.meta.beat("c", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
+    while not any(share.lps for share in told.shares):
+        told = await server.meta.beat("c", [("s", "g", True)], told.seen, 5.0, leaving=False, affinity=[])
+    assert [name.rpartition("_")[0] for name in threads.values()] == ["plait-meta-writer"]
 
 
 async def test_a_broker_groups_name_may_be_as_long_as_any(server: MetaServer, tmp_path: Path):
