@@ -19,9 +19,9 @@ concurrent senders of one key have no order among themselves. A send of unknown 
 only in the order of its own producer.
 
 What a fault excuses: a duplicate, if it hit everybody, one of the two consumers, or the broker group where the message
-is, since the message was sent; a
-redelivery, if it did so before the ack was confirmed, or if it lets the broker forget; an overlap, if it hit the
-consumer that was first while that handled. It excuses no disorder, no loss and no epoch.
+is, since the message was sent (a fault of a consumer at a broker group: if both are the message's); a redelivery, if
+it did so before the ack was confirmed, or if it lets the broker forget; an overlap, if it hit the consumer that was
+first while that handled. It excuses no disorder, no loss and no epoch.
 """
 
 from __future__ import annotations
@@ -109,16 +109,15 @@ class _Excuses:
         return any(_reaches(self._forgetting.get(victim), since, until) for victim in victims)
 
 
-#: (consumer, broker group); ``EVERYBODY``: a fault that is told of nobody in particular.
+#: (consumer, broker group); (None, ""): a fault that is told of nobody in particular.
 _Victim = tuple[str | None, str]
-EVERYBODY: _Victim = (None, "")
 _Faults = tuple[list[float], list[float]]
 
 
 def _victims(*handlings: Handling) -> set[_Victim]:
     """Whose faults are of interest to what became of them."""
-    victims = {EVERYBODY, *((handling.consumer, "") for handling in handlings)}
-    return victims | {(None, handling.place[0].rpartition("@")[2]) for handling in handlings if handling.place}
+    groups = {"", *(handling.place[0].rpartition("@")[2] for handling in handlings if handling.place)}
+    return {(consumer, group) for consumer in (None, *(each.consumer for each in handlings)) for group in groups}
 
 
 def _by_victim(faults: Iterable[Broken]) -> dict[_Victim, _Faults]:

@@ -220,7 +220,8 @@ class History:
     ) -> None:
         """A fault happened. ``consumer``: it hit only that one, and excuses only what became of its messages.
 
-        ``at``: it hit only that broker group, and excuses only what became of messages whose place is there.
+        ``at``: it hit only that broker group, and excuses only what became of messages whose place is there. Both: it
+        hit only that one's dealings with that broker group.
         """
         self.faults.append(Broken(reason, time, until, consumer, forgets, at))
         self._write("broken", [reason, time, until, consumer, forgets, at])

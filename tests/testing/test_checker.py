@@ -375,6 +375,15 @@ def test_a_fault_of_a_broker_is_a_reason_for_what_it_has(at: str, found: list[st
     assert kinds(history) == found
 
 
+@pytest.mark.parametrize(
+    ("consumer", "at", "found"), [("c", "g1", []), ("c", "g2", ["duplicate"]), ("e", "g1", ["duplicate"])]
+)
+def test_a_fault_of_a_consumer_at_a_broker_is_a_reason_for_what_both_have(consumer: str, at: str, found: list[str]):
+    history = twice("unknown", place=("s@g1", 7))
+    history.broken("cut off", 2.0, consumer=consumer, at=at)
+    assert kinds(history) == found
+
+
 def test_a_kill_after_the_confirmed_ack_is_no_reason():
     history = twice("ok")
     history.broken("killed", 2.0)
