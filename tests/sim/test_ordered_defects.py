@@ -62,7 +62,7 @@ SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] 
     defects.lose_returned_rows_when_a_strand_is_split: COMMON,
     defects.let_a_failed_row_be_overtaken: COMMON,
     defects.hand_out_a_key_twice_at_a_time: COMMON,
-    defects.accept_a_lower_epoch: (busy(CUT_OFF, 0.25), (2, 3)),
+    defects.accept_a_lower_epoch: (busy(CUT_OFF, 0.25), (1, 6, 7)),
     defects.ignore_the_lease: LONG_HANDLING,
     defects.keep_what_is_not_ours_any_more: LONG_HANDLING,
     defects.grant_right_after_a_start: (busy(RESTARTED, 0.25), (3, 2)),

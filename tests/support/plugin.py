@@ -7,6 +7,7 @@ numbered cycles of a long test, resumable). Options: ``--suite`` (which deep tes
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator
 from typing import Any
 
@@ -34,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # So it is where a shell runs them in the background, and what tests start would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--suite") is not None:
         named = os.environ.get("PLAIT_SEED")
         config.stash[_STATE] = DeepState(
