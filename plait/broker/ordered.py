@@ -69,24 +69,10 @@ class OrderedGroup(StrandFailures):
         self.locks.heard(consumer.id)
         if self.locks.wants(consumer.id, epochs_of((first, end, epoch) for first, end, epoch, _ in wants)):
             self._leave(journal)
+        self._ask(consumer.id, [(first, end, until) for first, end, _, until in wants])
         self.pass_on(journal, now)
         self._tighten_all(consumer, journal)
-        self._limit(consumer, wants)
-
-    def _limit(self, consumer: Consumer, wants: list[Want]) -> None:
-        """What a consumer owns is handed out as far as it is wanted."""
-        mine = self.strands.of(consumer.id)
-        if not any(strand.limit for strand in mine) and not any(until for _, _, _, until in wants):
-            return
-        limits = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        for first, end, _, until in wants:
-            limits[first:end] = until
-        changed = np.zeros(LOGICAL_PARTITIONS, bool)
-        for strand in mine:
-            changed |= strand.lps & (limits != strand.limit)
-        for limit in np.unique(limits[changed]).tolist():
-            for strand in self.strands.take_out(changed & (limits == limit)):
-                strand.limit = limit
+        self._limit(consumer.id)
 
     def standing(self, consumer: Consumer) -> Standing:
         """What it has of that."""
@@ -171,6 +157,7 @@ class OrderedGroup(StrandFailures):
             for strand in self.strands.take_out(lp_set([(first, end) for first, end, _ in mine])):
                 strand.owner, strand.leaving = owner, False
                 self._sift(journal, strand)
+            self._limit(owner)
             self.strands.join_alike(self.strands.of(owner))
             journal.leases.news(self, owner)
 
@@ -478,6 +465,7 @@ class OrderedGroup(StrandFailures):
             strand.drop()
         self.locks.heard(consumer.id)
         self.locks.forget(consumer.id)
+        self.asked.pop(consumer.id, None)
         self._set_locks(runs_of(self.locks.owner == consumer.id), journal)
         self.pass_on(journal, journal.leases.now())
         return count

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from plait.broker import subjects
+from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
 from plait.errors import InvalidArgument, StaleRoute, SubjectNotFound
 from plait.frame.header import SEQUENCE_MAX
@@ -46,8 +47,12 @@ def open_lps(
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     opened = accepts | chosen
     fences = [] if partition.fences is None else runs_with(partition.fences, ~opened & (partition.fences > 0))
-    row = msgspec.structs.replace(row, reopened=_reopened(partition, chosen & ~accepts, version))
-    _change(broker, partition, _with(row, opened, fences, version, partition.next), settings)
+    new, place = chosen & ~accepts, partition.next
+    row = msgspec.structs.replace(row, reopened=_reopened(partition, new, version))
+    _change(broker, partition, _with(row, opened, fences, version, place), settings)
+    for group in partition.groups.values():
+        if isinstance(group, OrderedGroup) and new.any():
+            group.reopened(new, place)
     return partition
 
 

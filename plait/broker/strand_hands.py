@@ -13,11 +13,15 @@ import numpy.typing as npt
 
 from plait.broker.group import Consumer, Journal
 from plait.broker.strand_rows import RowTable, Sequences, StrandRows, spans_of
+from plait.frame.lp import LpSet
+from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.action_log import FLAG_UNCOUNTED, Action
 from plait.storage.hands import Hands, Rows
 from plait.storage.ranges import Range, Ranges
 from plait.storage.strand import Strand
 
+#: What is wanted without end.
+NO_LIMITS: Sequences = np.zeros(LOGICAL_PARTITIONS, np.int64)
 #: Ranges that came back from which on a strand is looked at row by row when its owner changes.
 SIFTED_MIN = 64
 
@@ -42,6 +46,41 @@ class StrandHands(StrandRows):
     def _reached(holding: list[Strand], tag: int, start: int, end: int) -> list[tuple[Strand, Range]]:
         """What of [start, end) an owner was handed under a tag, and which of the strands that it holds it is of."""
         return [(strand, piece) for strand in holding for piece in strand.in_hands(tag, start, end)]
+
+    # --- as far as it is wanted ------------------------------------------------------------------
+
+    def _ask(self, consumer: int, wants: list[tuple[int, int, int]]) -> None:
+        """A consumer wants (first, end) up to a place."""
+        limits = NO_LIMITS
+        if any(until for _, _, until in wants):
+            limits = np.zeros(LOGICAL_PARTITIONS, np.int64)
+            for first, end, until in wants:
+                limits[first:end] = until
+        self.asked[consumer] = limits
+
+    def _limit(self, owner: int) -> None:
+        """What is an owner's is handed out as far as it asked for it."""
+        limits, mine = self.asked.get(owner, NO_LIMITS), self.strands.of(owner)
+        if not limits.any() and not any(strand.limit for strand in mine):
+            return
+        changed = np.zeros(LOGICAL_PARTITIONS, bool)
+        for strand in mine:
+            changed |= strand.lps & (limits != strand.limit)
+        for limit in np.unique(limits[changed]).tolist():
+            for strand in self.strands.take_out(changed & (limits == limit)):
+                strand.limit = limit
+
+    def reopened(self, lps: LpSet, sequence: int) -> None:
+        """The partition takes these again from a place on. Who asked before goes by a route that does not know of it:
+        it gets nothing behind that place until it asks again.
+        """
+        if self.definition.affinity:
+            return
+        # In a partition without rows nothing is before it.
+        place = sequence or -1
+        for owner, limits in list(self.asked.items()):
+            self.asked[owner] = np.where(lps & ((limits == 0) | (limits > sequence)), place, limits)
+            self._limit(owner)
 
     # --- row by row ------------------------------------------------------------------------------
 

@@ -140,12 +140,14 @@ class Chooser:
 class StrandRows(Group):
     """An ordered group as far as its rows are concerned."""
 
-    __slots__ = ("strands",)
+    __slots__ = ("asked", "strands")
 
     def __init__(
         self, definition: GroupDefinition, partition: Partition, limits: ServerLimits, journal: Journal
     ) -> None:
         super().__init__(definition, partition, limits)
+        #: By consumer: up to which sequence it asked for each logical partition; 0: all that there will be.
+        self.asked: dict[int, Sequences] = {}
         self.strands = Strands(
             definition.start,
             lambda action, strand, start, end, value, attempt: journal.event(

@@ -93,3 +93,30 @@ def test_of_many_ways_back_few_are_told_apart_and_an_old_route_gets_no_more_for_
         moving.come_back()
     assert len(moving.node.partition(SUBJECT).row.reopened) <= sealing.REOPENED_MAX + 1
     assert len(moving.handed(1, moving.version)) == 3 * sealing.REOPENED_MAX
+
+
+def test_who_asked_before_the_way_back_gets_nothing_behind_it_until_it_asks_again():
+    moving = Moving()
+    owner = Owner(moving.node, "c1")
+    owner.lease(ALL, route=1)
+    moving.leave()
+    moving.come_back()
+    moving.send(b"1")
+    assert [row.body for row in owner.pull_all()] == [b"0"]
+    owner.lease(ALL, route=moving.version)
+    assert [row.body for row in owner.pull_all()] == [b"1"]
+
+
+def test_a_lock_that_comes_later_goes_as_far_as_it_was_asked_for_before():
+    moving = Moving()
+    first, second = Owner(moving.node, "c1"), Owner(moving.node, "c2")
+    first.lease([(0, 1024, 1)], route=1)
+    second.lease([(0, 1024, 2)], route=1)
+    moving.leave()
+    moving.come_back()
+    moving.send(b"1")
+    # It has nothing in hands: what it wants no more is the other's at once.
+    first.lease([], route=1)
+    assert [row.body for row in second.pull_all()] == [b"0"]
+    second.lease([(0, 1024, 2)], route=moving.version)
+    assert [row.body for row in second.pull_all()] == [b"1"]
