@@ -13,7 +13,7 @@ from plait.broker.leases import Leases
 from plait.broker.locks import Locks
 from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
-from plait.client import leases, ordered_consumer
+from plait.client import ordered_consumer
 from plait.client.leases import Wanted
 from plait.client.ordered_buffer import OrderedBuffer
 from plait.client.ordered_pull import OrderedPullClient
@@ -78,11 +78,6 @@ def overtake_rows_that_are_sent_again(patch: Patch) -> None:
 
 def hand_out_what_came_after_a_way_back(patch: Patch) -> None:
     """R4: who asked before a route led elsewhere and back is handed what came after that, and what is between later."""
-    patch.setattr(OrderedGroup, "reopened", lambda self, lps, sequence: None)
-
-
-def grant_without_end(patch: Patch) -> None:
-    """R4: a lock that was waited for is without end, however far it was asked for."""
     granted = OrderedGroup._granted
 
     def naive(self: OrderedGroup, runs: list[tuple[int, int, int, int]], journal: Any) -> None:
@@ -90,12 +85,8 @@ def grant_without_end(patch: Patch) -> None:
         for strand in self.strands.take_out(lp_set([(first, end) for first, end, _, _ in runs])):
             strand.limit = 0
 
+    patch.setattr(OrderedGroup, "reopened", lambda self, lps, sequence: None)
     patch.setattr(OrderedGroup, "_granted", naive)
-
-
-def go_on_everywhere_at_once(patch: Patch) -> None:
-    """R4: a parked key that was resumed goes on at once on all partitions where it has rows."""
-    patch.setattr(leases, "_going_on", lambda report, before: no_lps())
 
 
 # --- locks --------------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] 
     defects.ask_the_newest_span_first: COMMON,
     defects.ask_all_spans_at_once: COMMON,
     defects.overtake_rows_that_are_sent_again: COMMON,
+    defects.hand_out_what_came_after_a_way_back: (coming_back, (3, 4)),
     defects.use_an_epoch_again: COMMON,
     defects.hand_over_too_early: COMMON,
     defects.take_rows_of_a_lost_owner_for_done: ONE_BY_ONE,
