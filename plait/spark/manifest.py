@@ -259,6 +259,34 @@ class Archive:
         for number in self.numbers()[:-KEEP]:
             self.remove(f"{DIRECTORY}/{_name(number)}")
 
+    def make_directory(self, relative: str) -> None:
+        """With its parents. Object stores have none: a file's name is all there is."""
+        self.files.create_dir(self.path(relative), recursive=True)
+
+    def make_durable(self, relative: str) -> None:
+        """A file that was written survives the machine when this returns, once its name does (``sync_names``).
+
+        Other file systems than a local one promise it when a file is closed.
+        """
+        if isinstance(self.files, fs.LocalFileSystem):
+            fd = os.open(self.path(relative), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def sync_names(self, paths: Iterable[str]) -> None:
+        """The names of these files, and of the directories that lead to them, are durable when this returns."""
+        if not isinstance(self.files, fs.LocalFileSystem):
+            return
+        directories: set[str] = set()
+        for path in paths:
+            while path:
+                path = os.path.dirname(path)
+                directories.add(path)
+        for directory in sorted(directories, reverse=True):
+            sync_directory(self.path(directory))
+
     def remove(self, relative: str) -> None:
         """Remove a file; nothing when there is none."""
         with contextlib.suppress(FileNotFoundError):

@@ -11,14 +11,14 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Final, NamedTuple
+from typing import Final
 
 from plait.errors import DamageError, DataDirError, FrameError
 from plait.frame.header import PREFIX
 from plait.frame.view import FrameView
 from plait.storage.action_log import DIRECTORY
 from plait.storage.disk import Disk, RealDisk
-from plait.storage.reader import LOOKS_MAX, LogReader, MappedSegment, damage_error, expired_error
+from plait.storage.reader import LOOKS_MAX, LogReader, MappedLog, MappedSegment, damage_error, expired_error
 from plait.storage.recovery import Damage, LogScan
 
 #: A part of one segment that one task reads comes to about this much.
@@ -48,11 +48,6 @@ class ActionPlan:
     start: int
     end: int
     damages: list[Damage] = field(default_factory=list)
-
-
-class _Segments(NamedTuple):
-    directory: str
-    segments: list[MappedSegment]
 
 
 class ActionReader(LogReader):
@@ -106,7 +101,7 @@ class ActionReader(LogReader):
         segments = [segment for segment in mapped if segment is not None and not segment.blank]
         known = self.checkpoint.manifest.action_offset if self.checkpoint is not None else 0
         begin = segments[0].base if segments else start
-        scan = LogScan(_Segments(self.place, segments), begin, max(known, begin), stamps_durable=False)
+        scan = LogScan(MappedLog(self.place, segments), begin, max(known, begin), stamps_durable=False)
         cuts: list[tuple[int, int]] = []
         for offset, frame in scan:
             if not cuts or frame.durable > cuts[-1][1]:
