@@ -243,6 +243,10 @@ def _logical_partition(frames: Frames) -> pa.Array:
     return _fixed(pa.int32(), slots, valid)
 
 
+def _epoch(frames: Frames) -> pa.Array:
+    return _fixed(pa.int64(), frames.repeat([view.epoch for view in frames.views]), None)
+
+
 class SparkColumn(NamedTuple):
     """A column of the source, and how it is made."""
 
@@ -266,6 +270,9 @@ COLUMNS: Final[dict[str, SparkColumn]] = {
     "logical_partition": SparkColumn(pa.int32(), True, _logical_partition),
 }
 
+#: The same, and what archives hold beside them: sequences are told apart by it that a damaged log gave out twice.
+STORED_COLUMNS: Final[dict[str, SparkColumn]] = {**COLUMNS, "epoch": SparkColumn(pa.int64(), False, _epoch)}
+
 
 # --- batches ------------------------------------------------------------------------------------
 
@@ -274,7 +281,7 @@ def record_batches(
     frames: Iterable[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the columns that ``schema`` names, in its order; all rows, in the order of the frames."""
-    builders = [COLUMNS[name].build for name in schema.names]
+    builders = [(COLUMNS.get(name) or STORED_COLUMNS[name]).build for name in schema.names]
     alone_count = ALONE_COUNT if len(builders) <= ALONE_COLUMNS_MAX else BATCH_COUNT
     members: list[tuple[ChunkPartition, FrameView]] = []
     count = size = 0
