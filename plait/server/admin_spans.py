@@ -18,7 +18,7 @@ from plait.storage.consume_log import Records
 if TYPE_CHECKING:
     from plait.server.host import Server
 
-#: Cuts that one answer has at most: a listing of them stays well below a packet's size.
+#: Cuts that one range has at most: a listing of them stays well below a packet's size. Larger pieces are made instead.
 CUTS_MAX = 100_000
 
 
@@ -99,12 +99,10 @@ def cut(server: Server, request: CutSpans) -> list[CutView]:
             continue
         records = _records(partition, start, end)
         total = int(spans.sizes_in(records, start, end).sum())
-        if size and total // size > CUTS_MAX:
-            raise InvalidArgument(f"{total} bytes of {name!r} in pieces of {size} are over {CUTS_MAX} pieces")
         if request.reach:
             ends = [spans.reach(records, start, end, size)]
         else:
-            ends = spans.cut(records, start, end, size) if size else []
+            ends = spans.cut(records, start, end, max(size, total // CUTS_MAX)) if size else []
         answers.append(CutView(total, ends))
     return answers
 

@@ -13,7 +13,7 @@ from plait.storage.chunks import Wanted
 from plait.storage.disk import RealDisk
 from plait.storage.log_index import LogIndex
 from plait.storage.reader import LogReader, open_log
-from tests.support.broker_node import Node
+from tests.support.broker_node import Node, Producer
 
 ORDERS = Wanted(frozenset({"orders"}))
 
@@ -24,11 +24,11 @@ def index_of(path: Path, wanted: Wanted = ORDERS, *, fail_on_damage: bool = True
     return index
 
 
-def fill(node: Node, count: int) -> None:
+def fill(node: Node, count: int, producer: Producer | None = None) -> None:
     for number in range(count):
         node.clock.advance(1.0)
-        node.send("orders", b"%d" % number * 20, b"y")
-        node.send("refunds", b"x")
+        node.send("orders", b"%d" % number * 20, b"y", producer=producer)
+        node.send("refunds", b"x", producer=producer)
 
 
 def assert_same(index: LogIndex, node: Node) -> None:
@@ -47,7 +47,7 @@ def test_the_records_are_those_of_the_consume_log(tmp_path: Path):
     assert_same(index_of(tmp_path), node)
     # The first one was not stopped: this start follows a crash.
     node = Node(RealDisk(tmp_path))
-    fill(node, 50)
+    fill(node, 50, Producer(2))
     assert [epoch for _, epoch in node.partition("orders").epochs] == [1, 2]
     assert_same(index_of(tmp_path), node)
     node.broker.stop()
