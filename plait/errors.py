@@ -212,6 +212,12 @@ class Expired(PlaitError):
     code = "expired"
 
 
+class DataLost(PlaitError):
+    """Messages that a reader was to get are not there any more, or others have their sequences now."""
+
+    code = "data_lost"
+
+
 # --- the way there -------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import msgspec
 from plait import names
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
-from plait.server import admin_dead, admin_parked, admin_schedule
+from plait.server import admin_dead, admin_parked, admin_schedule, admin_spans
 from plait.storage.catalog import SubjectSettings
 
 if TYPE_CHECKING:
@@ -145,6 +145,8 @@ _OPERATIONS: dict[str, Operation] = {
     "dlq.reasons": Operation(admin_dead.Page, admin_dead.count_reasons),
     "dlq.resend": Operation(admin_dead.ChangeLetters, admin_dead.resend, changes=True),
     "dlq.purge": Operation(admin_dead.ChangeLetters, admin_dead.purge, changes=True),
+    "partition.spans": Operation(admin_spans.DescribeSpans, admin_spans.describe),
+    "partition.cuts": Operation(admin_spans.CutSpans, admin_spans.cut),
     "server.describe": Operation(Nothing, _describe_server),
     "broker.list": Operation(Nothing, _list_brokers),
     "schedule.cancel": Operation(admin_schedule.Cancel, admin_schedule.cancel, changes=True),

@@ -23,6 +23,7 @@ from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
 from plait.frame.tables import expand_runs
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, MIB
+from plait.spark.picking import Picker
 from plait.storage.chunks import ChunkPartition
 
 #: Frames are joined until they have this many rows, or this many bytes.
@@ -60,8 +61,10 @@ class Frames:
         self.column_bits = 0
         for view in self.views:
             self.column_bits |= view.column_bits
-        if self.has(Column.SELECTION):
-            raise FrameError("a stored frame holds a selection of rows, which only a sent one can")
+        #: Rows that a broker selected from a compressed frame: they are alone, and decoded as a consumer would.
+        self.selected = self.views[0] if self.has(Column.SELECTION) else None
+        if self.selected is not None and len(members) > 1:
+            raise FrameError("a selection of rows is among other frames")
         self._keys: tuple[_Offsets, memoryview] | None = None
 
     def has(self, column: int) -> bool:
@@ -114,6 +117,8 @@ class Frames:
 
     def fixed(self, column: int) -> tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]:
         """Values of a fixed column, and which rows have one (None: all)."""
+        if self.selected is not None:
+            return np.ascontiguousarray(self.selected.fixed(column)), None
         dtype = FIXED_TYPES[column]
         pieces: list[memoryview | bytes] = []
         has = []
@@ -167,6 +172,8 @@ def _partition(frames: Frames) -> pa.Array:
 
 
 def _sequence(frames: Frames) -> pa.Array:
+    if frames.selected is not None:
+        return pa.array(frames.selected.sequences())
     starts = np.cumsum(frames.counts) - frames.counts
     bases = np.array([view.base for view in frames.views])
     return pa.array(np.arange(frames.count) + np.repeat(bases - starts, frames.counts))
@@ -174,7 +181,8 @@ def _sequence(frames: Frames) -> pa.Array:
 
 def _message_id(frames: Frames) -> pa.Array:
     """As ``MessageId`` prints: the producer in 16 hexadecimal digits, and its number."""
-    producers, sequences = expand_runs(frames.runs())
+    selected = frames.selected
+    producers, sequences = expand_runs(frames.runs()) if selected is None else selected.message_ids()
     numbers = pc.cast(pa.array(sequences), _TEXT)
     if (producers == producers[0]).all():
         return pc.binary_join_element_wise(f"{int(producers[0]):016x}", numbers, "-")
@@ -278,14 +286,30 @@ STORED_COLUMNS: Final[dict[str, SparkColumn]] = {**COLUMNS, "epoch": SparkColumn
 
 
 def record_batches(
-    frames: Iterable[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str
+    frames: Iterable[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str, picker: Picker | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the columns that ``schema`` names, in its order; all rows, in the order of the frames."""
+    """Batches of the columns that ``schema`` names, in its order, and of the rows within the partitions' bounds.
+
+    The rows come in the order of the frames. A ``picker`` leaves out rows that nobody asks for.
+    """
     builders = [(COLUMNS.get(name) or STORED_COLUMNS[name]).build for name in schema.names]
     alone_count = ALONE_COUNT if len(builders) <= ALONE_COLUMNS_MAX else BATCH_COUNT
     members: list[tuple[ChunkPartition, FrameView]] = []
     count = size = 0
     for member in frames:
+        partition, view = member
+        picked = None
+        if picker is not None:
+            picked = picker.rows(view)
+            if picked is not None and not picked.any():
+                continue
+        within = partition.start <= view.base and view.base + view.count <= partition.end
+        if not within or picked is not None or view.has(Column.SELECTION):
+            if members:
+                yield from _batch(Frames(members, group), builders, schema)
+                members, count, size = [], 0, 0
+            yield from _rows_of(Frames([member], group), builders, schema, picked)
+            continue
         members.append(member)
         count += member[1].count
         size += member[1].size
@@ -297,11 +321,37 @@ def record_batches(
 
 
 def _batch(frames: Frames, builders: list[Callable[[Frames], pa.Array]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    yield from _parts(pa.RecordBatch.from_arrays([build(frames) for build in builders], schema=schema))
+
+
+def _rows_of(
+    frames: Frames,
+    builders: list[Callable[[Frames], pa.Array]],
+    schema: pa.Schema,
+    picked: npt.NDArray[np.bool_] | None,
+) -> Iterator[pa.RecordBatch]:
+    """Those rows of one frame that are picked and within its partition's bounds."""
+    (partition,), (view,) = frames.partitions, frames.views
+    sequences = view.sequences()
+    wanted = (sequences >= partition.start) & (sequences < partition.end)
+    if picked is not None:
+        wanted &= picked
+    rows = np.flatnonzero(wanted)
+    if not len(rows):
+        return
     batch = pa.RecordBatch.from_arrays([build(frames) for build in builders], schema=schema)
-    if frames.count <= BATCH_COUNT_MAX:
+    first, last = int(rows[0]), int(rows[-1])
+    batch = batch.slice(first, last - first + 1)
+    if len(rows) < batch.num_rows:
+        batch = batch.filter(pa.array(wanted[first : last + 1]))
+    yield from _parts(batch)
+
+
+def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    if batch.num_rows <= BATCH_COUNT_MAX:
         yield batch
         return
-    for start in range(0, frames.count, BATCH_COUNT_MAX):
+    for start in range(0, batch.num_rows, BATCH_COUNT_MAX):
         yield batch.slice(start, BATCH_COUNT_MAX)
 
 

@@ -1,14 +1,15 @@
-"""Filters that Spark pushes down, as bounds on which frames are read.
+"""Filters that Spark pushes down, as bounds on which frames are read and which rows are made of them.
 
 A bound may let more through than the filter: Spark applies the filter itself again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Final
 
 from pyspark.sql.datasource import (
     EqualNullSafe,
@@ -20,14 +21,21 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
+from xxhash import xxh3_64_intdigest
 
+from plait.frame.header import SEQUENCE_MAX
 from plait.storage.chunks import Wanted
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+#: As message ids print.
+_MESSAGE_ID: Final = re.compile(r"([0-9a-f]{16})-(0|[1-9][0-9]{0,18})")
 
 
-def narrow(wanted: Wanted, condition: Filter, group: str) -> Wanted:
-    """``wanted`` without the frames that cannot meet the condition; the same where that cannot be told."""
+def narrow(wanted: Wanted, condition: Filter, group: str | None) -> Wanted:
+    """``wanted`` without the frames that cannot meet the condition; the same where that cannot be told.
+
+    ``group`` is the broker group of all partitions; None: they are of several.
+    """
     if isinstance(condition, EqualTo | EqualNullSafe):
         values: list[Any] = [condition.value]
     elif isinstance(condition, In):
@@ -40,11 +48,32 @@ def narrow(wanted: Wanted, condition: Filter, group: str) -> Wanted:
     if column == ("subject",):
         return replace(wanted, subjects_only=_both(wanted.subjects_only, values))
     if column == ("partition",):
-        suffix = f"@{group}"
-        here = [value.removesuffix(suffix) for value in values if isinstance(value, str) and value.endswith(suffix)]
+        places = [value.rpartition("@") for value in values if isinstance(value, str)]
+        here = [name for name, _, at in places if group is None or at == group]
         return replace(wanted, partitions_only=_both(wanted.partitions_only, here))
+    if column == ("key",):
+        return _narrow_keys(wanted, values, null_safe=isinstance(condition, EqualNullSafe))
+    if column == ("message_id",):
+        ids = frozenset(found for value in values if (found := _message_id(value)) is not None)
+        return replace(wanted, message_ids=ids if wanted.message_ids is None else ids & wanted.message_ids)
     bounds = _bounds(column, values)
     return wanted if bounds is None else _within(wanted, column, min(bounds), max(bounds))
+
+
+def _narrow_keys(wanted: Wanted, values: list[Any], *, null_safe: bool) -> Wanted:
+    if null_safe and None in values:
+        # Rows without a key are asked for: they have no hash of their own.
+        return wanted
+    hashes = frozenset(xxh3_64_intdigest(value.encode()) for value in values if isinstance(value, str))
+    return replace(wanted, key_hashes=hashes if wanted.key_hashes is None else hashes & wanted.key_hashes)
+
+
+def _message_id(value: Any) -> tuple[int, int] | None:
+    """(producer, number) of an id as it prints; None: no message has that id."""
+    match = _MESSAGE_ID.fullmatch(value) if isinstance(value, str) else None
+    if match is None or int(match[2]) >= SEQUENCE_MAX:
+        return None
+    return int(match[1], 16), int(match[2])
 
 
 def _narrow_range(wanted: Wanted, condition: GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual) -> Wanted:

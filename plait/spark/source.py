@@ -1,67 +1,29 @@
-"""``spark.read.format("plait")``: the messages of a data directory as a DataFrame, read from the segment files.
+"""``spark.read.format("plait")``: messages as a DataFrame, from the files of a data directory or through brokers.
 
-The driver plans by frame headers alone; each task maps its part of one segment file, verifies the frames and hands
-their columns to Spark. The files are never changed, and may be in use by a server. docs/spark.md tells users more.
+The driver plans by frame headers or consume logs alone; each task reads its share, verifies the frames and hands their
+columns to Spark. Files are never changed, and may be in use by a server. docs/spark.md tells users more.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
-from plait import names
-from plait.errors import FrameError, InvalidArgument
-from plait.spark.columns import COLUMNS, record_batches
+from plait.errors import InvalidArgument
+from plait.spark.columns import COLUMNS
 from plait.spark.filters import narrow
+from plait.spark.log_place import LogPlace
+from plait.spark.options import ReadOptions
+from plait.spark.places import place_of
+from plait.spark.planning import batch_ranges
+from plait.spark.reading import read_task
+from plait.spark.stream import PlaitStreamReader
 from plait.spark.worker import prepare_worker
-from plait.storage.chunks import Chunk, Wanted, plan, read_chunk
-from plait.storage.disk import RealDisk
-from plait.storage.reader import damage_error, open_log
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-log = logging.getLogger("plait.spark")
-
-DEFAULT_GROUP = "g1"
-_OPTIONS = ("path", "subject", "columns", "group", "minPartitions", "failOnDamage")
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """What a user asked for, checked."""
-
-    path: str
-    wanted: Wanted
-    columns: tuple[str, ...]
-    group: str
-    partitions_min: int
-    fail_on_damage: bool
-
-    @classmethod
-    def parse(cls, given: Mapping[str, str]) -> ReadOptions:
-        """Spark's options, whose names know no case; ``InvalidArgument`` says what is wrong with them."""
-        known = {name.lower(): name for name in _OPTIONS}
-        for name in given:
-            if name.lower() not in known:
-                raise InvalidArgument(f"option {name!r} is not known; there are {', '.join(_OPTIONS)}")
-        options = {known[name.lower()]: value for name, value in given.items()}
-        return cls(
-            path=_required(options, "path", 'the data directory, as in .option("path", "data")'),
-            wanted=_wanted(_required(options, "subject", "a name, several with commas between, or a prefix and *")),
-            columns=_columns(options.get("columns")),
-            group=names.check("group", options.get("group", DEFAULT_GROUP)),
-            partitions_min=_partitions_min(options.get("minPartitions")),
-            fail_on_damage=_flag("failOnDamage", options.get("failOnDamage", "true")),
-        )
 
 
 class PlaitDataSource(DataSource):
@@ -76,13 +38,18 @@ class PlaitDataSource(DataSource):
         """The columns asked for; what is wrong with the options or the directory is said here, at ``load``."""
         prepare_worker()
         options = ReadOptions.parse(self.options)
-        open_log(options.path)
+        options.check_place()
         return StructType([_field(name) for name in options.columns])
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """A reader of these columns; a schema that the user gave may leave some out."""
         _check_schema(schema)
-        return PlaitReader(ReadOptions.parse(self.options), schema)
+        return PlaitReader(ReadOptions.parse(self.options).check_batch(), schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """The same for ``readStream``."""
+        _check_schema(schema)
+        return PlaitStreamReader(ReadOptions.parse(self.options).check_stream(), schema)
 
 
 class PlaitReader(DataSourceReader):
@@ -95,89 +62,29 @@ class PlaitReader(DataSourceReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Leave out frames that cannot match; Spark still looks at every row that is read."""
+        group = None if self.options.server else self.options.group
         for condition in filters:
-            self.wanted = narrow(self.wanted, condition, self.options.group)
+            self.wanted = narrow(self.wanted, condition, group)
         return filters
 
     def partitions(self) -> Sequence[InputPartition]:
         """One for each task."""
         prepare_worker()
         options = self.options
-        planned = plan(
-            open_log(options.path),
-            self.wanted,
-            chunks_min=options.partitions_min,
-            fail_on_damage=options.fail_on_damage,
-        )
-        if planned.damages:
-            size = sum(damage.size for damage in planned.damages)
-            log.warning("%s: %d damaged bytes are left out; run 'plait doctor'", options.path, size)
-        return [InputPartition(chunk) for chunk in planned.chunks]
+        place = place_of(options, self.wanted)
+        try:
+            if isinstance(place, LogPlace) and options.whole:
+                tasks: list[Any] = place.all_tasks(options.tasks_min())
+            else:
+                ranges, spans = batch_ranges(place, options, self.wanted)
+                tasks = place.tasks(ranges, spans, options.tasks_min())
+        finally:
+            place.close()
+        return [InputPartition(task) for task in tasks]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """The rows of one chunk. Without any chunk Spark calls this once all the same."""
-        chunk: Chunk | None = partition.value
-        if chunk is None:
-            return
-        prepare_worker()
-        options = self.options
-        frames = read_chunk(
-            RealDisk(options.path, read_only=True),
-            options.path,
-            chunk,
-            self.wanted,
-            fail_on_damage=options.fail_on_damage,
-        )
-        try:
-            yield from record_batches(frames, self.arrow_schema, options.group)
-        except FrameError as error:
-            size = chunk.end - chunk.start
-            raise damage_error(options.path, chunk.segment, chunk.start, size, str(error)) from error
-
-
-def _required(options: Mapping[str, str], name: str, what: str) -> str:
-    value = options.get(name, "").strip()
-    if not value:
-        raise InvalidArgument(f"option {name!r} is missing: {what}")
-    return value
-
-
-def _wanted(subjects: str) -> Wanted:
-    exact, prefixes = set(), []
-    for part in subjects.split(","):
-        name = part.strip()
-        if name.endswith("*"):
-            prefixes.append(name[:-1])
-        else:
-            exact.add(names.check("subject", name))
-    return Wanted(frozenset(exact), tuple(prefixes))
-
-
-def _columns(given: str | None) -> tuple[str, ...]:
-    if given is None:
-        return tuple(COLUMNS)
-    columns = tuple(part.strip() for part in given.split(","))
-    for column in columns:
-        if column not in COLUMNS:
-            raise InvalidArgument(f"column {column!r} is not known; there are {', '.join(COLUMNS)}")
-    if len(set(columns)) < len(columns):
-        raise InvalidArgument(f"columns {given!r} name one twice")
-    return columns
-
-
-def _partitions_min(given: str | None) -> int:
-    if given is None:
-        # In local mode what there is to share the work; elsewhere a beginning.
-        return os.cpu_count() or 1
-    if not given.isdigit() or not int(given):
-        raise InvalidArgument(f"minPartitions {given!r} is not a number of 1 or more")
-    return int(given)
-
-
-def _flag(name: str, given: str) -> bool:
-    if given.lower() not in ("true", "false"):
-        raise InvalidArgument(f"{name} {given!r} is neither true nor false")
-    return given.lower() == "true"
+        """The rows of one task. Without any task Spark calls this once all the same."""
+        return read_task(partition.value, self.options, self.wanted, self.arrow_schema)
 
 
 def _field(name: str) -> StructField:

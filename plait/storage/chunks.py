@@ -55,6 +55,9 @@ class Wanted:
     #: Store times, in microseconds.
     time_min: int = 0
     time_max: int = TIME_MAX
+    #: Rows whose keys have these hashes, and rows of these ids: (producer, its number); None: all.
+    key_hashes: frozenset[int] | None = None
+    message_ids: frozenset[tuple[int, int]] | None = None
 
     def names(self, subject: str) -> bool:
         """The subject is asked for."""
@@ -84,8 +87,10 @@ class ChunkPartition:
 
     subject: str
     name: str
-    #: Rows below this are expired.
+    #: Rows below this are expired, or not asked for...
     start: int = 0
+    #: ...as are those from here on.
+    end: int = SEQUENCE_MAX
 
 
 @dataclass(frozen=True)
@@ -136,43 +141,64 @@ def plan(
     chunks_min: int = 1,
     fail_on_damage: bool = True,
     offsets: tuple[int, int | None] = (0, None),
+    bounds: Mapping[int, tuple[int, int]] | None = None,
     expired: bool = False,
     may_be_empty: bool = False,
 ) -> Plan:
     """Chunks of equal size, at most about ``chunk_size``: ``chunks_min`` or a multiple, where there is enough to share.
 
-    ``offsets``: only frames that start there in the log. ``expired``: also what retention has expired, as long as its
+    ``offsets``: only frames that start there in the log. ``bounds`` are the partitions that are asked for, and the
+    sequences [start, end) of each; None: all of all. ``expired``: also what retention has expired, as long as its
     file is there. ``SubjectNotFound`` where the log does not know a subject that is asked for, unless there
     ``may_be_empty``.
     """
-    starts = {} if expired else _logical_starts(reader.checkpoint)
-    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, starts, offsets)
+    places = _Places({} if expired else logical_starts(reader.checkpoint), bounds)
+    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, places, offsets)
     runs = planner.run()
     partitions = planner.walk.partitions
     if planner.frame_count and not partitions:
         raise DataDirError(f"{reader.place!r} holds no message log: its frames name no partition")
     rows = {row.id: row for row in partitions.values() if not row.deleted}
     if not may_be_empty:
-        _check_subjects(reader, wanted, list(rows.values()))
+        check_subjects(reader, wanted, list(rows.values()))
     live = {number for number, row in rows.items() if wanted.covers(row)}
     runs = [run for run in runs if not live.isdisjoint(run.partitions)]
     total = sum(run.size for run in runs)
     # Whoever asks for four at least has four to share them: five equal chunks would take as long as eight.
     rounds = max(-(-total // (chunk_size * chunks_min)), 1)
     size = max(-(-total // (rounds * chunks_min)), 1)
-    known = {number: ChunkPartition(rows[number].subject, rows[number].name, starts.get(number, 0)) for number in live}
+    known = {number: places.of(rows[number]) for number in live}
     return Plan(_chunks(runs, known, size), planner.walk.damages, planner.end, partitions)
+
+
+class _Places:
+    """Which sequences of each partition are there and asked for."""
+
+    def __init__(self, starts: Mapping[int, int], bounds: Mapping[int, tuple[int, int]] | None) -> None:
+        self._bounded = bounds is not None
+        self._starts = dict(starts)
+        self._ends: dict[int, int] = {}
+        for number, (start, end) in (bounds or {}).items():
+            self._starts[number] = max(start, self._starts.get(number, 0))
+            self._ends[number] = end
+
+    def has(self, number: int, base: int, count: int) -> bool:
+        """Some rows of a frame."""
+        end = self._ends.get(number, 0 if self._bounded else SEQUENCE_MAX)
+        return base < end and base + count > self._starts.get(number, 0)
+
+    def of(self, row: PartitionRow) -> ChunkPartition:
+        end = self._ends.get(row.id, 0 if self._bounded else SEQUENCE_MAX)
+        return ChunkPartition(row.subject, row.name, self._starts.get(row.id, 0), end)
 
 
 class _Planner:
     """Follows a walk and keeps the runs of wanted frames."""
 
-    def __init__(
-        self, walk: LogWalk, wanted: Wanted, starts: Mapping[int, int], offsets: tuple[int, int | None]
-    ) -> None:
+    def __init__(self, walk: LogWalk, wanted: Wanted, places: _Places, offsets: tuple[int, int | None]) -> None:
         self.walk = walk
         self._wanted = wanted
-        self._starts = starts
+        self._places = places
         self._offset_min = offsets[0]
         self._offset_end = OFFSET_MAX if offsets[1] is None else offsets[1]
         self._runs: list[_Run] = []
@@ -204,7 +230,7 @@ class _Planner:
         self._next.clear()
 
     def _take(self, piece: Piece, ids: set[int]) -> None:
-        wanted, starts, expected = self._wanted, self._starts, self._next
+        wanted, places, expected = self._wanted, self._places, self._next
         run: _Run | None = None
         for position, size, count, partition, base, store_time in piece.frames:
             if partition not in ids:
@@ -214,7 +240,7 @@ class _Planner:
             if following is not None and following[0] != base and offset >= self.walk.verified:
                 self.walk.distrust(following[1])
             expected[partition] = (base + count, offset)
-            if not wanted.takes(base, count, store_time) or base + count <= starts.get(partition, 0):
+            if not wanted.takes(base, count, store_time) or not places.has(partition, base, count):
                 continue
             if not self._offset_min <= offset < self._offset_end:
                 continue
@@ -279,7 +305,7 @@ def _are_apart(run: _Run, following: _Run, share: float) -> bool:
     return run.stretch != following.stretch or following.start - run.end > share
 
 
-def _check_subjects(reader: LogReader, wanted: Wanted, rows: list[PartitionRow]) -> None:
+def check_subjects(reader: LogReader, wanted: Wanted, rows: list[PartitionRow]) -> None:
     known = sorted({row.subject for row in rows})
     missing = sorted(wanted.subjects.difference(known))
     missing += [f"{prefix}*" for prefix in wanted.prefixes if not any(name.startswith(prefix) for name in known)]
@@ -299,7 +325,7 @@ class _PartitionPlace(msgspec.Struct, array_like=True):
 _places = msgspec.msgpack.Decoder(list[_PartitionPlace])
 
 
-def _logical_starts(checkpoint: Loaded | None) -> dict[int, int]:
+def logical_starts(checkpoint: Loaded | None) -> dict[int, int]:
     """Partition → the first sequence that retention has left, as far as a checkpoint knows it."""
     if checkpoint is None:
         return {}
@@ -310,7 +336,7 @@ def _logical_starts(checkpoint: Loaded | None) -> dict[int, int]:
 def read_chunk(
     disk: Disk, place: str, chunk: Chunk, wanted: Wanted, *, fail_on_damage: bool = True
 ) -> Iterator[tuple[ChunkPartition, FrameView]]:
-    """The wanted frames of a chunk, verified.
+    """The wanted frames of a chunk, verified and whole: those at a partition's bounds may have rows beyond them.
 
     A frame that is damaged raises ``DamageError``, or is left out; ``Expired`` where the segment is gone.
     """
@@ -331,7 +357,12 @@ def read_chunk(
                 f"{place}/{chunk.segment} has changed at offset {position} since it was looked at; read again"
             )
         partition = partitions.get(number)
-        if partition is not None and base + count > partition.start and wanted.takes(base, count, store_time):
+        if (
+            partition is not None
+            and base + count > partition.start
+            and base < partition.end
+            and wanted.takes(base, count, store_time)
+        ):
             try:
                 frame = FrameView(view, position).verify()
             except FrameError as error:

@@ -128,6 +128,11 @@ class LogReader:
         finally:
             file.close()
 
+    def skip_before(self, offset: int) -> None:
+        """Leave out segments that end before a log offset: each begins with what it takes to be read."""
+        bases = [base for base, _ in self.files]
+        del self.files[: max(bisect_right(bases, offset) - 1, 0)]
+
     def is_clean_end(self, offset: int) -> bool:
         """A server that stopped in good order wrote down that its log ends here, and none has started since."""
         checkpoint = self.checkpoint

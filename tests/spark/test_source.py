@@ -33,6 +33,7 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 from pyspark.errors import AnalysisException, PythonException
 from pyspark.sql import functions as F
 from pyspark.sql.datasource import (
+    EqualNullSafe,
     EqualTo,
     Filter,
     GreaterThan,
@@ -327,7 +328,7 @@ def test_a_subject_without_messages_has_no_rows(stored: Path):
         ({"minPartitions": "many"}, "minPartitions 'many'"),
         ({"failOnDamage": "perhaps"}, "failOnDamage 'perhaps' is neither"),
         ({"group": "a b"}, "group name 'a b'"),
-        ({"subjects": "orders"}, "option 'subjects' is not known; there are path, subject"),
+        ({"subjects": "orders"}, "option 'subjects' is not known; there are path, server, subject"),
     ],
 )
 def test_a_wrong_option_is_named_with_what_is_right(stored: Path, options: dict[str, str], message: str):
@@ -382,7 +383,11 @@ MICROS = 1_700_000_040_123_456
         (GreaterThan(("store_time",), TIME), {"time_min": MICROS + 1}),
         (LessThanOrEqual(("store_time",), TIME), {"time_max": MICROS}),
         (EqualTo(("send_time",), TIME), {}),
-        (EqualTo(("key",), "a"), {}),
+        (EqualTo(("key",), "a"), {"key_hashes": frozenset({xxh3_64_intdigest(b"a")})}),
+        (In(("key",), ("a", None)), {"key_hashes": frozenset({xxh3_64_intdigest(b"a")})}),
+        (EqualNullSafe(("key",), None), {}),
+        (EqualTo(("message_id",), "00000000000000ff-7"), {"message_ids": frozenset({(255, 7)})}),
+        (EqualTo(("message_id",), "ff-7"), {"message_ids": frozenset()}),
         (EqualTo(("sequence",), None), {}),
         (Not(EqualTo(("sequence",), 7)), {}),
         (GreaterThan(("store_time",), TIME.replace(tzinfo=None)), {}),

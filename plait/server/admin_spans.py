@@ -1,0 +1,112 @@
+"""Which sequences partitions have, and where to cut them: what a reader without a group plans by.
+
+Answered from the consume log by whole arrays. Nothing is read of the messages and nothing changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from plait import names
+from plait.broker.partition import Partition
+from plait.errors import InvalidArgument
+from plait.storage import spans
+from plait.storage.consume_log import Records
+
+if TYPE_CHECKING:
+    from plait.server.host import Server
+
+#: Cuts that one range has at most: a listing of them stays well below a packet's size. Larger pieces are made instead.
+CUTS_MAX = 100_000
+
+
+class DescribeSpans(msgspec.Struct, forbid_unknown_fields=True):
+    """Partitions by name, and times (microseconds) to find in each."""
+
+    names: list[str]
+    times: list[int] = []
+
+
+class SpanView(msgspec.Struct, frozen=True):
+    """What a partition has: [start, end), and which epoch stored what of it.
+
+    For each time that was asked for, ``at`` is the first sequence stored then or later, and ``until`` the one after the
+    last that was stored before.
+    """
+
+    name: str
+    subject: str
+    number: int
+    start: int
+    end: int
+    #: (first sequence, epoch), ascending.
+    epochs: list[tuple[int, int]]
+    at: list[int]
+    until: list[int]
+
+
+class CutSpans(msgspec.Struct, forbid_unknown_fields=True):
+    """(name, start, end, size): a range of a partition's sequences, and how large its pieces may be; 0: do not cut.
+
+    With ``reach`` each is answered with one cut: how far its size reaches from its start.
+    """
+
+    ranges: list[tuple[str, int, int, int]]
+    reach: bool = False
+
+
+class CutView(msgspec.Struct, frozen=True):
+    """The size of a range, and where its pieces end."""
+
+    size: int
+    ends: list[int]
+
+
+def describe(server: Server, request: DescribeSpans) -> list[SpanView]:
+    """Those of the partitions that are here."""
+    found = []
+    for name in request.names:
+        names.check_partition(name)
+        partition = server.broker.subjects.get(name)
+        if partition is not None:
+            found.append(_view(partition, request.times))
+    return found
+
+
+def _view(partition: Partition, times: list[int]) -> SpanView:
+    start, end = partition.start, partition.visible
+    records = _records(partition, start, end) if times else None
+    at, until = [], []
+    if records is not None:
+        at = [max(spans.first_at(records, time, end), start) for time in times]
+        until = [min(spans.end_before(records, time, start), end) for time in times]
+    row = partition.row
+    return SpanView(row.name, row.subject, row.id, start, end, partition.epochs, at, until)
+
+
+def cut(server: Server, request: CutSpans) -> list[CutView]:
+    """One answer a range, in their order; of what is not there any more there is nothing to cut."""
+    answers = []
+    for name, start, end, size in request.ranges:
+        partition = server.broker.partition_of(names.check_partition(name), create=False)
+        if start < 0 or size < 0:
+            raise InvalidArgument(f"range {start} of {name!r} by {size} bytes: neither may be below 0")
+        start, end = max(start, partition.start), min(end, partition.visible)
+        if start >= end:
+            answers.append(CutView(0, []))
+            continue
+        records = _records(partition, start, end)
+        total = int(spans.sizes_in(records, start, end).sum())
+        if request.reach:
+            ends = [spans.reach(records, start, end, size)]
+        else:
+            ends = spans.cut(records, start, end, max(size, total // CUTS_MAX)) if size else []
+        answers.append(CutView(total, ends))
+    return answers
+
+
+def _records(partition: Partition, start: int, end: int) -> Records:
+    log = partition.consume_log
+    return log.slice(log.find(start), log.find(end - 1) + 1 if end > start else 0)

@@ -1,0 +1,113 @@
+"""Reading from the segment files of a data directory, which a server may be writing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from plait.client.spans import PartitionSpan, SpanRange
+from plait.errors import DamageError
+from plait.spark.options import ReadOptions
+from plait.spark.places import Member
+from plait.storage import spans as arithmetic
+from plait.storage.chunks import Chunk, Plan, Wanted, plan, read_chunk
+from plait.storage.consume_log import Records
+from plait.storage.disk import RealDisk
+from plait.storage.log_index import LogIndex
+from plait.storage.reader import damage_error, open_log
+
+log = logging.getLogger("plait.spark")
+
+
+@dataclass(frozen=True)
+class LogTask:
+    """A part of one segment file."""
+
+    chunk: Chunk
+    group: str
+
+    def frames(self, options: ReadOptions, wanted: Wanted) -> Iterator[Member]:
+        """The wanted frames of the part."""
+        disk = RealDisk(options.path, read_only=True)
+        return read_chunk(disk, options.path, self.chunk, wanted, fail_on_damage=options.fail_on_damage)
+
+    def damage(self, options: ReadOptions, reason: str) -> DamageError:
+        """Names the part."""
+        chunk = self.chunk
+        return damage_error(options.path, chunk.segment, chunk.start, chunk.end - chunk.start, reason)
+
+
+class LogPlace:
+    """A directory."""
+
+    def __init__(self, options: ReadOptions, wanted: Wanted) -> None:
+        self._options = options
+        self._wanted = wanted
+        self._index = LogIndex(lambda: open_log(options.path), wanted, fail_on_damage=options.fail_on_damage)
+
+    def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
+        """Made from the headers of all frames; the next time from those that are new."""
+        self._index.refresh()
+        found = []
+        for number, partition in sorted(self._index.partitions.items()):
+            start, end, records = partition.start, partition.end, partition.records
+            at = [max(arithmetic.first_at(records, time, end), start) for time in times]
+            until = [min(arithmetic.end_before(records, time, start), end) for time in times]
+            row = partition.row
+            found.append(
+                PartitionSpan(
+                    row.name, row.subject, number, start, end, partition.epochs, at, until, self._options.group
+                )
+            )
+        return found
+
+    def close(self) -> None:
+        """There is nothing to hang up."""
+
+    def _records(self, each: SpanRange) -> Records:
+        partition = next(p for p in self._index.partitions.values() if p.row.name == each.place.name)
+        return partition.between(each.start, each.end)
+
+    def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
+        """By the last look at the files."""
+        return [int(arithmetic.sizes_in(self._records(each), each.start, each.end).sum()) for each in ranges]
+
+    def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[int]:
+        """By the last look at the files."""
+        return [
+            arithmetic.reach(self._records(each), each.start, each.end, size)
+            for each, size in zip(ranges, sizes, strict=True)
+        ]
+
+    def tasks(self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int) -> list[LogTask]:
+        """Parts of segment files, from the first one that has rows of the ranges."""
+        numbers = {span.place: span.number for span in spans}
+        bounds = {numbers[each.place]: (each.start, each.end) for each in ranges if each.start < each.end}
+        if not bounds:
+            return []
+        reader = open_log(self._options.path)
+        firsts = [self._records(each)["offset"] for each in ranges if each.start < each.end]
+        reader.skip_before(min((int(offsets[0]) for offsets in firsts if len(offsets)), default=0))
+        planned = plan(
+            reader,
+            self._wanted,
+            chunks_min=tasks_min,
+            fail_on_damage=self._options.fail_on_damage,
+            bounds=bounds,
+        )
+        return self._tasks_of(planned)
+
+    def all_tasks(self, tasks_min: int) -> list[LogTask]:
+        """Everything there is: one look at the files is enough for that."""
+        options = self._options
+        planned = plan(
+            open_log(options.path), self._wanted, chunks_min=tasks_min, fail_on_damage=options.fail_on_damage
+        )
+        return self._tasks_of(planned)
+
+    def _tasks_of(self, planned: Plan) -> list[LogTask]:
+        if planned.damages:
+            size = sum(damage.size for damage in planned.damages)
+            log.warning("%s: %d damaged bytes are left out; run 'plait doctor'", self._options.path, size)
+        return [LogTask(chunk, self._options.group) for chunk in planned.chunks]

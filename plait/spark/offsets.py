@@ -1,0 +1,193 @@
+"""Where reading starts and ends in each partition, and whether what lies between is still what it was.
+
+An offset is a sequence, the epoch that stored the message before it and the partition's number. A broker that lost the
+tail of its log gives the same sequences to other messages, under a later epoch; a subject that was deleted and made
+anew has another number. So an offset that leads to other messages than it did is known for what it is (R3).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from plait.client.arguments import start_of
+from plait.client.spans import PartitionSpan
+from plait.errors import DataLost, InvalidArgument
+from plait.frame.header import SEQUENCE_MAX
+
+log = logging.getLogger("plait.spark")
+
+EARLIEST: Final = "earliest"
+LATEST: Final = "latest"
+TIME: Final = "time"
+EACH: Final = "each"
+
+#: An offset of one partition as Spark keeps it; the order of the names is that of their texts.
+OffsetJson = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place between two messages of a partition: reading starts with ``sequence``, or ends before it."""
+
+    sequence: int
+    #: Of the message before it; None: whatever it is, 0: there is none.
+    epoch: int | None = None
+    #: The partition's number; None: whatever it is.
+    number: int | None = None
+
+    @classmethod
+    def of(cls, span: PartitionSpan, sequence: int) -> Position:
+        """The place as it is now."""
+        return cls(sequence, span.epoch_at(sequence - 1) if sequence > span.start else 0, span.number)
+
+    def to_json(self) -> OffsetJson:
+        """Sorted by name."""
+        found = {"epoch": self.epoch, "id": self.number, "sequence": self.sequence}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, place: str, given: Any) -> Position:
+        """A sequence, or one with its epoch and the partition's number."""
+        fields = {"sequence": given} if isinstance(given, int) else given
+        if not isinstance(fields, dict) or "sequence" not in fields or fields.keys() - {"sequence", "epoch", "id"}:
+            raise InvalidArgument(
+                f"offset {given!r} of {place!r} is not understood; use a sequence or "
+                '{"sequence": 5, "epoch": 2}, or "earliest" or "latest"'
+            )
+        for name, value in fields.items():
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= SEQUENCE_MAX:
+                raise InvalidArgument(f"{name} {value!r} of {place!r} is not a number of 0 or more")
+        return cls(fields["sequence"], fields.get("epoch"), fields.get("id"))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Where all partitions start, or end."""
+
+    kind: str
+    #: Microseconds, of a time.
+    time: int = 0
+    #: Of each partition that is named; others are as usual.
+    each: Mapping[str, Position | str] = field(default_factory=dict)
+
+    def resolve(self, span: PartitionSpan, usual: str, time_index: int) -> Position:
+        """The place in a partition; ``time_index`` is that of the bound's time among the span's."""
+        if self.kind == TIME:
+            return Position.of(span, span.at[time_index])
+        place: Position | str = self.each.get(str(span.place), usual) if self.kind == EACH else self.kind
+        if isinstance(place, Position):
+            return place
+        return Position.of(span, span.start if place == EARLIEST else span.end)
+
+    def check_names(self, option: str, spans: Iterable[PartitionSpan]) -> None:
+        """Every partition that is named is there."""
+        known = sorted(str(span.place) for span in spans)
+        unknown = sorted(self.each.keys() - set(known))
+        if unknown:
+            raise InvalidArgument(
+                f"{option} names {', '.join(unknown)}; the subject's partitions are {', '.join(known) or 'none'}"
+            )
+
+
+def parse_bound(option: str, text: str, now: int) -> Bound:
+    """``earliest``, ``latest``, JSON with an offset for each partition, a time, or "-5m" before ``now``."""
+    given = text.strip()
+    if given.lower() in (EARLIEST, LATEST):
+        return Bound(given.lower())
+    if given.startswith("{"):
+        return Bound(EACH, each=_parse_each(option, given))
+    try:
+        start = start_of(given, now)
+    except InvalidArgument:
+        start = None
+    if start is None or isinstance(start, str) or start[0] != "time":
+        raise InvalidArgument(
+            f"{option} {given!r} is not understood; use earliest, latest, a time as 2024-05-01T12:00:00Z or -5m, or "
+            'JSON as {"order.book@g1": 5}'
+        )
+    return Bound(TIME, time=start[1])
+
+
+def _parse_each(option: str, given: str) -> dict[str, Position | str]:
+    try:
+        decoded = json.loads(given)
+    except ValueError as error:
+        raise InvalidArgument(f"{option} {given!r} is not JSON: {error}") from None
+    found: dict[str, Position | str] = {}
+    for place, value in decoded.items():
+        if "@" not in place:
+            raise InvalidArgument(f"{option} names {place!r}; a partition is named as in 'order.book@g1'")
+        found[place] = value if value in (EARLIEST, LATEST) else Position.from_json(place, value)
+    return found
+
+
+# --- what was lost ------------------------------------------------------------------------------
+
+
+def check_start(span: PartitionSpan, start: Position) -> tuple[int, str | None]:
+    """Where reading goes on from, and what was lost before that; None: nothing."""
+    place = span.place
+    if start.number is not None and start.number != span.number:
+        return span.start, f"{place} was deleted and made anew: what it had from sequence {start.sequence} on is gone"
+    rewritten = _rewritten(span, start)
+    if rewritten is not None:
+        return rewritten
+    if start.sequence < span.start:
+        last = min(span.start, span.end) - 1
+        return span.start, f"{place} starts at {span.start}: sequences {start.sequence} to {last} are expired"
+    if start.sequence > span.end:
+        return span.end, f"{place} ends at {span.end}: sequences {span.end} to {start.sequence - 1} are lost"
+    return start.sequence, None
+
+
+def _rewritten(span: PartitionSpan, start: Position) -> tuple[int, str] | None:
+    """Messages that were read before are lost, and others have their sequences."""
+    before = start.sequence - 1
+    if not start.epoch or before < span.start:
+        return None
+    if before >= span.end:
+        again = max(min(span.first_after(start.epoch), span.end), span.start)
+        return again, (
+            f"{span.place} ends at {span.end}: sequences {span.end} to {before} of epoch {start.epoch} are lost"
+        )
+    epoch = span.epoch_at(before)
+    if epoch in (0, start.epoch):
+        return None
+    again = max(min(span.first_after(start.epoch), span.end), span.start)
+    return again, (
+        f"{span.place} has other messages from sequence {again} on: those up to {before} were read in epoch "
+        f"{start.epoch}, which lost them, and epoch {epoch} has given their sequences to others"
+    )
+
+
+def check_end(span: PartitionSpan, end: Position) -> tuple[int, str | None]:
+    """Where reading ends, and what is missing before that; None: nothing."""
+    place = span.place
+    if end.number is not None and end.number != span.number:
+        return span.end, f"{place} was deleted and made anew: what it had up to sequence {end.sequence} is gone"
+    if end.sequence > span.end:
+        return span.end, f"{place} ends at {span.end}: sequences {span.end} to {end.sequence - 1} are not there"
+    last = end.sequence - 1
+    if end.epoch and last >= span.start and span.epoch_at(last) not in (0, end.epoch):
+        return end.sequence, (
+            f"{place} has other messages up to sequence {last}: those of epoch {end.epoch} are lost, and epoch "
+            f"{span.epoch_at(last)} has given their sequences to others"
+        )
+    return end.sequence, None
+
+
+def report(losses: Sequence[str], *, fail: bool) -> None:
+    """Fail with what was lost, or warn of it."""
+    if not losses:
+        return
+    if fail:
+        raise DataLost(
+            f"messages are lost: {'; '.join(losses)}. Go on without them with the option failOnDataLoss=false, or "
+            "start anew from other startingOffsets"
+        )
+    for loss in losses:
+        log.warning("messages are lost: %s", loss)

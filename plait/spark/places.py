@@ -1,0 +1,67 @@
+"""Where messages are read from: the files of a data directory, or brokers. Both say what there is and make tasks of it.
+
+The driver asks; a task then reads its share on its own. A place may be asked again and again, as a stream does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+from plait.client.spans import PartitionSpan, SpanRange
+from plait.frame.view import FrameView
+from plait.spark.options import ReadOptions
+from plait.storage.chunks import ChunkPartition, Wanted
+
+#: A frame, and the partition that it is of: what tasks read.
+Member = tuple[ChunkPartition, FrameView]
+
+
+class Task(Protocol):
+    """A share of the work, pickled to where it is done."""
+
+    #: The broker group that its partitions are on.
+    group: str
+
+    def frames(self, options: ReadOptions, wanted: Wanted) -> Iterator[Member]:
+        """The frames to be read, verified and in order; those at a partition's bounds may have rows beyond them."""
+        ...
+
+    def damage(self, options: ReadOptions, reason: str) -> Exception:
+        """What is raised where the columns of a frame do not read back."""
+        ...
+
+
+class Place(Protocol):
+    """Something to read from."""
+
+    def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
+        """Every partition of the subjects, as it is now."""
+        ...
+
+    def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
+        """About how many bytes each range has."""
+        ...
+
+    def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[int]:
+        """Where each range ends when it is to have at most about so many bytes, and one frame at least."""
+        ...
+
+    def tasks(self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int) -> list[Any]:
+        """The ranges as tasks: ``tasks_min`` or more, where there is enough to share."""
+        ...
+
+    def close(self) -> None:
+        """Hang up, where there are links; whoever asks again is connected again."""
+        ...
+
+
+def place_of(options: ReadOptions, wanted: Wanted) -> Place:
+    """What the options name."""
+    if options.server:
+        from plait.spark.server_place import ServerPlace
+
+        return ServerPlace(options, wanted)
+    from plait.spark.log_place import LogPlace
+
+    return LogPlace(options, wanted)

@@ -1,0 +1,103 @@
+"""From bounds to ranges: which sequences of each partition a query reads, with what is lost said first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plait.client.spans import PartitionSpan, SpanRange
+from plait.client.types import PartitionName
+from plait.frame.header import TIME_MAX
+from plait.spark.offsets import EARLIEST, LATEST, TIME, Position, check_end, check_start, report
+from plait.spark.options import ReadOptions
+from plait.spark.places import Place
+from plait.storage.chunks import Wanted
+
+
+def batch_ranges(place: Place, options: ReadOptions, wanted: Wanted) -> tuple[list[SpanRange], list[PartitionSpan]]:
+    """What a batch reads: from the starting to the ending offsets, narrowed by filters on sequence and time."""
+    times = [options.start.time, options.end.time, wanted.time_min, min(wanted.time_max + 1, TIME_MAX)]
+    filtered = wanted.time_min > 0 or wanted.time_max < TIME_MAX
+    spans = place.spans(times if filtered or TIME in (options.start.kind, options.end.kind) else ())
+    options.start.check_names("startingOffsets", spans)
+    options.end.check_names("endingOffsets", spans)
+    losses: list[str] = []
+    ranges = []
+    for span in spans:
+        start, end = checked(
+            span, options.start.resolve(span, EARLIEST, 0), options.end.resolve(span, LATEST, 1), losses
+        )
+        if filtered:
+            start, end = max(start, span.at[2]), min(end, span.until[3])
+        start, end = max(start, wanted.sequence_min), min(end, wanted.sequence_max + 1)
+        if start < end:
+            ranges.append(SpanRange(span.place, start, end))
+    report(losses, fail=options.fail_on_loss)
+    return ranges, spans
+
+
+def checked(span: PartitionSpan, start: Position, end: Position, losses: list[str]) -> tuple[int, int]:
+    """The sequences between two places, as far as they are there; what is lost is added to ``losses``."""
+    first, lost_before = check_start(span, start)
+    last, lost_after = check_end(span, end)
+    losses += [loss for loss in (lost_before, lost_after) if loss is not None]
+    return first, last
+
+
+def limited(
+    place: Place,
+    ranges: Sequence[SpanRange],
+    messages: int | None,
+    size: int | None,
+) -> dict[PartitionName, int]:
+    """Where each range ends so that all together have at most so many messages and about so many bytes.
+
+    Each partition gets a share by what it has, so that none falls behind the others; one frame, or message, at least.
+    """
+    ends = {each.place: each.end for each in ranges}
+    if messages is not None:
+        total = sum(each.end - each.start for each in ranges)
+        if total > messages:
+            shares = _shares([each.end - each.start for each in ranges], messages)
+            ends = {each.place: each.start + share for each, share in zip(ranges, shares, strict=True)}
+    if size is not None:
+        ranges = [SpanRange(each.place, each.start, ends[each.place]) for each in ranges]
+        sizes = place.sizes(ranges)
+        if sum(sizes) > size:
+            full = [(each, own) for each, own in zip(ranges, sizes, strict=True) if own]
+            shares = _shares([own for _, own in full], size)
+            for (each, _), end in zip(full, place.reach([each for each, _ in full], shares), strict=True):
+                ends[each.place] = min(end, ends[each.place])
+    return ends
+
+
+def _shares(amounts: Sequence[int], limit: int) -> list[int]:
+    """``limit`` shared by the amounts: what rounding leaves goes to those with the least, of these to who has most."""
+    total = sum(amounts)
+    shares = [amount * limit // total for amount in amounts]
+    left = limit - sum(shares)
+    for index in sorted(range(len(amounts)), key=lambda index: (shares[index], -amounts[index])):
+        if left and shares[index] < amounts[index]:
+            shares[index] += 1
+            left -= 1
+    return shares
+
+
+def stream_ranges(
+    spans: Sequence[PartitionSpan], start: Mapping[str, Position], end: Mapping[str, Position], *, fail: bool
+) -> list[SpanRange]:
+    """What lies between two offsets of a stream; a partition that the first does not know begins at its start."""
+    known = {str(span.place): span for span in spans}
+    losses: list[str] = []
+    ranges = []
+    for name, last in end.items():
+        span = known.get(name)
+        first = start.get(name)
+        if span is None:
+            if first is None or first.sequence < last.sequence:
+                losses.append(f"{name} is gone, with what it had up to sequence {last.sequence}")
+            continue
+        begin, finish = checked(span, first or Position(span.start), last, losses)
+        if begin < finish:
+            ranges.append(SpanRange(span.place, begin, finish))
+    report(losses, fail=fail)
+    return ranges

@@ -1,0 +1,158 @@
+"""``spark.readStream.format("plait")``: messages as they come, with offsets that Spark keeps in its checkpoint.
+
+An offset names the next sequence of every partition, with the epoch of the message before it and the partition's
+number, as JSON with sorted names: Spark compares offsets as texts. Between two offsets lie the same messages whenever
+they are asked for, or the query fails with what was lost; so a sink that Spark writes once for each batch has every
+message once, whatever was killed in between. Nothing is ever acked: Spark's checkpoint alone says how far a query is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+from pyspark.sql.types import StructType
+
+from plait.client.spans import PartitionSpan, SpanRange
+from plait.errors import SubjectNotFound
+from plait.spark.offsets import EARLIEST, TIME, OffsetJson, Position, check_start, report
+from plait.spark.options import ReadOptions
+from plait.spark.places import Place, place_of
+from plait.spark.planning import limited, stream_ranges
+from plait.spark.reading import read_task
+from plait.spark.worker import prepare_worker
+
+#: The next message of each partition, by the partition's name.
+Offset = dict[str, OffsetJson]
+
+
+class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Lives in a process beside the driver for as long as the query; a copy of it reads in each task."""
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        self.options = options
+        self.arrow_schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
+        self._place: Place | None = None
+        #: Where each partition ended when a query that is to end began.
+        self._target: dict[str, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Links and what is known of files stay where they are."""
+        return {**self.__dict__, "_place": None}
+
+    def _there(self) -> Place:
+        if self._place is None:
+            prepare_worker()
+            self._place = place_of(self.options, self.options.wanted)
+        return self._place
+
+    # --- offsets --------------------------------------------------------------------------------
+
+    def initialOffset(self) -> Offset:
+        """Where a new query starts; one that goes on starts where its checkpoint says."""
+        bound = self.options.start
+        spans = self._there().spans([bound.time] if bound.kind == TIME else ())
+        bound.check_names("startingOffsets", spans)
+        losses: list[str] = []
+        positions = {}
+        for span in spans:
+            first, lost = check_start(span, bound.resolve(span, EARLIEST, 0))
+            losses += [lost] if lost is not None else []
+            positions[str(span.place)] = Position.of(span, first)
+        report(losses, fail=self.options.fail_on_loss)
+        return _offset(positions)
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """What the options say; where both do, bytes are looked at in ``latestOffset``, as Spark passes one on."""
+        options = self.options
+        if options.messages_per_trigger is not None:
+            return ReadMaxRows(options.messages_per_trigger)
+        if options.bytes_per_trigger is not None:
+            return ReadMaxBytes(options.bytes_per_trigger)
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
+        """Where the next batch ends: all that there is, or what the limit lets through."""
+        positions = _positions(start)
+        place = self._there()
+        spans = {str(span.place): span for span in place.spans()}
+        ranges = self._unread(spans, positions)
+        if not isinstance(limit, ReadAllAvailable):
+            messages = limit.max_rows if isinstance(limit, ReadMaxRows) else self.options.messages_per_trigger
+            size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self.options.bytes_per_trigger
+            ends = limited(place, ranges, messages, size)
+            ranges = [SpanRange(each.place, each.start, ends[each.place]) for each in ranges]
+        for each in ranges:
+            if each.end > each.start or str(each.place) not in positions:
+                positions[str(each.place)] = Position.of(spans[str(each.place)], each.end)
+        return _offset(positions)
+
+    def _unread(self, spans: Mapping[str, PartitionSpan], positions: Mapping[str, Position]) -> list[SpanRange]:
+        """What each partition has from its position on; partitions that are new have all of it to be read."""
+        losses = [
+            f"{name} is gone, with what it had from sequence {position.sequence} on"
+            for name, position in positions.items()
+            if name not in spans
+        ]
+        ranges = []
+        for name, span in spans.items():
+            first, lost = check_start(span, positions.get(name, Position(span.start)))
+            losses += [lost] if lost is not None else []
+            end = span.end if self._target is None else min(self._target.get(name, first), span.end)
+            ranges.append(SpanRange(span.place, first, max(first, end)))
+        report(losses, fail=self.options.fail_on_loss)
+        return ranges
+
+    def reportLatestOffset(self) -> Offset | None:
+        """What there is, for the query's progress; None where it cannot be asked for now."""
+        try:
+            spans = self._there().spans()
+        except SubjectNotFound:
+            return None
+        return _offset({str(span.place): Position.of(span, span.end) for span in spans})
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        """The query is to end with what is there now."""
+        self._target = {str(span.place): span.end for span in self._there().spans()}
+
+    # --- batches --------------------------------------------------------------------------------
+
+    def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
+        """One task for each partition's range, or for each part of a segment file, unless more are asked for."""
+        if start == end:
+            return []
+        place, options = self._there(), self.options
+        spans = place.spans()
+        ranges = stream_ranges(spans, _positions(start), _positions(end), fail=options.fail_on_loss)
+        tasks: list[Any] = place.tasks(ranges, spans, options.partitions_min or 1)
+        return [InputPartition(task) for task in tasks]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one task, each partition's in order."""
+        return read_task(partition.value, self.options, self.options.wanted, self.arrow_schema)
+
+    def commit(self, end: Offset) -> None:
+        """Nothing: a batch is done when Spark's checkpoint says so, and that comes too late to tell brokers."""
+
+    def stop(self) -> None:
+        """Hang up."""
+        if self._place is not None:
+            self._place.close()
+
+
+def _offset(positions: Mapping[str, Position]) -> Offset:
+    return {name: positions[name].to_json() for name in sorted(positions)}
+
+
+def _positions(offset: Mapping[str, Any]) -> dict[str, Position]:
+    return {name: Position.from_json(name, value) for name, value in offset.items()}

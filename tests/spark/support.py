@@ -1,0 +1,65 @@
+"""What tests of the source share: readers as plain Python objects, and what they read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
+
+from plait.spark.source import PlaitDataSource, PlaitReader
+from plait.spark.stream import Offset, PlaitStreamReader
+
+
+def batch_reader(**options: Any) -> PlaitReader:
+    """A reader as Spark makes it."""
+    source = PlaitDataSource({name: str(value) for name, value in {"subject": "orders", **options}.items()})
+    reader = source.reader(source.schema())
+    assert isinstance(reader, PlaitReader)
+    return reader
+
+
+def rows_of(reader: PlaitReader) -> list[dict[str, Any]]:
+    """What all its tasks read, one after another."""
+    batches = [batch for partition in reader.partitions() for batch in reader.read(partition)]
+    for batch in batches:
+        batch.validate(full=True)
+    rows: list[dict[str, Any]] = pa.Table.from_batches(batches, reader.arrow_schema).to_pylist()
+    return rows
+
+
+def bodies(**options: Any) -> list[bytes]:
+    """The bodies that a batch with these options reads."""
+    return [row["body"] for row in rows_of(batch_reader(columns="body", **options))]
+
+
+class Stream:
+    """A stream in a test's hands: each ``step`` is a micro-batch."""
+
+    def __init__(self, start: Offset | None = None, **options: Any) -> None:
+        source = PlaitDataSource({name: str(value) for name, value in {"subject": "orders", **options}.items()})
+        reader = source.streamReader(source.schema())
+        assert isinstance(reader, PlaitStreamReader)
+        self.reader = reader
+        #: How far it is.
+        self.offset = reader.initialOffset() if start is None else start
+
+    def step(self, limit: ReadLimit | None = None) -> list[dict[str, Any]]:
+        """Plan the next batch and read it."""
+        end = self.reader.latestOffset(self.offset, limit or self.reader.getDefaultReadLimit())
+        rows = self.read(self.offset, end)
+        self.offset = end
+        return rows
+
+    def read(self, start: Offset, end: Offset) -> list[dict[str, Any]]:
+        """What lies between two offsets."""
+        batches = [b for partition in self.reader.partitions(start, end) for b in self.reader.read(partition)]
+        rows: list[dict[str, Any]] = pa.Table.from_batches(batches, self.reader.arrow_schema).to_pylist()
+        return rows
+
+    def bodies(self, limit: ReadLimit | None = None) -> list[bytes]:
+        return [row["body"] for row in self.step(limit)]
+
+    def all_bodies(self) -> list[bytes]:
+        """Of one batch without a limit."""
+        return self.bodies(ReadAllAvailable())

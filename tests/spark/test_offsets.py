@@ -1,0 +1,228 @@
+"""Where a batch starts and ends, from files and through brokers; and what is said when that is not there any more."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait.sync
+from plait.client.arguments import to_datetime
+from plait.client.spans import PartitionSpan
+from plait.clock import ManualClock
+from plait.errors import DataLost, InvalidArgument
+from plait.storage.disk import RealDisk
+from plait.testing import EmbeddedBroker
+from plait.testing.embedded import BlockingBroker
+from tests.support.broker_node import Node, Producer
+
+pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
+
+from plait.spark.offsets import Position, check_end, check_start, parse_bound
+from plait.spark.options import ReadOptions
+from tests.spark.support import batch_reader, bodies, rows_of
+
+START = ManualClock().now()
+
+
+@pytest.fixture(params=["server", "path"])
+def timed(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[BlockingBroker, dict[str, Any]]]:
+    """A broker on virtual time, and how a reader is told of it: by its address or by its directory."""
+    with EmbeddedBroker(tmp_path / "data", clock=ManualClock()) as broker:
+        yield broker, {"server": broker.address} if request.param == "server" else {"path": broker.data}
+
+
+def send(broker: BlockingBroker, *sent: bytes) -> None:
+    """One message a second."""
+    with plait.sync.connect(broker.address) as client:
+        for body in sent:
+            client.send("orders", body)
+            broker.advance(1.0)
+
+
+Timed = tuple[BlockingBroker, dict[str, Any]]
+SENT = [b"%d" % number for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [
+        ("earliest", "latest", SENT),
+        ("EARLIEST", "Latest", SENT),
+        ("latest", "latest", []),
+        ('{"orders@g1": 3}', "latest", SENT[3:]),
+        ('{"orders@g1": 3}', '{"orders@g1": 7}', SENT[3:7]),
+        ('{"orders@g1": {"sequence": 3, "epoch": 1}}', '{"orders@g1": {"sequence": 7, "epoch": 1}}', SENT[3:7]),
+        ('{"orders@g1": "earliest"}', '{"orders@g1": 0}', []),
+        ("{}", "{}", SENT),
+        (to_datetime(START + 3_000_000).isoformat(), "latest", SENT[3:]),
+        ("earliest", to_datetime(START + 3_000_000).isoformat(), SENT[:3]),
+        (to_datetime(START + 2_500_000).isoformat(), to_datetime(START + 4_500_000).isoformat(), SENT[3:5]),
+        ("2001-01-01", "2002-01-01T00:00:00Z", []),
+    ],
+)
+def test_a_batch_is_what_lies_between_its_offsets(timed: Timed, start: str, end: str, expected: list[bytes]):
+    broker, place = timed
+    send(broker, *SENT)
+    assert bodies(startingOffsets=start, endingOffsets=end, **place) == expected
+
+
+def test_a_time_before_now_is_counted_from_now():
+    clock = ManualClock()
+    assert parse_bound("startingOffsets", "-5m", clock.now()).time == clock.now() - 300_000_000
+    options = ReadOptions.parse({"path": "d", "subject": "s", "startingOffsets": "-1h"}, clock)
+    assert options.start.time == clock.now() - 3_600_000_000
+    moment = parse_bound("startingOffsets", "2020-01-02T03:04:05+01:00", 0).time
+    assert to_datetime(moment) == datetime(2020, 1, 2, 2, 4, 5, tzinfo=UTC)
+
+
+def test_a_frame_that_an_offset_cuts_gives_only_its_part(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), message_segment_size=1 << 20)
+    producer = Producer(7)
+    for start in range(0, 40, 10):
+        node.submit(producer.frame("orders", *[b"%d" % n for n in range(start, start + 10)], compression="zstd"))
+        node.turn()
+    node.broker.stop()
+    between = {"startingOffsets": '{"orders@g1": 13}', "endingOffsets": '{"orders@g1": 35}'}
+    assert bodies(path=tmp_path, **between) == [b"%d" % n for n in range(13, 35)]
+    between["endingOffsets"] = '{"orders@g1": 17}'
+    assert bodies(path=tmp_path, **between) == [b"%d" % n for n in range(13, 17)]
+
+
+def test_a_partition_that_is_not_there_is_named_with_those_that_are(timed: Timed):
+    broker, place = timed
+    send(broker, b"a")
+    with pytest.raises(
+        InvalidArgument, match="startingOffsets names orders@g2; the subject's partitions are orders@g1"
+    ):
+        bodies(startingOffsets='{"orders@g2": 0}', **place)
+
+
+def test_sequences_that_expired_fail_the_query_or_are_warned_of(timed: Timed, caplog: pytest.LogCaptureFixture):
+    broker, place = timed
+    with plait.sync.connect(broker.address) as client:
+        client.admin.create_subject("orders", retention=60.0)
+    send(broker, *SENT)
+    broker.advance(55.0)
+    broker.restart()
+    kept = bodies(**place)
+    assert 0 < len(kept) < 10
+    first = 10 - len(kept)
+    wanted = {"startingOffsets": '{"orders@g1": 1}', **place}
+    with pytest.raises(DataLost, match=rf"sequences 1 to {first - 1} are expired.*failOnDataLoss=false"):
+        bodies(**wanted)
+    with caplog.at_level(logging.WARNING, "plait.spark"):
+        assert bodies(failOnDataLoss=False, **wanted) == kept
+    assert f"sequences 1 to {first - 1} are expired" in caplog.text
+    assert bodies(startingOffsets=json.dumps({"orders@g1": first}), **place) == kept
+
+
+def test_an_end_that_is_not_there_yet_fails_the_query_or_is_warned_of(timed: Timed):
+    broker, place = timed
+    send(broker, *SENT)
+    wanted = {"endingOffsets": '{"orders@g1": 12}', **place}
+    with pytest.raises(DataLost, match="orders@g1 ends at 10: sequences 10 to 11 are not there"):
+        bodies(**wanted)
+    assert bodies(failOnDataLoss=False, **wanted) == SENT
+
+
+def test_a_tail_that_was_lost_and_written_anew_is_known_by_its_epoch(timed: Timed):
+    broker, place = timed
+    send(broker, *SENT)
+    broker.kill()
+    _lose_tail(broker.data, 4)
+    broker.start()
+    send(broker, b"new 6", b"new 7", b"new 8", b"new 9", b"new 10")
+    now = [*SENT[:6], b"new 6", b"new 7", b"new 8", b"new 9", b"new 10"]
+    assert bodies(**place) == now
+    wanted = {"startingOffsets": '{"orders@g1": {"sequence": 10, "epoch": 1}}', **place}
+    with pytest.raises(DataLost, match="other messages from sequence 6 on: those up to 9 were read in epoch 1"):
+        bodies(**wanted)
+    assert bodies(failOnDataLoss=False, **wanted) == now[6:]
+    wanted = {"endingOffsets": '{"orders@g1": {"sequence": 8, "epoch": 1}}', **place}
+    with pytest.raises(DataLost, match="other messages up to sequence 7"):
+        bodies(**wanted)
+    wanted = {"startingOffsets": '{"orders@g1": {"sequence": 6, "epoch": 1}}', **place}
+    assert bodies(**wanted) == now[6:]
+
+
+def _lose_tail(data: Path, frames: int) -> None:
+    """As after a power failure: the last frames were never written."""
+    (segment,) = [path for path in (data / "message").iterdir() if path.stat().st_blocks]
+    content = bytearray(segment.read_bytes())
+    places = []
+    position = 0
+    while content[position : position + 2] == b"PL":
+        places.append(position)
+        position += int.from_bytes(content[position + 4 : position + 8], "little")
+    content[places[-frames] :] = bytes(len(content) - places[-frames])
+    segment.write_bytes(content)
+
+
+SPAN = PartitionSpan("orders", "orders", 7, 10, 50, [(0, 1), (20, 2), (40, 5)], group="g1")
+
+
+@pytest.mark.parametrize(
+    ("start", "expected", "lost"),
+    [
+        (Position(10), 10, None),
+        (Position(50), 50, None),
+        (Position(50, 5, 7), 50, None),
+        (Position(40, 2, 7), 40, None),
+        (Position(10, 1, 7), 10, None),
+        (Position(3), 10, "sequences 3 to 9 are expired"),
+        (Position(60), 50, "sequences 50 to 59 are lost"),
+        (Position(60, 5), 50, "sequences 50 to 59 of epoch 5 are lost"),
+        (Position(60, 2), 40, "sequences 50 to 59 of epoch 2 are lost"),
+        (Position(45, 2), 40, "other messages from sequence 40 on"),
+        (Position(30, 1), 20, "other messages from sequence 20 on"),
+        (Position(30, 3), 40, "other messages from sequence 40 on"),
+        (Position(20, 2, 6), 10, "deleted and made anew"),
+    ],
+)
+def test_a_start_that_leads_elsewhere_goes_on_with_the_first_message_not_seen(
+    start: Position, expected: int, lost: str | None
+):
+    sequence, loss = check_start(SPAN, start)
+    assert sequence == expected
+    assert (loss is None) == (lost is None)
+    assert lost is None or (loss is not None and lost in loss)
+
+
+@pytest.mark.parametrize(
+    ("end", "expected", "lost"),
+    [
+        (Position(50, 5, 7), 50, False),
+        (Position(40, 2), 40, False),
+        (Position(51), 50, True),
+        (Position(45, 2), 45, True),
+        (Position(45, 5, 8), 50, True),
+    ],
+)
+def test_an_end_that_leads_elsewhere_is_known(end: Position, expected: int, lost: bool):
+    sequence, loss = check_end(SPAN, end)
+    assert (sequence, loss is not None) == (expected, lost)
+
+
+def test_offsets_are_json_with_sorted_names():
+    position = Position.of(SPAN, 45)
+    assert json.dumps(position.to_json()) == '{"epoch": 5, "id": 7, "sequence": 45}'
+    assert Position.from_json("orders@g1", position.to_json()) == position
+    assert Position.of(SPAN, 10) == Position(10, 0, 7)
+
+
+def test_filters_and_offsets_narrow_each_other(timed: Timed):
+    from pyspark.sql.datasource import GreaterThan, LessThanOrEqual
+
+    broker, place = timed
+    send(broker, *SENT)
+    reader = batch_reader(columns="body", startingOffsets='{"orders@g1": 3}', **place)
+    reader.pushFilters(
+        [LessThanOrEqual(("sequence",), 7), GreaterThan(("store_time",), to_datetime(START + 4_000_000))]
+    )
+    assert [row["body"] for row in rows_of(reader)] == SENT[5:8]

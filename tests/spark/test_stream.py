@@ -1,0 +1,229 @@
+"""``readStream``: offsets that Spark can keep, batches that are the same whenever they are read."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import plait.sync
+from plait.clock import ManualClock
+from plait.errors import DataLost, InvalidArgument
+from plait.testing import EmbeddedBroker
+from plait.testing.embedded import BlockingBroker
+
+pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
+
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
+
+from tests.spark.support import Stream, batch_reader
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Client = plait.sync.Client
+
+
+@pytest.fixture
+def client(plait_broker: BlockingBroker) -> Iterator[Client]:
+    with plait.sync.connect(plait_broker.address) as connected:
+        yield connected
+
+
+@pytest.fixture(params=["server", "path"])
+def place(request: pytest.FixtureRequest, plait_broker: BlockingBroker) -> dict[str, Any]:
+    """How a reader is told of the broker: by its address or by its directory."""
+    return {"server": plait_broker.address} if request.param == "server" else {"path": plait_broker.data}
+
+
+def send(client: Client, *sent: bytes) -> None:
+    client.send_many("orders", list(sent))
+
+
+def test_each_batch_has_what_came_since_the_last(place: dict[str, Any], client: Client):
+    send(client, b"a", b"b")
+    stream = Stream(**place)
+    assert stream.bodies() == [b"a", b"b"]
+    offset = stream.offset
+    assert stream.bodies() == []
+    assert stream.offset == offset
+    send(client, b"c")
+    assert stream.bodies() == [b"c"]
+    assert stream.offset == {"orders@g1": {"epoch": 1, "id": 1, "sequence": 3}}
+    assert json.dumps(stream.offset) == json.dumps(stream.offset, sort_keys=True)
+
+
+def test_a_batch_is_the_same_when_it_is_read_again_later(place: dict[str, Any], client: Client):
+    send(client, b"a", b"b")
+    stream = Stream(**place)
+    start = stream.offset
+    first = stream.step()
+    send(client, b"c", b"d")
+    assert Stream(start, **place).read(start, stream.offset) == first
+    # As another process would, from a checkpoint.
+    offset = json.loads(json.dumps(stream.offset))
+    assert Stream(offset, **place).bodies() == [b"c", b"d"]
+
+
+def test_a_stream_starts_where_it_is_told_to(place: dict[str, Any], client: Client):
+    send(client, b"a", b"b", b"c")
+    assert Stream(startingOffsets='{"orders@g1": 1}', **place).bodies() == [b"b", b"c"]
+    latest = Stream(startingOffsets="latest", **place)
+    assert latest.bodies() == []
+    assert Stream(startingOffsets="2001-01-01", **place).bodies() == [b"a", b"b", b"c"]
+    send(client, b"d")
+    assert latest.bodies() == [b"d"]
+
+
+def test_a_limit_of_messages_is_exact_and_shared_by_partitions(place: dict[str, Any], client: Client):
+    client.admin.create_subject("orders", partitions=3)
+    keys = [f"k{number}" for number in range(60)]
+    client.send_many("orders", [key.encode() for key in keys], keys=keys)
+    stream = Stream(maxMessagesPerTrigger=10, **place)
+    assert stream.reader.getDefaultReadLimit() == ReadMaxRows(10)
+    read: list[dict[str, Any]] = []
+    for _ in range(6):
+        rows = stream.step()
+        assert len(rows) == 10
+        assert len({row["partition"] for row in rows}) == 3
+        read += rows
+    assert stream.step() == []
+    assert sorted(row["body"] for row in read) == sorted(key.encode() for key in keys)
+    for partition in {row["partition"] for row in read}:
+        sequences = [row["sequence"] for row in read if row["partition"] == partition]
+        assert sequences == list(range(len(sequences)))
+    one = Stream(maxMessagesPerTrigger=1, **place)
+    assert [len(one.step()) for _ in range(5)] == [1] * 5
+
+
+def test_a_limit_of_bytes_ends_where_a_frame_does_and_lets_one_through(place: dict[str, Any], client: Client):
+    for number in range(20):
+        send(client, *[b"%d" % number + bytes(1000)] * 10)
+    stream = Stream(maxBytesPerTrigger=30_000, **place)
+    assert stream.reader.getDefaultReadLimit() == ReadMaxBytes(30_000)
+    counts = [len(stream.step()) for _ in range(10)]
+    assert counts == [*[20] * 10]
+    assert Stream(maxBytesPerTrigger=1, **place).step()[-1]["sequence"] == 9
+    both = Stream(maxBytesPerTrigger=30_000, maxMessagesPerTrigger=7, **place)
+    assert len(both.step()) == 7
+    assert len(both.step(ReadAllAvailable())) == 193
+
+
+def test_a_query_that_is_to_end_ends_with_what_was_there(place: dict[str, Any], client: Client):
+    send(client, b"a", b"b", b"c")
+    stream = Stream(maxMessagesPerTrigger=2, **place)
+    stream.reader.prepareForTriggerAvailableNow()
+    send(client, b"d")
+    assert [stream.bodies() for _ in range(3)] == [[b"a", b"b"], [b"c"], []]
+
+
+def test_partitions_that_come_later_are_read_from_their_start(place: dict[str, Any], client: Client):
+    client.admin.create_subject("orders", partitions=1)
+    keys = [f"k{number}" for number in range(40)]
+    client.send_many("orders", [b"first"] * 40, keys=keys)
+    stream = Stream(**place)
+    assert len(stream.step()) == 40
+    client.admin.expand_subject("orders", 3)
+    receipts = client.send_many("orders", [b"second"] * 40, keys=keys)
+    while {str(receipt.partition) for receipt in receipts} == {"orders@g1"}:
+        receipts = client.send_many("orders", [b"second"] * 40, keys=keys)
+    rows = stream.step()
+    assert len({row["partition"] for row in rows}) > 1
+    assert {row["body"] for row in rows} == {b"second"}
+    last = {str(r.partition): r.sequence for r in receipts}
+    assert {row["partition"]: row["sequence"] for row in rows} == last
+    assert stream.step() == []
+
+
+def test_each_partition_is_one_task_unless_more_are_asked_for(plait_broker: BlockingBroker, client: Client):
+    client.admin.create_subject("orders", partitions=2)
+    keys = [f"k{number}" for number in range(4000)]
+    client.send_many("orders", [bytes(1000)] * 4000, keys=keys)
+    stream = Stream(server=plait_broker.address)
+    end = stream.reader.latestOffset(stream.offset, ReadAllAvailable())
+    assert len(stream.reader.partitions(stream.offset, end)) == 2
+    many = Stream(server=plait_broker.address, minPartitions=4)
+    assert len(many.reader.partitions(stream.offset, end)) == 4
+
+
+def test_a_reader_travels_to_its_tasks_without_its_links(place: dict[str, Any], client: Client):
+    send(client, b"a")
+    stream = Stream(**place)
+    end = stream.reader.latestOffset(stream.offset, ReadAllAvailable())
+    (partition,) = pickle.loads(pickle.dumps(list(stream.reader.partitions(stream.offset, end))))
+    reader = pickle.loads(pickle.dumps(stream.reader))
+    assert [row["body"] for batch in reader.read(partition) for row in batch.to_pylist()] == [b"a"]
+    assert stream.reader.reportLatestOffset() == end
+    stream.reader.stop()
+
+
+# --- what is lost -------------------------------------------------------------------------------
+
+
+def test_a_subject_made_anew_is_not_taken_for_the_old_one(place: dict[str, Any], client: Client):
+    send(client, b"a", b"b")
+    stream, lenient = Stream(**place), Stream(failOnDataLoss=False, **place)
+    stream.step()
+    lenient.step()
+    client.admin.delete_subject("orders")
+    send(client, b"c", b"d", b"e")
+    with pytest.raises(DataLost, match="deleted and made anew"):
+        stream.step()
+    assert lenient.bodies() == [b"c", b"d", b"e"]
+
+
+def test_what_expired_before_it_was_read_fails_the_query_or_is_passed_over(tmp_path: Path):
+    with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
+        client.admin.create_subject("orders", retention=60.0)
+        client.send("orders", b"a")
+        stream, lenient = Stream(server=broker.address), Stream(server=broker.address, failOnDataLoss=False)
+        end = stream.reader.latestOffset(stream.offset, ReadAllAvailable())
+        broker.advance(100.0)
+        client.send("orders", b"b")
+        with pytest.raises(DataLost, match="orders@g1 starts at 1: sequences 0 to 0 are expired"):
+            stream.step()
+        with pytest.raises(DataLost, match="expired"):
+            stream.reader.partitions(stream.offset, end)
+        assert lenient.bodies() == [b"b"]
+
+
+@pytest.mark.parametrize("option", [{"endingOffsets": "latest"}, {"maxMessagesPerTrigger": "0"}])
+def test_an_option_that_is_for_batches_or_wrong_is_refused(place: dict[str, Any], option: dict[str, str]):
+    with pytest.raises(InvalidArgument, match=f"{next(iter(option))}"):
+        Stream(**place, **option)
+    with pytest.raises(InvalidArgument, match="maxMessagesPerTrigger"):
+        batch_reader(maxMessagesPerTrigger="5", **place)
+
+
+# --- with Spark ---------------------------------------------------------------------------------
+
+
+def stream_of(spark: SparkSession, **options: Any) -> DataFrame:
+    return spark.readStream.format("plait").options(subject="orders", **options).load()
+
+
+@pytest.mark.parametrize("kind", ["server", "path"])
+def test_spark_streams_what_is_there_in_batches_and_goes_on_later(
+    spark: SparkSession, plait_broker: BlockingBroker, client: Client, tmp_path: Path, kind: str
+):
+    place: dict[str, Any] = {"server": plait_broker.address}
+    if kind == "path":
+        place = {"path": str(plait_broker.data)}
+    client.send_many("orders", [b"%d" % n for n in range(1000)], keys=[f"k{n % 10}" for n in range(1000)])
+    out, checkpoint = str(tmp_path / "out"), str(tmp_path / "checkpoint")
+
+    def run() -> int:
+        writer = stream_of(spark, columns="sequence,body", maxMessagesPerTrigger=400, **place).writeStream
+        query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start(out, "parquet")
+        assert query.awaitTermination(60)
+        return len([batch for batch in query.recentProgress if batch.numInputRows])
+
+    assert run() == 3
+    client.send_many("orders", [b"%d" % n for n in range(1000, 1100)])
+    assert run() == 1
+    rows = spark.read.parquet(out).orderBy("sequence").collect()
+    assert [(row.sequence, bytes(row.body)) for row in rows] == [(n, b"%d" % n) for n in range(1100)]

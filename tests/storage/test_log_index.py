@@ -1,0 +1,116 @@
+"""What partitions have, made from segment files: the same that the server's consume logs say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.errors import DamageError, SubjectNotFound
+from plait.storage import log_index
+from plait.storage.chunks import Wanted
+from plait.storage.disk import RealDisk
+from plait.storage.log_index import LogIndex
+from plait.storage.reader import LogReader, open_log
+from tests.support.broker_node import Node, Producer
+
+ORDERS = Wanted(frozenset({"orders"}))
+
+
+def index_of(path: Path, wanted: Wanted = ORDERS, *, fail_on_damage: bool = True) -> LogIndex:
+    index = LogIndex(lambda: open_log(str(path)), wanted, fail_on_damage=fail_on_damage)
+    index.refresh()
+    return index
+
+
+def fill(node: Node, count: int, producer: Producer | None = None) -> None:
+    for number in range(count):
+        node.clock.advance(1.0)
+        node.send("orders", b"%d" % number * 20, b"y", producer=producer)
+        node.send("refunds", b"x", producer=producer)
+
+
+def assert_same(index: LogIndex, node: Node) -> None:
+    """As the broker has it."""
+    (partition,) = index.partitions.values()
+    here = node.partition("orders")
+    assert np.array_equal(partition.records, here.consume_log.slice(0, len(here.consume_log)))
+    assert partition.epochs == here.epochs
+    assert (partition.start, partition.end) == (here.start, here.visible)
+
+
+def test_the_records_are_those_of_the_consume_log(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    fill(node, 100)
+    assert len(list((tmp_path / "message").iterdir())) > 3
+    assert_same(index_of(tmp_path), node)
+    # The first one was not stopped: this start follows a crash.
+    node = Node(RealDisk(tmp_path))
+    fill(node, 50, Producer(2))
+    assert [epoch for _, epoch in node.partition("orders").epochs] == [1, 2]
+    assert_same(index_of(tmp_path), node)
+    node.broker.stop()
+
+
+def test_looking_again_reads_the_newest_segments_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    node = Node(RealDisk(tmp_path))
+    fill(node, 200)
+    index = index_of(tmp_path)
+    opened: list[LogReader] = []
+    walk = LogReader.walk
+
+    def watched(self: LogReader, *, fail_on_damage: bool = True) -> object:
+        opened.append(self)
+        return walk(self, fail_on_damage=fail_on_damage)
+
+    monkeypatch.setattr(LogReader, "walk", watched)
+    for _ in range(3):
+        fill(node, 60)
+        before = len(list((tmp_path / "message").iterdir()))
+        index.refresh()
+        assert_same(index, node)
+        assert len(opened[-1].files) < before / 2
+    monkeypatch.setattr(log_index, "OPEN_SEGMENTS", 1)
+    index.refresh()
+    assert_same(index, node)
+    node.broker.stop()
+
+
+def test_a_range_finds_its_records(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    fill(node, 10)
+    (partition,) = index_of(tmp_path).partitions.values()
+    assert partition.between(3, 7)["base"].tolist() == [2, 4, 6]
+    assert partition.between(4, 6)["base"].tolist() == [4]
+    assert partition.between(0, 100)["base"].tolist() == list(range(0, 20, 2))
+    assert partition.between(20, 30)["base"].tolist() == []
+    node.broker.stop()
+
+
+def test_damage_is_said_or_left_out(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    fill(node, 100)
+    node.broker.stop()
+    path = sorted((tmp_path / "message").iterdir())[0]
+    data = bytearray(path.read_bytes())
+    # A size that leads nowhere.
+    data[data.index(b"PL", 2000) + 4] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DamageError):
+        index_of(tmp_path)
+    (partition,) = index_of(tmp_path, fail_on_damage=False).partitions.values()
+    assert partition.end == 200
+    assert len(partition.records) in (99, 100)
+
+
+def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    fill(node, 1)
+    node.broker.create_subject("empty")
+    node.turn()
+    node.broker.stop()
+    with pytest.raises(SubjectNotFound, match=r"'gone'.*there are empty, orders, refunds"):
+        index_of(tmp_path, Wanted(frozenset({"gone"})))
+    (empty,) = index_of(tmp_path, Wanted(frozenset({"empty"}))).partitions.values()
+    assert (empty.start, empty.end, empty.epochs) == (0, 0, [])
