@@ -120,6 +120,14 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     lease_margin: float = 0.05
     #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
     schedule_settled: int = 1_000_000
+    #: What tasks of Spark's sink have written and not yet committed: a stage for each, which costs 2 KiB. A task that
+    #: is done has one for each partition that its rows are for.
+    stages: int = 100_000
+    #: A stage that nobody publishes holds its part of the message log for so long after its last row (7 days: a
+    #: query that failed on a Friday goes on when somebody is back)...
+    stage_seconds: float = 7 * 86400.0
+    #: ...and that it has expired is remembered for so long: as long as who would publish it is (30 days).
+    stage_forget_seconds: float = 30 * 86400.0
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).
