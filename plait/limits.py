@@ -57,6 +57,12 @@ DEAD_SEQUENCES_MAX: Final = 5_000
 #: Parked keys that one request lists, resumes or skips: their letters are looked at one by one.
 PARKED_PAGE_MAX: Final = 500
 
+# --- batches ------------------------------------------------------------------------------------
+#: Stages of one batch that is committed: its decision is one request, and names them all.
+COMMIT_STAGES_MAX: Final = 2_500
+#: Stages that one request to a broker names.
+STAGES_PAGE_MAX: Final = 1_000
+
 # --- leases -------------------------------------------------------------------------------------
 #: A consumer's lease: heartbeats come every second, and two of them have to fit...
 LEASE_SECONDS_MIN: Final = 2.0
@@ -179,6 +185,10 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     write_groups: int = 64
     #: Clients that are looked at, noted or given up in one go.
     page: int = 500
+    #: That a batch of Spark's sink is committed is remembered for so long after the last word of its query (30 days)...
+    commit_seconds: float = 30 * 86400.0
+    #: ...and one that is not done after so long is finished by whoever commits next.
+    commit_late_seconds: float = 60.0
     #: What was deleted is removed from the database after at least so long.
     clean_seconds: float = 600.0
 

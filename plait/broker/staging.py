@@ -141,8 +141,8 @@ class Stages:
             self._checked(producer, count)
         self._broker.answer_when_durable(lambda: reply(None))
 
-    def read(self, producer: int, start: int, size: int) -> tuple[list[bytes], int]:
-        """Frames of a stage from row ``start`` on, about ``size`` bytes, and where the next one begins."""
+    def read(self, producer: int, start: int, size: int) -> tuple[str, list[bytes], int]:
+        """A stage's subject, frames from row ``start`` on, about ``size`` bytes, and where the next one begins."""
         partition = self._all.get(producer)
         frames: list[bytes] = []
         if partition is None:
@@ -154,7 +154,7 @@ class Stages:
             size -= frame.size
             if size <= 0:
                 break
-        return frames, start
+        return partition.row.subject, frames, start
 
     def _checked(self, producer: int, count: int) -> Partition:
         """A stage that somebody counts on, with so many rows."""

@@ -299,8 +299,8 @@ def test_keys_that_have_moved_are_not_published_here(node: Node) -> None:
         ask(node, [staying, moving])
     assert refused.value.details["producer"] == 2
     assert node.bodies("orders") == []
-    frames, end = node.broker.stages.read(2, 0, 1 << 20)
-    assert ([row.body for row in rows_of(frames)], end) == ([b"m", b"n"], 2)
+    subject, frames, end = node.broker.stages.read(2, 0, 1 << 20)
+    assert (subject, [row.body for row in rows_of(frames)], end) == ("orders", [b"m", b"n"], 2)
     publish(node, staying)
     assert node.bodies("orders") == [b"s"]
 
@@ -324,7 +324,7 @@ def test_a_stage_outlives_the_partition_it_is_for(node: Node, task: Task) -> Non
     with pytest.raises(StaleRoute):
         ask(node, [task])
     node = node.killed()
-    frames, _ = node.broker.stages.read(11, 0, 1 << 20)
+    _, frames, _ = node.broker.stages.read(11, 0, 1 << 20)
     assert [row.body for row in rows_of(frames)] == [b"a"]
 
 
