@@ -92,6 +92,12 @@ class StageLane:
                     raise
                 await asyncio.sleep(self._limits.send_retry_first_seconds)
 
+    async def drop(self) -> None:
+        """The stage goes, with what is in it."""
+        self._turn += 1
+        self._frames.clear()
+        await ask(self._node, "stage.drop", int, producers=[self.producer])
+
     def _send(self, parts: FrameParts) -> None:
         if self._error is None:
             link = self._node.link

@@ -141,6 +141,11 @@ class StageWriter:
         await asyncio.gather(*(lane.complete() for lane in lanes))
         return [Staged(lane.place.group, lane.place.name, lane.producer, lane.count) for lane in lanes]
 
+    async def drop(self) -> None:
+        """Nobody will commit this."""
+        for lane in self._lanes.values():
+            await lane.drop()
+
     async def _targets(self, hashes: Hashes | None) -> list[tuple[int, Rows | None]]:
         """The partitions that rows with these key hashes go to, and which rows each gets; None: all."""
         route = self._route or await self._find_route()

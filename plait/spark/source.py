@@ -13,7 +13,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, Filter, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    Filter,
+    InputPartition,
+)
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
@@ -83,6 +90,18 @@ class PlaitDataSource(DataSource):
         """A reader of these columns; a schema that the user gave may leave some out."""
         _check_schema(schema)
         return PlaitReader(ReadOptions.parse(self.options), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        """A writer of these columns to a server; Spark looks at the names of the parameters."""
+        from plait.spark.sink import PlaitWriter
+
+        return PlaitWriter(self.options, schema, overwrite=overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        """The same for streaming queries."""
+        from plait.spark.sink import PlaitStreamWriter
+
+        return PlaitStreamWriter(self.options, schema, overwrite=overwrite)
 
 
 class PlaitReader(DataSourceReader):
