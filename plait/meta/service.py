@@ -13,6 +13,7 @@ from plait.clock import Clock
 from plait.limits import MetaLimits
 from plait.meta.allocating import Allocating, Writing
 from plait.meta.brokers import Brokers
+from plait.meta.commits import Commits
 from plait.meta.core import Core
 from plait.meta.leaving import Leave
 from plait.meta.lps import NumberedRun
@@ -53,6 +54,8 @@ class MetaService:
         self._allocating = Allocating(self._core)
         self._peers = Peers(self._core, address)
         self._sweep = Sweep(self._core)
+        #: Batches of Spark's sinks.
+        self.commits = Commits(self._core)
         self._ticked = clock.monotonic()
 
     @property
