@@ -1,9 +1,9 @@
 """``plait spark archive`` against a plain program of two processes that writes the same Parquet files, on local[2].
 
 ``python -m benchmarks archive``, or this module alone. The rows are what a client sent to a real server, with order
-keys. The plain program gets them as Arrow IPC files, one for each of the archiver's chunks, sorts each by key and writes it with
-the same codec, level and row groups; it reads nothing back, syncs nothing and keeps no books. Both run by turns, with
-warm processes, everything in the page cache.
+keys. The plain program gets them as Arrow IPC files, one for each of the archiver's chunks, sorts each by key and
+writes it with the same codec, level and row groups; it reads nothing back, syncs nothing and keeps no books. Both run
+by turns, with warm processes, everything in the page cache.
 """
 
 from __future__ import annotations

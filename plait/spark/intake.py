@@ -198,7 +198,7 @@ def _skip_before(reader: LogReader, offset: int) -> None:
 
 
 def _shares(reader: LogReader, start: int) -> int:
-    """Into how many tasks at least what follows ``start`` is cut: one for each core, unless files became small by it."""
+    """How many tasks at least share what follows ``start``: one for each core, unless files became small by it."""
     last = reader.map(len(reader.files) - 1) if reader.files else None
     size = last.end - start if last is not None else 0
     return min(max(size // SHARE_SIZE_MIN, 1), os.cpu_count() or 1)
