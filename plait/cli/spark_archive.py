@@ -11,7 +11,7 @@ from cyclopts import Parameter
 from plait.cli.options import Output, duration_of
 from plait.cli.output import print_json, print_json_line, words_of_size
 from plait.cli.progress import Steps
-from plait.errors import InvalidArgument
+from plait.errors import ArchiveConflict, Expired, InvalidArgument
 
 if TYPE_CHECKING:
     from plait.spark import ArchiveReport
@@ -55,12 +55,11 @@ def archive(
         raise InvalidArgument("--follow needs --data DIR: an archive alone does not grow")
     if seconds < EVERY_SECONDS_MIN:
         raise InvalidArgument(f"--every {every} is too short: use {EVERY_SECONDS_MIN:g}s or more")
-    from plait.spark.archiving import archive as run
+    from plait.spark import archiving
 
-    never = threading.Event()
-    while True:
+    def once() -> None:
         with Steps() as steps:
-            report = run(
+            report = archiving.archive(
                 data,
                 to,
                 master=master,
@@ -74,8 +73,17 @@ def archive(
                 progress=steps,
             )
         _tell(report, output, follow)
-        if not follow:
-            return
+
+    if not follow:
+        once()
+        return
+    never = threading.Event()
+    while True:
+        try:
+            once()
+        except (ArchiveConflict, Expired) as error:
+            # Somebody else was faster, another archiver or retention: the next run takes it from there.
+            sys.stderr.write(f"warning: {error.message}; the next run comes in {seconds:g} s\n")
         never.wait(seconds)
 
 

@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from plait.errors import ArchiveError, DataDirError
-from plait.limits import GIB
+from plait.limits import GIB, MIB
 from plait.spark.manifest import RAW, Gap, LeftOut, Source, sync_directory
 from plait.spark.tasks import ActionTask, MessageTask, RawTask, Task, TaskFacts
 from plait.storage.action_reader import ActionReader, open_actions
@@ -28,6 +28,8 @@ from plait.storage.recovery import Damage
 
 #: So much of a message log is committed at once: what a crash makes a run do again is bounded by it.
 ROUND_SIZE: Final = 8 * GIB
+#: A smaller part of a log is not shared: two small files cost readers more than a second core saves.
+SHARE_SIZE_MIN: Final = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Intake:
         planned = plan(
             reader,
             wanted,
+            chunks_min=_shares(reader, source.message_offset),
             fail_on_damage=fail,
             offsets=(source.message_offset, None if self._now else sealed_end),
             expired=True,
@@ -192,6 +195,13 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
 def _skip_before(reader: LogReader, offset: int) -> None:
     """Leave out segments that end before a log offset: each begins with what it takes to be read."""
     del reader.files[: max(bisect_right([base for base, _ in reader.files], offset) - 1, 0)]
+
+
+def _shares(reader: LogReader, start: int) -> int:
+    """How many tasks at least share what follows ``start``: one for each core, unless files became small by it."""
+    last = reader.map(len(reader.files) - 1) if reader.files else None
+    size = last.end - start if last is not None else 0
+    return min(max(size // SHARE_SIZE_MIN, 1), os.cpu_count() or 1)
 
 
 def _sealed_end(reader: LogReader | ActionReader) -> int:

@@ -20,7 +20,7 @@ from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
 from plait.spark.columns import BATCH_COUNT, BATCH_SIZE, record_batches
-from plait.spark.digest import Digest, message_digests
+from plait.spark.digest import PARTITION, Digest, message_digests
 from plait.spark.files import (
     DAY_MICROS,
     MESSAGE_SCHEMA,
@@ -112,7 +112,7 @@ class Collector:
     def _decode(self, place: tuple[str, int], rows: _Pending) -> None:
         batches = self._batches.setdefault(place, [])
         for batch in record_batches(rows.members, MESSAGE_SCHEMA, self._group):
-            rows.digest.feed(batch, frozenset(("partition",)))
+            rows.digest.feed(batch, PARTITION)
             batches.append(batch)
             self._held += batch.nbytes
         rows.members, rows.count, rows.size = [], 0, 0
@@ -124,10 +124,10 @@ class Collector:
                 if rows.members:
                     self._decode(place, rows)
             subject, day = place
-            table = pa.Table.from_batches(self._batches.pop(place), MESSAGE_SCHEMA).combine_chunks()
             digests = {name: rows.digest for name, rows in partitions.items()}
             ranges = {name: (rows.first, rows.last) for name, rows in partitions.items()}
-            file = self._writer.messages(subject, day_of(day * DAY_MICROS), table, self._offsets, digests, ranges)
+            batches, date = self._batches.pop(place), day_of(day * DAY_MICROS)
+            file = self._writer.messages(subject, date, batches, self._offsets, digests, ranges)
             self.facts.files.append(file)
             for name, digest in digests.items():
                 self.facts.counts[name] = self.facts.counts.get(name, 0) + digest.count
@@ -295,17 +295,19 @@ class CompactTask:
             check_file(archive, file)
             tables.append(read_file(archive, file.path))
         table = pa.concat_tables(tables).combine_chunks()
+        tables.clear()
         if first.kind == "actions":
             return TaskFacts(files=[writer.actions(first.date, table, offsets)])
-        # Each file was what the manifest says, and the new one has to be all of them.
-        digests = message_digests([table])
         partitions: dict[str, tuple[int, int]] = {}
         for file in self.files:
             for name, (low, high) in file.partitions.items():
                 known = partitions.get(name, (low, high))
                 partitions[name] = (min(low, known[0]), max(high, known[1]))
-        merged = writer.messages(first.subject, first.date, in_log_order(table), offsets, digests, partitions)
-        return TaskFacts(files=[merged])
+        # Each file was what the manifest says, and the new one has to be all of them.
+        digests = message_digests(table)
+        batches = in_log_order(table).to_batches()
+        del table
+        return TaskFacts(files=[writer.messages(first.subject, first.date, batches, offsets, digests, partitions)])
 
 
 def in_log_order(table: pa.Table) -> pa.Table:

@@ -6,6 +6,7 @@ Spark only decides where tasks run: all but a few of these tests run them in the
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ import pytest
 from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.spark import archiving, intake, tasks
 from plait.spark.archiving import Archiver, archive
-from plait.spark.files import MESSAGE_SCHEMA, read_file
+from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.manifest import Archive, Manifest
 from plait.storage.archived import read_archived
 from plait.storage.disk import RealDisk
@@ -291,14 +292,20 @@ def test_a_file_that_does_not_read_back_is_not_committed(
 ):
     to = tmp_path / "archive"
 
-    def other(archive: Archive, relative: str) -> pa.Table:
-        table = read_file(archive, relative)
-        return table.slice(0, table.num_rows - 1)
+    def other(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
+        for batch in read_batches(archive, relative):
+            yield batch.slice(0, batch.num_rows - 1)
 
-    monkeypatch.setattr("plait.spark.files.read_file", other)
+    monkeypatch.setattr("plait.spark.files.read_batches", other)
     with pytest.raises(ArchiveError, match=r"does not read back as it was written.*nothing was committed"):
         archive_here(data, to, now=True)
     assert Archive.at(to).load() == Manifest()
+
+
+def test_rows_that_a_sort_loses_are_noticed(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("plait.spark.files.in_lookup_order", lambda table: table.slice(1))
+    with pytest.raises(ArchiveError, match="sorted rows are not those that were read"):
+        archive_here(data, tmp_path / "archive", now=True)
 
 
 def test_rows_that_are_missing_by_the_headers_are_noticed(

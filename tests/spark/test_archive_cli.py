@@ -8,10 +8,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from plait.cli.run import run
+from plait.errors import ArchiveConflict
 from plait.spark import archiving
 from tests.spark.archives import Filler, archived_rows, log_rows, run_here
 
@@ -25,7 +27,11 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys.modules["plait.spark.session"], "session", lambda *_, **__: object())
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        code = run(["spark", "archive", *arguments])
+        try:
+            code = run(["spark", "archive", *arguments])
+        except SystemExit as error:
+            # How cyclopts ends a command that Ctrl-C has stopped.
+            code = int(error.code or 0)
         out, err = capfd.readouterr()
         return subprocess.CompletedProcess(arguments, code, out, err)
 
@@ -92,6 +98,29 @@ def test_damage_that_is_left_out_is_told(call: Call, data: Path, tmp_path: Path)
     done = call("--data", str(data), "--to", str(to), "--now", "--skip-damage")
     assert done.returncode == 0
     assert "warning: 0 gaps in sequences and 1 damaged" in done.stderr
+
+
+def test_following_goes_on_after_another_archiver_was_faster(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    to = tmp_path / "archive"
+    real, failures = archiving.archive, [ArchiveConflict("another archiver was faster")]
+
+    def faster(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*arguments, **options)
+
+    class Waiting:
+        def wait(self, seconds: float) -> None:
+            if (to / "_plait").exists():
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(archiving, "archive", faster)
+    monkeypatch.setattr(threading, "Event", Waiting)
+    ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "-o", "json")
+    assert json.loads(ended.stdout)["messages"] == 360
+    assert ended.stderr == "warning: another archiver was faster; the next run comes in 60 s\n"
 
 
 def test_it_follows_until_it_is_stopped(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
