@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from plait.client.spans import PartitionSpan, SpanRange
 from plait.errors import DamageError, Expired
@@ -95,26 +95,22 @@ class LogPlace:
             return []
         first = min(int(found["offset"][0]) for found in records)
         end = max(int(found["offset"][-1]) + int(found["size"][-1]) for found in records)
-        wanted = replace(
-            self._wanted,
-            sequence_min=max(self._wanted.sequence_min, min(each.start for each in ranges)),
-            sequence_max=min(self._wanted.sequence_max, max(each.end for each in ranges) - 1),
-        )
         options = self._options
         reader = open_log(options.path)
         reader.skip_before(first)
         bases = {path: base for base, path in reader.files}
-        planned = plan(reader, wanted, chunks_min=tasks_min, fail_on_damage=options.fail_on_damage)
+        numbers = {span.place: span.number for span in spans}
+        planned = plan(
+            reader,
+            self._wanted,
+            chunks_min=tasks_min,
+            fail_on_damage=options.fail_on_damage,
+            bounds={numbers[each.place]: (each.start, each.end) for each in ranges},
+        )
         reached = max((bases[chunk.segment] + chunk.end for chunk in planned.chunks), default=0)
         # Segments go from the front: what is there after the planning was there all the time.
         if open_log(options.path).files[0][0] > first or (reached < end and not planned.damages):
             raise Expired(f"{options.path}: messages were removed while the query was planned; run it again")
-        numbers = {span.place: span.number for span in spans}
-        bounds = {numbers[each.place]: (each.start, each.end) for each in ranges}
-        chunks = [
-            _within(chunk, bounds, first - bases[chunk.segment], end - bases[chunk.segment]) for chunk in planned.chunks
-        ]
-        planned = Plan([chunk for chunk in chunks if chunk.start < chunk.end], planned.damages)
         return self._tasks_of(planned, {span.name: span for span in spans})
 
     def all_tasks(self, tasks_min: int) -> list[LogTask]:
@@ -130,14 +126,3 @@ class LogPlace:
             size = sum(damage.size for damage in planned.damages)
             log.warning("%s: %d damaged bytes are left out; run 'plait doctor'", self._options.path, size)
         return [LogTask(chunk, self._options.group, spans or {}) for chunk in planned.chunks]
-
-
-def _within(chunk: Chunk, bounds: Mapping[int, tuple[int, int]], first: int, end: int) -> Chunk:
-    """What of a chunk lies within the bounds of its partitions, and between two places in its file."""
-    partitions = {
-        number: replace(partition, start=max(partition.start, bounds[number][0]), end=bounds[number][1])
-        for number, partition in chunk.partitions.items()
-        if number in bounds
-    }
-    start, end = max(chunk.start, first), min(chunk.end, end)
-    return replace(chunk, start=start, end=end if partitions else start, partitions=partitions)

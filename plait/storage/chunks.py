@@ -130,13 +130,15 @@ def plan(
     chunk_size: int = CHUNK_SIZE,
     chunks_min: int = 1,
     fail_on_damage: bool = True,
+    bounds: Mapping[int, tuple[int, int]] | None = None,
 ) -> Plan:
     """Chunks of equal size, at most about ``chunk_size``: ``chunks_min`` or a multiple, where there is enough to share.
 
+    ``bounds`` are the partitions that are asked for, and the sequences [start, end) of each; None: all of all.
     ``SubjectNotFound`` where the log does not know a subject that is asked for.
     """
-    starts = logical_starts(reader.checkpoint)
-    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, starts)
+    places = _Places(logical_starts(reader.checkpoint), bounds)
+    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, places)
     runs = planner.run()
     partitions = planner.walk.partitions
     if planner.frame_count and not partitions:
@@ -149,17 +151,38 @@ def plan(
     # Whoever asks for four at least has four to share them: five equal chunks would take as long as eight.
     rounds = max(-(-total // (chunk_size * chunks_min)), 1)
     size = max(-(-total // (rounds * chunks_min)), 1)
-    known = {number: ChunkPartition(rows[number].subject, rows[number].name, starts.get(number, 0)) for number in live}
+    known = {number: places.of(rows[number]) for number in live}
     return Plan(_chunks(runs, known, size), planner.walk.damages)
+
+
+class _Places:
+    """Which sequences of each partition are there and asked for."""
+
+    def __init__(self, starts: Mapping[int, int], bounds: Mapping[int, tuple[int, int]] | None) -> None:
+        self._bounded = bounds is not None
+        self._starts = dict(starts)
+        self._ends: dict[int, int] = {}
+        for number, (start, end) in (bounds or {}).items():
+            self._starts[number] = max(start, self._starts.get(number, 0))
+            self._ends[number] = end
+
+    def has(self, number: int, base: int, count: int) -> bool:
+        """Some rows of a frame."""
+        end = self._ends.get(number, 0 if self._bounded else SEQUENCE_MAX)
+        return base < end and base + count > self._starts.get(number, 0)
+
+    def of(self, row: PartitionRow) -> ChunkPartition:
+        end = self._ends.get(row.id, 0 if self._bounded else SEQUENCE_MAX)
+        return ChunkPartition(row.subject, row.name, self._starts.get(row.id, 0), end)
 
 
 class _Planner:
     """Follows a walk and keeps the runs of wanted frames."""
 
-    def __init__(self, walk: LogWalk, wanted: Wanted, starts: Mapping[int, int]) -> None:
+    def __init__(self, walk: LogWalk, wanted: Wanted, places: _Places) -> None:
         self.walk = walk
         self._wanted = wanted
-        self._starts = starts
+        self._places = places
         self._runs: list[_Run] = []
         #: Partition → (the sequence its next frame should have, the log offset of its last one).
         self._next: dict[int, tuple[int, int]] = {}
@@ -189,7 +212,7 @@ class _Planner:
         self._next.clear()
 
     def _take(self, piece: Piece, ids: set[int]) -> None:
-        wanted, starts, expected = self._wanted, self._starts, self._next
+        wanted, places, expected = self._wanted, self._places, self._next
         run: _Run | None = None
         for position, size, count, partition, base, store_time in piece.frames:
             if partition not in ids:
@@ -199,7 +222,7 @@ class _Planner:
             if following is not None and following[0] != base and offset >= self.walk.verified:
                 self.walk.distrust(following[1])
             expected[partition] = (base + count, offset)
-            if not wanted.takes(base, count, store_time) or base + count <= starts.get(partition, 0):
+            if not wanted.takes(base, count, store_time) or not places.has(partition, base, count):
                 continue
             if run is None:
                 run = _Run(piece.offset, piece.segment, self._stretch, position, position, 0)
