@@ -37,6 +37,7 @@ SUITES: dict[str, Suite] = {
     "owners": ordered.scaling,
     "handover": ordered_handover.handover,
     "spark": lambda smoke: _spark(smoke),
+    "archive": lambda smoke: _archive(smoke),
 }
 
 
@@ -45,6 +46,12 @@ def _spark(smoke: bool) -> Iterator[Result]:
     from benchmarks import spark_scan
 
     return spark_scan.results(smoke)
+
+
+def _archive(smoke: bool) -> Iterator[Result]:
+    from benchmarks import spark_archive
+
+    return spark_archive.results(smoke)
 
 
 def _scale(smoke: bool) -> throughput.Scale:

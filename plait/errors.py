@@ -295,6 +295,21 @@ class StorageFailed(PlaitError):
     exit_code = 9
 
 
+class ArchiveError(PlaitError):
+    """An archive cannot be used: it is not one, is damaged, or does not fit what is to be archived."""
+
+    code = "archive"
+    exit_code = 8
+
+
+class ArchiveConflict(ArchiveError):
+    """Two archivers changed one archive at once; the first one's change counts, nothing is lost."""
+
+    code = "archive_conflict"
+    retryable = True
+    exit_code = 5
+
+
 def _all_errors() -> dict[str, type[PlaitError]]:
     found: dict[str, type[PlaitError]] = {}
     pending: list[type[PlaitError]] = [PlaitError]

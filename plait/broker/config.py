@@ -29,6 +29,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: What a subject that says nothing else keeps: three days, any size.
     retention_seconds: float | None = 72 * 3600.0
     retention_bytes: int | None = None
+    #: Retention deletes nothing of the message log and the action log that no archive has, whatever the limits say.
+    archive_before_delete: bool = False
     #: How long dead letters are kept: 30 days; None: until they are purged.
     dead_seconds: float | None = 30 * 86400.0
     #: Sends are refused when the file system is fuller than this share...

@@ -1,6 +1,7 @@
 """Retention (R21): a subject's age and size limits move its logical start; a segment goes when every partition allows.
 
-The first-hand logs are kept from the oldest checkpoint on, whatever the limits say. What a group has begun with and
+The first-hand logs are kept from the oldest checkpoint on, whatever the limits say, and on request until an archive
+has them: a disk that fills up meanwhile refuses sends. What a group has begun with and
 not finished is copied to the kept log first. Groups that had not come to what expired get a recorded event, and their
 ``lost`` count shows it.
 """
@@ -12,6 +13,7 @@ import numpy as np
 from plait.broker.broker import Broker
 from plait.broker.group import Group
 from plait.broker.partition import Partition
+from plait.storage.archived import read_archived
 from plait.storage.catalog import SCHEDULE
 from plait.storage.consume_log import Record
 from plait.storage.ranges import Range
@@ -43,13 +45,23 @@ class Retention:
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
-        removed = broker.message_log.remove_before(min(self._certain(needed), broker.checkpoints.message_needed))
-        broker.action_log.remove_before(oldest.action_offset)
+        message_end, action_end = self._archived()
+        needed = min(self._certain(needed), broker.checkpoints.message_needed)
+        removed = broker.message_log.remove_before(min(needed, message_end))
+        broker.action_log.remove_before(min(oldest.action_offset, action_end))
         broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset))
         if removed:
             for partition in broker.partitions.values():
                 self._compact(partition)
         return removed
+
+    def _archived(self) -> tuple[int, int]:
+        """The message log and the action log may go up to here, as far as archives are waited for."""
+        broker = self._broker
+        if not broker.config.archive_before_delete:
+            return broker.message_log.end, broker.action_log.end
+        archived = read_archived(broker.disk)
+        return archived.message_offset, archived.action_offset
 
     def _certain(self, needed: int) -> int:
         """What the message log is needed from, as far as what was copied from it is durable where it is now."""

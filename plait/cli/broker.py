@@ -11,7 +11,17 @@ from plait.cli.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, 
 from plait.cli.loop import run_loop
 from plait.cli.memory import keep_buffers
 from plait.cli.options import Lease
-from plait.cli.running import Data, DeadRetention, Flush, Http, Retention, SegmentSize, config_of, run_broker
+from plait.cli.running import (
+    ArchiveBeforeDelete,
+    Data,
+    DeadRetention,
+    Flush,
+    Http,
+    Retention,
+    SegmentSize,
+    config_of,
+    run_broker,
+)
 from plait.errors import InvalidArgument
 from plait.server.host import Server
 from plait.storage.disk import RealDisk
@@ -30,6 +40,7 @@ def broker(
     segment_size: SegmentSize = "1GiB",
     retention: Retention = "72h",
     dead_retention: DeadRetention = "30d",
+    archive_before_delete: ArchiveBeforeDelete = False,
     lease: Lease = "10s",
     log_level: LogLevel = "info",
 ) -> int:
@@ -45,6 +56,7 @@ def broker(
         segment_size=segment_size,
         retention=retention,
         dead_retention=dead_retention,
+        archive_before_delete=archive_before_delete,
         lease=lease,
         # Partitions come from the meta servers: one that a client's old route names is not made again.
         auto_create=False,

@@ -53,6 +53,14 @@ DeadRetention = Annotated[
     str, Parameter(help="How long dead letters are kept; 'forever' keeps them until they are purged.")
 ]
 
+ArchiveBeforeDelete = Annotated[
+    bool,
+    Parameter(
+        help="Delete nothing that 'plait spark archive' has not archived; a full disk refuses sends then.",
+        show_default=False,
+    ),
+]
+
 
 def config_of(
     data: Path,
@@ -62,6 +70,7 @@ def config_of(
     segment_size: str,
     retention: str,
     dead_retention: str,
+    archive_before_delete: bool,
     lease: str,
     auto_create: bool,
 ) -> BrokerConfig:
@@ -72,6 +81,7 @@ def config_of(
         message_segment_size=_segment_size(segment_size),
         retention_seconds=None if retention == "forever" else duration_of(retention),
         dead_seconds=None if dead_retention == "forever" else duration_of(dead_retention),
+        archive_before_delete=archive_before_delete,
         auto_create=auto_create,
         limits=fit(ServerLimits(lease_seconds=lease_of(lease)), raise_limit(), segment_count(data)),
     )

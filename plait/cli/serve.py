@@ -10,7 +10,17 @@ from plait.cli.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, 
 from plait.cli.loop import run_loop
 from plait.cli.memory import keep_buffers
 from plait.cli.options import Lease
-from plait.cli.running import Data, DeadRetention, Flush, Http, Retention, SegmentSize, config_of, run_broker
+from plait.cli.running import (
+    ArchiveBeforeDelete,
+    Data,
+    DeadRetention,
+    Flush,
+    Http,
+    Retention,
+    SegmentSize,
+    config_of,
+    run_broker,
+)
 from plait.server.host import Server
 from plait.server.standing import database_in
 from plait.storage.disk import RealDisk
@@ -26,6 +36,7 @@ def serve(
     segment_size: SegmentSize = "1GiB",
     retention: Retention = "72h",
     dead_retention: DeadRetention = "30d",
+    archive_before_delete: ArchiveBeforeDelete = False,
     lease: Lease = "10s",
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
@@ -41,6 +52,7 @@ def serve(
         segment_size=segment_size,
         retention=retention,
         dead_retention=dead_retention,
+        archive_before_delete=archive_before_delete,
         lease=lease,
         auto_create=auto_create,
     )

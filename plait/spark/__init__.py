@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from plait.spark.archiving import ArchiveReport, archive
 from plait.spark.java import SparkUnavailable
 from plait.spark.session import session
 from plait.spark.warmup import prepare
@@ -14,7 +15,7 @@ from plait.spark.warmup import prepare
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["SparkUnavailable", "prepare", "register", "session"]
+__all__ = ["ArchiveReport", "SparkUnavailable", "archive", "prepare", "register", "session"]
 
 
 def register(spark: SparkSession) -> None:

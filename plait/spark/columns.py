@@ -251,6 +251,10 @@ def _logical_partition(frames: Frames) -> pa.Array:
     return _fixed(pa.int32(), slots, valid)
 
 
+def _epoch(frames: Frames) -> pa.Array:
+    return _fixed(pa.int64(), frames.repeat([view.epoch for view in frames.views]), None)
+
+
 class SparkColumn(NamedTuple):
     """A column of the source, and how it is made."""
 
@@ -274,6 +278,9 @@ COLUMNS: Final[dict[str, SparkColumn]] = {
     "logical_partition": SparkColumn(pa.int32(), True, _logical_partition),
 }
 
+#: The same, and what archives hold beside them: sequences are told apart by it that a damaged log gave out twice.
+STORED_COLUMNS: Final[dict[str, SparkColumn]] = {**COLUMNS, "epoch": SparkColumn(pa.int64(), False, _epoch)}
+
 
 # --- batches ------------------------------------------------------------------------------------
 
@@ -285,7 +292,7 @@ def record_batches(
 
     The rows come in the order of the frames. A ``picker`` leaves out rows that nobody asks for.
     """
-    builders = [COLUMNS[name].build for name in schema.names]
+    builders = [(COLUMNS.get(name) or STORED_COLUMNS[name]).build for name in schema.names]
     alone_count = ALONE_COUNT if len(builders) <= ALONE_COLUMNS_MAX else BATCH_COUNT
     members: list[tuple[ChunkPartition, FrameView]] = []
     count = size = 0

@@ -10,7 +10,7 @@ gap is believed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from struct import Struct
@@ -32,6 +32,9 @@ from plait.storage.recovery import Damage
 CHUNK_SIZE: Final = 128 * MIB
 #: Names of subjects that an error message lists.
 SHOWN_MAX: Final = 20
+
+#: No log grows so far.
+OFFSET_MAX: Final = 1 << 63
 
 #: prefix, size, count; partition, base, store time.
 _HEADER: Final = Struct("<3sxII32xIQq")
@@ -99,6 +102,8 @@ class Chunk:
     end: int
     size: int
     partitions: Mapping[int, ChunkPartition]
+    #: Partition → the sequences of its wanted frames as their headers have them: [first, end) of each unbroken row.
+    ranges: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,10 @@ class Plan:
 
     chunks: list[Chunk]
     damages: list[Damage]
+    #: The log offset where the last frame ends.
+    end: int = 0
+    #: Every partition that the log defines, deleted ones included.
+    partitions: Mapping[int, PartitionRow] = field(default_factory=dict)
 
 
 @dataclass
@@ -120,7 +129,8 @@ class _Run:
     start: int
     end: int
     size: int
-    partitions: set[int] = field(default_factory=set)
+    #: Partition → [first, end) of each unbroken row of its sequences.
+    partitions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def plan(
@@ -130,29 +140,35 @@ def plan(
     chunk_size: int = CHUNK_SIZE,
     chunks_min: int = 1,
     fail_on_damage: bool = True,
+    offsets: tuple[int, int | None] = (0, None),
     bounds: Mapping[int, tuple[int, int]] | None = None,
+    expired: bool = False,
+    may_be_empty: bool = False,
 ) -> Plan:
     """Chunks of equal size, at most about ``chunk_size``: ``chunks_min`` or a multiple, where there is enough to share.
 
-    ``bounds`` are the partitions that are asked for, and the sequences [start, end) of each; None: all of all.
-    ``SubjectNotFound`` where the log does not know a subject that is asked for.
+    ``offsets``: only frames that start there in the log. ``bounds`` are the partitions that are asked for, and the
+    sequences [start, end) of each; None: all of all. ``expired``: also what retention has expired, as long as its
+    file is there. ``SubjectNotFound`` where the log does not know a subject that is asked for, unless there
+    ``may_be_empty``.
     """
-    places = _Places(logical_starts(reader.checkpoint), bounds)
-    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, places)
+    places = _Places({} if expired else logical_starts(reader.checkpoint), bounds)
+    planner = _Planner(reader.walk(fail_on_damage=fail_on_damage), wanted, places, offsets)
     runs = planner.run()
     partitions = planner.walk.partitions
     if planner.frame_count and not partitions:
         raise DataDirError(f"{reader.place!r} holds no message log: its frames name no partition")
     rows = {row.id: row for row in partitions.values() if not row.deleted}
-    check_subjects(reader, wanted, list(rows.values()))
+    if not may_be_empty:
+        check_subjects(reader, wanted, list(rows.values()))
     live = {number for number, row in rows.items() if wanted.covers(row)}
-    runs = [run for run in runs if not run.partitions.isdisjoint(live)]
+    runs = [run for run in runs if not live.isdisjoint(run.partitions)]
     total = sum(run.size for run in runs)
     # Whoever asks for four at least has four to share them: five equal chunks would take as long as eight.
     rounds = max(-(-total // (chunk_size * chunks_min)), 1)
     size = max(-(-total // (rounds * chunks_min)), 1)
     known = {number: places.of(rows[number]) for number in live}
-    return Plan(_chunks(runs, known, size), planner.walk.damages)
+    return Plan(_chunks(runs, known, size), planner.walk.damages, planner.end, partitions)
 
 
 class _Places:
@@ -179,14 +195,16 @@ class _Places:
 class _Planner:
     """Follows a walk and keeps the runs of wanted frames."""
 
-    def __init__(self, walk: LogWalk, wanted: Wanted, places: _Places) -> None:
+    def __init__(self, walk: LogWalk, wanted: Wanted, places: _Places, offsets: tuple[int, int | None]) -> None:
         self.walk = walk
         self._wanted = wanted
         self._places = places
+        self._offset_min = offsets[0]
+        self._offset_end = OFFSET_MAX if offsets[1] is None else offsets[1]
         self._runs: list[_Run] = []
         #: Partition → (the sequence its next frame should have, the log offset of its last one).
         self._next: dict[int, tuple[int, int]] = {}
-        self._end = 0
+        self.end = 0
         self._stretch = 0
         self.frame_count = 0
 
@@ -197,9 +215,9 @@ class _Planner:
             if version != self.walk.catalog_version:
                 version = self.walk.catalog_version
                 ids = {row.id for row in self.walk.partitions.values() if self._wanted.covers(row)}
-            if piece.offset < self._end:
+            if piece.offset < self.end:
                 self._take_back(piece.offset)
-            elif piece.offset > self._end:
+            elif piece.offset > self.end:
                 self._stretch += 1
             self._take(piece, ids)
             self.frame_count += len(piece.frames)
@@ -224,16 +242,18 @@ class _Planner:
             expected[partition] = (base + count, offset)
             if not wanted.takes(base, count, store_time) or not places.has(partition, base, count):
                 continue
+            if not self._offset_min <= offset < self._offset_end:
+                continue
             if run is None:
                 run = _Run(piece.offset, piece.segment, self._stretch, position, position, 0)
                 self._runs.append(run)
             run.end = position + size
             run.size += size
-            run.partitions.add(partition)
-        self._end = piece.offset
+            _extend(run.partitions.setdefault(partition, []), base, base + count)
+        self.end = piece.offset
         if piece.frames:
             position, size, *_ = piece.frames[-1]
-            self._end = piece.segment_base + position + size
+            self.end = piece.segment_base + position + size
 
 
 def _chunks(runs: list[_Run], known: Mapping[int, ChunkPartition], size: int) -> list[Chunk]:
@@ -254,12 +274,30 @@ def _chunks(runs: list[_Run], known: Mapping[int, ChunkPartition], size: int) ->
             full = following is not None and done + following.size / 2 >= (cuts + 1) * share
             if following is None or full or _are_apart(run, following, share):
                 cuts += full
-                ids = set[int]().union(*(run.partitions for run in taken)) & known.keys()
-                partitions = {partition: known[partition] for partition in sorted(ids)}
+                ranges = _ranges(taken, known)
+                partitions = {partition: known[partition] for partition in sorted(ranges)}
                 taken_size = sum(run.size for run in taken)
-                chunks.append(Chunk(segment, taken[0].start, taken[-1].end, taken_size, partitions))
+                chunks.append(Chunk(segment, taken[0].start, taken[-1].end, taken_size, partitions, ranges))
                 taken = []
     return chunks
+
+
+def _ranges(runs: list[_Run], known: Mapping[int, ChunkPartition]) -> dict[int, list[tuple[int, int]]]:
+    joined: dict[int, list[tuple[int, int]]] = {}
+    for run in runs:
+        for partition, pieces in run.partitions.items():
+            if partition in known:
+                mine = joined.setdefault(partition, [])
+                for first, end in pieces:
+                    _extend(mine, first, end)
+    return joined
+
+
+def _extend(pieces: list[tuple[int, int]], first: int, end: int) -> None:
+    if pieces and pieces[-1][1] == first:
+        pieces[-1] = (pieces[-1][0], end)
+    else:
+        pieces.append((first, end))
 
 
 def _are_apart(run: _Run, following: _Run, share: float) -> bool:

@@ -35,6 +35,9 @@ PIECE_SIZE: Final = MIB
 #: Files vanish while a live server replaces them: looking again this often finds a moment of rest.
 LOOKS_MAX: Final = 5
 
+#: How a query goes on without damaged frames, for messages.
+LEAVE_OUT: Final = "the option failOnDamage=false"
+
 #: magic and version, size, count, producer, previous, partition, base, store time, durable.
 _HEADER: Final = Struct("<3sxII4xQ8xQ4xIQqQ")
 _PREFIX: Final = Struct("<3s")
@@ -84,7 +87,7 @@ class MappedSegment:
         return self.view[: len(PREFIX)] != PREFIX and used_size(self.view, 0) == 0
 
 
-class _Segments(NamedTuple):
+class MappedLog(NamedTuple):
     """Some segments of a log, as ``LogScan`` takes them."""
 
     directory: str
@@ -336,7 +339,7 @@ class LogWalk:
             segments = self._segments_from(start, index if until is None else len(self._reader.files) - 1)
             self._recent_rows = [entry for entry in self._recent_rows if entry[0] < start]
             self.catalog_version += 1
-            scan = LogScan(_Segments(self._reader.place, segments), start, self._durable, self._plausible)
+            scan = LogScan(MappedLog(self._reader.place, segments), start, self._durable, self._plausible)
             found, resume = self._scan(scan, until)
             damages = [damage for damage in scan.damages if damage.kind == "damaged"]
             being_written = [damage.offset for damage in damages if self._readable(segments, damage)]
@@ -463,7 +466,7 @@ def damage_error(place: str, path: str, position: int, size: int, reason: str) -
     return DamageError(
         f"{place}/{path} is damaged: {size} bytes at offset {position} hold no readable frame ({reason}). "
         f"Run 'plait doctor {place}' to see all damage and restore the file from a copy, "
-        "or leave the damaged frames out with the option failOnDamage=false",
+        f"or leave the damaged frames out with {LEAVE_OUT}",
         file=f"{place}/{path}",
         offset=position,
         size=size,

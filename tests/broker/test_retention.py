@@ -9,6 +9,7 @@ import pytest
 from plait.broker import retention as retention_module
 from plait.broker.subjects import update_subject
 from plait.broker.views import group_view, subject_view
+from plait.storage.archived import Archived, write_archived
 from plait.storage.catalog import SubjectSettings
 from plait.storage.consume_log import DIRECTORY as CONSUME
 from tests.support.broker_node import Node, Producer
@@ -245,3 +246,36 @@ def test_a_lost_consume_log_is_built_anew():
     later = again.power_lost()
     assert later.report.rebuilt_consume_logs == 0
     assert later.stored("orders") == rows
+
+
+def test_what_waits_for_an_archive_stays_until_the_archive_has_it():
+    node = Node(retention_seconds=10.0, archive_before_delete=True)
+    consumer = node.attach("orders", "billing")
+    for _ in range(100):
+        node.send("orders", b"x" * 400)
+        for start, end, _ in node.pull(consumer).ranges:
+            node.ack(consumer, (start, end))
+    for _ in range(6):
+        node.clock.advance(100)
+        node.checkpoint()
+    messages, actions = ([segment.base for segment in log.segments] for log in node.broker.logs[::2])
+    assert len(messages) > 3
+    assert len(actions) > 3
+    assert node.retention.run() == []
+    assert node.partition("orders").start == 100, "expired all the same"
+    assert [segment.base for segment in node.broker.action_log.segments] == actions
+    write_archived(node.disk, Archived(messages[2], actions[1]))
+    assert node.retention.run() == messages[:2]
+    assert [segment.base for segment in node.broker.action_log.segments] == actions[1:]
+    node.broker.stop()
+
+
+def test_where_no_archive_is_waited_for_its_note_does_not_matter():
+    node = Node(retention_seconds=10.0)
+    fill(node, 60)
+    write_archived(node.disk, Archived(1, 1))
+    for _ in range(6):
+        node.clock.advance(100)
+        node.checkpoint()
+    assert len(node.retention.run()) == 3
+    node.broker.stop()

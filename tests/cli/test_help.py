@@ -17,7 +17,15 @@ from plait.version import VERSION
 from tests.cli.commands import plait
 
 COMMANDS = {
-    "serve": ["--data", "--port", "--flush", "--segment-size", "--retention", "--dead-retention", "--no-auto-create"],
+    "serve": [
+        "--data",
+        "--port",
+        "--flush",
+        "--segment-size",
+        "--retention",
+        "--dead-retention",
+        "--archive-before-delete",
+    ],
     "meta": ["--database", "PLAIT_DATABASE", "--port", "--host", "--no-auto-create", "--log-level"],
     "broker": ["--group", "--meta", "--data", "--port", "--http", "--flush", "--segment-size", "--dead-retention"],
     "send": [
@@ -53,6 +61,8 @@ COMMANDS = {
     "cluster": ["brokers", "state"],
     "cluster brokers": ["--server", "--output"],
     "cluster state": ["GROUP", "RW", "NRW", "--output"],
+    "spark": ["archive"],
+    "spark archive": ["--data", "--to", "--now", "--raw", "--follow", "--every", "--compact", "--verify", "--master"],
     "bench": ["--count", "--size", "--keys", "--batch", "--embedded"],
     "doctor": ["DATA", "--output"],
 }

@@ -1,0 +1,124 @@
+"""A checksum of rows that does not depend on how a file orders them, cheap enough to compute for all of them.
+
+Each column of each partition has a CRC-32C over its values in log order: rows of a partition stand in the log by epoch
+and sequence, so any file can be brought into that order again. The side of the log is fed with record batches as they
+come from the frames; the side of the archive with what is read back from the written files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from crc32c import crc32c
+
+
+class Digest:
+    """Checksums of the columns of some rows, fed in order."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._crcs: dict[str, int] = {}
+
+    def feed(self, batch: pa.RecordBatch, without: frozenset[str] = frozenset()) -> None:
+        """More rows."""
+        self.count += batch.num_rows
+        for name, array in zip(batch.schema.names, batch.columns, strict=True):
+            if name not in without:
+                self._array(name, array)
+
+    @property
+    def value(self) -> tuple[int, int]:
+        """(count, checksum)."""
+        crc = 0
+        for name in sorted(self._crcs):
+            crc = crc32c(f"{name}={self._crcs[name]:08x};".encode(), crc)
+        return self.count, crc
+
+    def _add(self, name: str, data: Any) -> None:
+        self._crcs[name] = crc32c(data, self._crcs.get(name, 0))
+
+    def _array(self, name: str, array: pa.Array) -> None:
+        if array.null_count:
+            valid = array.is_valid().to_numpy(zero_copy_only=False)
+        else:
+            valid = np.ones(len(array), bool)
+        self._add(f"{name}?", valid.view(np.uint8))
+        kind = array.type
+        if pa.types.is_binary(kind) or pa.types.is_string(kind):
+            offsets, data = _offsets(array), array.buffers()[2]
+            self._add(f"{name}#", np.diff(offsets))
+            if data is not None:
+                self._add(name, memoryview(data)[int(offsets[0]) : int(offsets[-1])])
+        elif pa.types.is_map(kind):
+            self._items(name, array, [("key", array.keys), ("item", array.items)])
+        elif pa.types.is_list(kind):
+            self._items(name, array, [("element", array.values)])
+        else:
+            # What stands where a value is missing is nobody's.
+            filled = array.fill_null(pa.scalar(0, pa.int64()).cast(kind)) if array.null_count else array
+            width = kind.bit_width // 8
+            values = memoryview(filled.buffers()[1])
+            self._add(name, values[filled.offset * width : (filled.offset + len(filled)) * width])
+
+    def _items(self, name: str, array: pa.Array, children: list[tuple[str, pa.Array]]) -> None:
+        offsets = _offsets(array)
+        self._add(f"{name}#", np.diff(offsets))
+        for child, values in children:
+            self._array(f"{name}.{child}", values.slice(int(offsets[0]), int(offsets[-1] - offsets[0])))
+
+
+def _offsets(array: pa.Array) -> npt.NDArray[np.int32]:
+    buffer = array.buffers()[1]
+    if buffer is None or not len(array):
+        return np.zeros(1, np.int32)
+    return np.frombuffer(buffer, np.int32)[array.offset : array.offset + len(array) + 1]
+
+
+def message_digests(tables: Iterable[pa.Table]) -> dict[str, Digest]:
+    """Partition → the digest of its rows in these tables, each sorted in any way; together they are in log order."""
+    digests: dict[str, Digest] = {}
+    for table in tables:
+        for name, rows in by_partition(table):
+            feed_table(digests.setdefault(name, Digest()), rows, frozenset(("partition",)))
+    return digests
+
+
+def by_partition(table: pa.Table) -> Iterable[tuple[str, pa.Table]]:
+    """The rows of each partition, in log order."""
+    if not table.num_rows:
+        return
+    names = table.column("partition").combine_chunks().dictionary_encode()
+    codes = names.indices.to_numpy(zero_copy_only=False)
+    sequence, epoch = (table.column(column).to_numpy() for column in ("sequence", "epoch"))
+    order = np.lexsort((sequence, epoch, codes))
+    if not np.array_equal(order, np.arange(len(order))):
+        table = table.take(pa.array(order))
+    ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
+    for name, start, end in zip(names.dictionary.to_pylist(), [0, *ends[:-1]], ends, strict=True):
+        yield name, table.slice(start, end - start)
+
+
+def feed_table(digest: Digest, table: pa.Table, without: frozenset[str] = frozenset()) -> None:
+    """All rows of a table."""
+    for batch in table.to_batches():
+        digest.feed(batch, without)
+
+
+def checksum_of(digests: Mapping[str, Digest]) -> int:
+    """One number for all partitions of a file."""
+    crc = 0
+    for name in sorted(digests):
+        count, value = digests[name].value
+        crc = crc32c(f"{name}={count}:{value:08x};".encode(), crc)
+    return crc
+
+
+def bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:
+    """The least and the greatest value; None where there is none."""
+    found = pc.min_max(column)
+    return found["min"].as_py(), found["max"].as_py()

@@ -1,0 +1,217 @@
+"""What is new in a data directory since it was last archived: tasks, in rounds that are committed one by one.
+
+The files may be in use by a server. They are made durable before anybody reads them for good: a loss of power then
+takes nothing from the log that the archive holds, and gives its sequences to nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Final
+
+import msgspec
+
+from plait.errors import ArchiveError, DataDirError
+from plait.limits import GIB, MIB
+from plait.spark.manifest import RAW, Gap, LeftOut, Source, sync_directory
+from plait.spark.tasks import ActionTask, MessageTask, RawTask, Task, TaskFacts
+from plait.storage.action_reader import ActionReader, open_actions
+from plait.storage.catalog import PartitionRow
+from plait.storage.chunks import Wanted, plan
+from plait.storage.disk import RealDisk
+from plait.storage.reader import LogReader, open_log
+from plait.storage.recovery import Damage
+
+#: So much of a message log is committed at once: what a crash makes a run do again is bounded by it.
+ROUND_SIZE: Final = 8 * GIB
+#: A smaller part of a log is not shared: two small files cost readers more than a second core saves.
+SHARE_SIZE_MIN: Final = 16 * MIB
+
+
+@dataclass(frozen=True)
+class Round:
+    """Tasks that are committed together, and what the source is when they are done."""
+
+    tasks: list[Task]
+    message_offset: int
+    action_offset: int
+    damages: list[Damage] = field(default_factory=list)
+
+
+class Intake:
+    """A data directory with regard to one archive."""
+
+    def __init__(self, data: str, group: str, source: Source, *, now: bool, fail_on_damage: bool) -> None:
+        self._data = data
+        self._group = group
+        self._source = source
+        self._now = now
+        self._fail_on_damage = fail_on_damage
+
+    # --- rows -----------------------------------------------------------------------------------
+
+    def rounds(self, wanted: Wanted, *, round_size: int = ROUND_SIZE) -> list[Round]:
+        """Everything new, message log first, then the events that rest on it."""
+        source, fail = self._source, self._fail_on_damage
+        reader = open_log(self._data)
+        sealed_end = _sealed_end(reader)
+        _skip_before(reader, source.message_offset)
+        planned = plan(
+            reader,
+            wanted,
+            chunks_min=_shares(reader, source.message_offset),
+            fail_on_damage=fail,
+            offsets=(source.message_offset, None if self._now else sealed_end),
+            expired=True,
+            may_be_empty=not source.subjects,
+        )
+        self._check_end("message", planned.end, source.message_offset)
+        message_end = max(planned.end if self._now else sealed_end, source.message_offset)
+        actions = open_actions(self._data)
+        action_plan = actions.look(
+            source.action_offset, sealed=not self._now, message_end=planned.end, fail_on_damage=fail
+        )
+        self._make_durable(reader, source.message_offset, message_end)
+        self._make_durable(actions, source.action_offset, action_plan.end)
+        messages = [
+            MessageTask(self._data, self._group, chunk, _base_of(chunk.segment), wanted, fail)
+            for chunk in planned.chunks
+        ]
+        rounds = self._rounds_of(messages, message_end, round_size)
+        slim = {row.id: PartitionRow(row.id, row.subject, row.name, 0) for row in planned.partitions.values()}
+        events: list[Task] = [ActionTask(self._data, self._group, part, slim) for part in action_plan.parts]
+        last = rounds[-1]
+        damages = [damage for damage in planned.damages if source.message_offset <= damage.offset < message_end]
+        lost = self._lost(reader)
+        rounds[-1] = Round([*last.tasks, *events], message_end, action_plan.end, lost + damages + action_plan.damages)
+        if not rounds[-1].tasks and (message_end, action_plan.end) == (source.message_offset, source.action_offset):
+            rounds.pop()
+        return rounds
+
+    def _rounds_of(self, tasks: list[MessageTask], end: int, round_size: int) -> list[Round]:
+        """Whole segments; a round ends where the next one's first segment starts."""
+        rounds: list[Round] = []
+        taken: list[Task] = []
+        size = base = 0
+        for task in tasks:
+            if taken and task.base != base and size >= round_size:
+                rounds.append(Round(taken, task.base, self._source.action_offset))
+                taken, size = [], 0
+            taken.append(task)
+            size += task.weight
+            base = task.base
+        rounds.append(Round(taken, end, self._source.action_offset))
+        return rounds
+
+    def _lost(self, reader: LogReader) -> list[Damage]:
+        """Retention was faster than the archiver."""
+        begun = self._source.message_offset
+        if begun == 0 or not reader.files or reader.files[0][0] <= begun:
+            return []
+        size = reader.files[0][0] - begun
+        return [Damage("message", begun, size, "damaged", "retention removed it before it was archived")]
+
+    def _check_end(self, log: str, end: int, archived: int) -> None:
+        if end < archived:
+            raise DataDirError(
+                f"the {log} log of {self._data} ends at {end}, and the archive has it up to {archived}: this is an "
+                "older copy of the data directory that was archived. Use the newest one, or another archive"
+            )
+
+    # --- whole segments -------------------------------------------------------------------------
+
+    def raw_rounds(self, source_name: str) -> list[Round]:
+        """Segments that nothing is added to any more, and that are not copied yet."""
+        source = self._source
+        message, action = open_log(self._data), open_actions(self._data)
+        tasks: list[Task] = []
+        ends = []
+        for reader, start in ((message, source.raw_message_offset), (action, source.raw_action_offset)):
+            end = max(_sealed_end(reader), start)
+            self._make_durable(reader, start, end)
+            bases = [base for base, _ in reader.files if base <= end]
+            for (base, path), following in zip(reader.files, [*bases[1:], end], strict=False):
+                if start <= base < end:
+                    target = f"{RAW}/{source_name}/{path}"
+                    tasks.append(RawTask(self._data, path, base, following, target, self._fail_on_damage))
+            ends.append(end)
+        return [Round(tasks, ends[0], ends[1])] if tasks else []
+
+    # --- both -----------------------------------------------------------------------------------
+
+    def _make_durable(self, reader: LogReader, start: int, end: int) -> None:
+        for (base, path), following in zip_longest(reader.files, reader.files[1:]):
+            if base < end and (following is None or following[0] > start):
+                file = RealDisk(self._data, read_only=True).open(path)
+                try:
+                    file.sync()
+                finally:
+                    file.close()
+        if start < end:
+            sync_directory(os.path.join(self._data, reader.directory))
+
+
+def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) -> Source:
+    """The source after a round: how far it is, and what was missing. ``ArchiveError`` where rows are missing that the
+    log's headers told of, and nobody chose to go without."""
+    sequences = dict(source.sequences)
+    gaps = list(source.gaps)
+    left_out = [*source.left_out, *(LeftOut(d.log, d.offset, d.size, d.reason) for d in done.damages)]
+    for task, fact in zip(done.tasks, facts, strict=True):
+        if not isinstance(task, MessageTask):
+            continue
+        for name, expected in task.expected().items():
+            missing = expected - fact.counts.get(name, 0)
+            if missing and (task.fail_on_damage or missing < 0):
+                raise ArchiveError(
+                    f"{task.data}/{task.chunk.segment} has {expected} messages of {name} by its headers, and "
+                    f"{expected - missing} were archived; nothing was committed. Run 'plait doctor {task.data}'"
+                )
+            if missing:
+                reason = f"{missing} messages of {name} do not verify"
+                offset = task.base + task.chunk.start
+                left_out.append(LeftOut("message", offset, task.chunk.end - task.chunk.start, reason))
+        for number, pieces in task.chunk.ranges.items():
+            name = f"{task.chunk.partitions[number].name}@{group}"
+            for first, end in pieces:
+                following = sequences.get(name, first)
+                if following < first:
+                    gaps.append(Gap(name, following, first))
+                sequences[name] = end
+    return msgspec.structs.replace(
+        source,
+        message_offset=done.message_offset,
+        action_offset=done.action_offset,
+        sequences=sequences,
+        gaps=gaps,
+        left_out=left_out,
+    )
+
+
+def _skip_before(reader: LogReader, offset: int) -> None:
+    """Leave out segments that end before a log offset: each begins with what it takes to be read."""
+    del reader.files[: max(bisect_right([base for base, _ in reader.files], offset) - 1, 0)]
+
+
+def _shares(reader: LogReader, start: int) -> int:
+    """Into how many tasks at least what follows ``start`` is cut: one for each core, unless files became small by it."""
+    last = reader.map(len(reader.files) - 1) if reader.files else None
+    size = last.end - start if last is not None else 0
+    return min(max(size // SHARE_SIZE_MIN, 1), os.cpu_count() or 1)
+
+
+def _sealed_end(reader: LogReader | ActionReader) -> int:
+    """Where the segment starts that frames are added to."""
+    for index in range(len(reader.files) - 1, -1, -1):
+        segment = reader.map(index)
+        if segment is not None and not segment.blank:
+            return segment.base
+    return 0
+
+
+def _base_of(segment: str) -> int:
+    return int(segment.rpartition("/")[2].partition(".")[0])

@@ -1,0 +1,382 @@
+"""The manifest of an archive: which files it consists of, and how far each data directory is in it.
+
+A directory of Parquet files is an archive by what ``_plait/manifest-<number>.json`` says. The highest number is the
+truth; a manifest is written once, whole, and never changed. A file that it does not name does not exist: a run that
+ended early left it. Nothing here needs Spark: lookups read the manifest in a process without Java.
+
+Promise: of two who commit the same number one succeeds; the other one gets ``ArchiveConflict`` and has changed nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+from typing import Final, Literal
+from urllib.parse import quote, unquote
+
+import msgspec
+import pyarrow as pa
+from crc32c import crc32c
+from pyarrow import fs
+
+from plait import chance
+from plait.errors import ArchiveConflict, ArchiveError
+
+FORMAT_VERSION: Final = 1
+DIRECTORY: Final = "_plait"
+MESSAGES: Final = "messages"
+ACTIONS: Final = "actions"
+RAW: Final = "raw"
+#: Manifests that stay, the newest included: whoever has just read one can still look at it.
+KEEP: Final = 5
+#: Where files cannot be made exclusively, whoever wants to commit says so first. One that says so for longer is gone.
+CLAIM_SECONDS: Final = 600.0
+
+_MANIFEST: Final = re.compile(r"manifest-(\d{20})\.json")
+_CLAIM: Final = re.compile(r"claim-(\d{20})-([0-9a-f]+)")
+#: What a partition value of a path may not hold as it is (as Hive and Spark have it), and what would end a path's part.
+_PLAIN: Final = " !\"$&'()+,-.;<>@_`|~"
+
+
+class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One Parquet file. Its rows come from [start, end) of the source's message log or action log."""
+
+    #: Below the archive.
+    path: str
+    kind: Literal["messages", "actions"]
+    #: Of actions: empty.
+    subject: str = ""
+    #: YYYY-MM-DD, in UTC.
+    date: str
+    count: int
+    #: Of the file, and of what is in it before compression.
+    size: int
+    raw_size: int = 0
+    #: Of the rows, whatever their order in the file (``plait.spark.digest``).
+    checksum: int
+    source: str
+    start: int
+    end: int
+    #: ``name@group`` → the first sequence and the last one.
+    partitions: dict[str, tuple[int, int]] = {}
+    #: The first and the last key; None: no row has one.
+    key_min: str | None = None
+    key_max: str | None = None
+    #: Store times of messages, times of events: microseconds since 1970.
+    time_min: int
+    time_max: int
+
+
+class RawSegment(msgspec.Struct, frozen=True, kw_only=True):
+    """A segment file, copied whole."""
+
+    path: str
+    #: Log offsets.
+    start: int
+    end: int
+    size: int
+    crc: int
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Sequences [start, end) of a partition that the log does not have."""
+
+    partition: str
+    start: int
+    end: int
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """Damaged bytes of a log that somebody chose to go on without."""
+
+    log: str
+    offset: int
+    size: int
+    reason: str
+
+
+class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A data directory, and how far its first-hand logs are in the archive."""
+
+    #: The broker group, as partitions are named by it.
+    group: str
+    #: Everything before these log offsets is in the archive, as far as ``subjects`` asks for it.
+    message_offset: int = 0
+    action_offset: int = 0
+    #: The subjects that are archived: names, or beginnings and "*"; none: all of them.
+    subjects: list[str] = []
+    #: ``name@group`` → the sequence that comes next.
+    sequences: dict[str, int] = {}
+    gaps: list[Gap] = []
+    left_out: list[LeftOut] = []
+    #: The same, of segments that are kept as they are.
+    raw_message_offset: int = 0
+    raw_action_offset: int = 0
+    raw: list[RawSegment] = []
+
+    @property
+    def whole(self) -> bool:
+        """Every subject is archived, not only some."""
+        return not self.subjects
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """An archive as of one commit."""
+
+    version: int = FORMAT_VERSION
+    number: int = 0
+    #: When it was committed, in microseconds since 1970, and by whom.
+    time: int = 0
+    writer: str = ""
+    #: Source id (``<group>-<identity of the data directory>``) → how far it is.
+    sources: dict[str, Source] = {}
+    files: list[ArchivedFile] = []
+
+    def find(
+        self, kind: str, *, subjects: Iterable[str] | None = None, time_min: int = 0, time_max: int | None = None
+    ) -> list[ArchivedFile]:
+        """Files of a kind that may hold rows of these subjects and times."""
+        wanted = None if subjects is None else frozenset(subjects)
+        return [
+            file
+            for file in self.files
+            if file.kind == kind
+            and (wanted is None or file.subject in wanted)
+            and file.time_max >= time_min
+            and (time_max is None or file.time_min <= time_max)
+        ]
+
+
+class _Stored(msgspec.Struct, frozen=True):
+    """The manifest as it lies in its file; ``crc`` is of its bytes."""
+
+    crc: int
+    manifest: msgspec.Raw
+
+
+class Archive:
+    """A place for archived files: any file system that Arrow reaches (local, s3://, hdfs://, gs://)."""
+
+    def __init__(self, files: fs.FileSystem, root: str, place: str) -> None:
+        self.files = files
+        self.root = root.rstrip("/")
+        #: For messages: the path as its user wrote it.
+        self.place = place
+
+    @classmethod
+    def at(cls, place: str | os.PathLike[str]) -> Archive:
+        """The archive at a path or a URI; there need not be one yet."""
+        text = os.fspath(place)
+        try:
+            if "://" in text:
+                files, root = fs.FileSystem.from_uri(text)
+            else:
+                files, root = fs.LocalFileSystem(), os.path.abspath(text)
+        except (pa.ArrowException, ValueError, OSError) as error:
+            raise ArchiveError(f"archive {text!r} cannot be reached: {_first_line(error)}") from error
+        return cls(files, root, text)
+
+    def path(self, relative: str) -> str:
+        """A path below the archive, as its file system knows it."""
+        return f"{self.root}/{relative}" if relative else self.root
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def numbers(self) -> list[int]:
+        """The numbers of the manifests there are, ascending."""
+        found = (_MANIFEST.fullmatch(info.base_name) for info in self.list(DIRECTORY))
+        return sorted(int(match[1]) for match in found if match)
+
+    def load(self) -> Manifest:
+        """The newest manifest; an empty one, of number 0, where nothing was archived yet."""
+        numbers = self.numbers()
+        return self.read(numbers[-1]) if numbers else Manifest()
+
+    def open(self) -> Manifest:
+        """The newest manifest; ``ArchiveError`` where there is no archive."""
+        manifest = self.load()
+        if not manifest.number:
+            raise ArchiveError(f"{self.place!r} is not an archive: it has no {DIRECTORY}/manifest-*.json")
+        return manifest
+
+    def read(self, number: int) -> Manifest:
+        """One manifest. One that does not read back whole is damage, and nothing older takes its place."""
+        relative = f"{DIRECTORY}/{_name(number)}"
+        try:
+            with self.files.open_input_stream(self.path(relative)) as stream:
+                data = stream.read()
+        except OSError as error:
+            raise ArchiveError(f"{self.place}/{relative} cannot be read: {_first_line(error)}") from error
+        try:
+            stored = msgspec.json.decode(data, type=_Stored)
+            raw = bytes(stored.manifest)
+            if crc32c(raw) != stored.crc:
+                raise ValueError("its checksum does not match")
+            version = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get("version")
+            if version is not None and int(bytes(version)) > FORMAT_VERSION:
+                raise ArchiveError(
+                    f"{self.place}/{relative} has format version {int(bytes(version))}, this Plait reads "
+                    f"{FORMAT_VERSION}; use the newer Plait that wrote it (nothing was touched)"
+                )
+            return msgspec.json.decode(raw, type=Manifest)
+        except ValueError as error:
+            raise ArchiveError(
+                f"{self.place}/{relative} is damaged: {error}. Restore the file from a copy; the archived files "
+                "themselves are untouched"
+            ) from error
+
+    def list(self, relative: str, *, recursive: bool = False) -> list[fs.FileInfo]:
+        """What is in a directory; empty when there is none."""
+        selector = fs.FileSelector(self.path(relative), recursive=recursive, allow_not_found=True)
+        try:
+            found: list[fs.FileInfo] = self.files.get_file_info(selector)
+        except (pa.ArrowException, OSError) as error:
+            raise ArchiveError(f"{self.place}/{relative} cannot be listed: {_first_line(error)}") from error
+        return found
+
+    def relative(self, info: fs.FileInfo) -> str:
+        """A listed path, below the archive."""
+        path: str = info.path
+        return path[len(self.root) + 1 :]
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make it the archive's state; durable when this returns. Older manifests go, but for the last few.
+
+        ``ArchiveConflict`` where somebody else has committed this number, or is about to.
+        """
+        raw = msgspec.json.encode(manifest)
+        data = msgspec.json.encode(_Stored(crc32c(raw), msgspec.Raw(raw)))
+        self.files.create_dir(self.path(DIRECTORY), recursive=True)
+        if isinstance(self.files, fs.LocalFileSystem):
+            self._commit_locally(manifest.number, data)
+        else:
+            self._commit_by_claim(manifest.number, data)
+        for number in self.numbers()[:-KEEP]:
+            self.remove(f"{DIRECTORY}/{_name(number)}")
+
+    def make_directory(self, relative: str) -> None:
+        """With its parents. Object stores have none: a file's name is all there is."""
+        self.files.create_dir(self.path(relative), recursive=True)
+
+    def make_durable(self, relative: str) -> None:
+        """A file that was written survives the machine when this returns, once its name does (``sync_names``).
+
+        Other file systems than a local one promise it when a file is closed.
+        """
+        if isinstance(self.files, fs.LocalFileSystem):
+            fd = os.open(self.path(relative), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def sync_names(self, paths: Iterable[str]) -> None:
+        """The names of these files, and of the directories that lead to them, are durable when this returns."""
+        if not isinstance(self.files, fs.LocalFileSystem):
+            return
+        directories: set[str] = set()
+        for path in paths:
+            while path:
+                path = os.path.dirname(path)
+                directories.add(path)
+        for directory in sorted(directories, reverse=True):
+            sync_directory(self.path(directory))
+
+    def remove(self, relative: str) -> None:
+        """Remove a file; nothing when there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self.files.delete_file(self.path(relative))
+
+    def _commit_locally(self, number: int, data: bytes) -> None:
+        directory = self.path(DIRECTORY)
+        aside = f"{directory}/.{_name(number)}.{chance.token(8)}"
+        with open(aside, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            # Unlike a rename, a link never takes the place of another file.
+            os.link(aside, f"{directory}/{_name(number)}")
+        except FileExistsError:
+            raise self._conflict(number) from None
+        finally:
+            os.unlink(aside)
+        sync_directory(directory)
+
+    def _commit_by_claim(self, number: int, data: bytes) -> None:
+        """Where the last writer of a file wins: whoever finds somebody else's claim after he has made his own gives in.
+
+        Of two at least one finds the other's; it may be that both do, and neither commits.
+        """
+        token = chance.token(8)
+        claim = f"{DIRECTORY}/claim-{number:020d}-{token}"
+        self.write(claim, b"")
+        try:
+            oldest = datetime.now(UTC) - timedelta(seconds=CLAIM_SECONDS)
+            for info in self.list(DIRECTORY):
+                match = _CLAIM.fullmatch(info.base_name)
+                if match is None or match[2] == token:
+                    continue
+                if info.mtime is not None and info.mtime < oldest:
+                    self.remove(self.relative(info))
+                elif int(match[1]) == number:
+                    raise self._conflict(number)
+            if number in self.numbers():
+                raise self._conflict(number)
+            self.write(f"{DIRECTORY}/{_name(number)}", data)
+        finally:
+            self.remove(claim)
+
+    def write(self, relative: str, data: bytes) -> None:
+        """A small file, whole."""
+        with self.files.open_output_stream(self.path(relative)) as stream:
+            stream.write(data)
+
+    def _conflict(self, number: int) -> ArchiveConflict:
+        return ArchiveConflict(
+            f"another archiver has changed {self.place!r} meanwhile (manifest {number} is its own); nothing was changed"
+            " and nothing is lost: run again, one at a time",
+            number=number,
+        )
+
+
+def sync_directory(path: str) -> None:
+    """Names in a local directory are durable when this returns."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def source_id(group: str, identity: str) -> str:
+    """How the manifest names a data directory."""
+    return f"{group}-{identity}"
+
+
+def subject_directory(subject: str, date: str) -> str:
+    """Where the messages of a subject and a day are, escaped as Hive and Spark do it."""
+    return f"{MESSAGES}/subject={quote(subject, safe=_PLAIN)}/date={date}"
+
+
+def actions_directory(date: str) -> str:
+    """Where the events of a day are."""
+    return f"{ACTIONS}/date={date}"
+
+
+def subject_of(path: str) -> str:
+    """The subject that ``subject_directory`` put into a path."""
+    return unquote(path.split("subject=", 1)[1].split("/", 1)[0])
+
+
+def _name(number: int) -> str:
+    return f"manifest-{number:020d}.json"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

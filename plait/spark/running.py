@@ -1,0 +1,68 @@
+"""Running a job's tasks on Spark, and showing how far they are."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from plait import chance
+from plait.errors import from_code
+from plait.spark.tasks import Job, TaskFacts
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+#: How often Spark is asked how far it is.
+LOOK_SECONDS: Final = 0.5
+
+
+class Progress(Protocol):
+    """Who is told how far a long step is."""
+
+    def step(self, name: str, total: int | None = None, unit: str = ...) -> None: ...
+
+    def update(self, done: int) -> None: ...
+
+
+def run_job(spark: SparkSession, job: Job, step: str, progress: Progress | None = None) -> list[TaskFacts]:
+    """Run all tasks; their facts, in order. What went wrong first is raised, as it would be without Spark."""
+    count = len(job.tasks)
+    group = f"plait-{chance.token(8)}"
+    context = spark.sparkContext
+    if progress is not None:
+        progress.step(step, sum(task.weight for task in job.tasks), "bytes")
+
+    def collect() -> list[TaskFacts]:
+        # A job's group is its thread's.
+        context.setJobGroup(group, step, interruptOnCancel=True)
+        rows = spark.range(0, count, 1, count).mapInArrow(job, "facts binary").collect()
+        return [msgspec.msgpack.decode(row.facts, type=TaskFacts) for row in rows]
+
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(collect)
+        try:
+            while not wait((running,), LOOK_SECONDS).done:
+                if progress is not None:
+                    progress.update(_done(spark, group, job))
+        except BaseException:
+            context.cancelJobGroup(group)
+            raise
+        facts = running.result()
+    for fact in facts:
+        if fact.error is not None:
+            raise from_code(*fact.error)
+    return facts
+
+
+def _done(spark: SparkSession, group: str, job: Job) -> int:
+    """Bytes, as far as ended tasks tell: they are about equal."""
+    tracker = spark.sparkContext.statusTracker()
+    ended = 0
+    for number in tracker.getJobIdsForGroup(group):
+        info = tracker.getJobInfo(number)
+        for stage in info.stageIds if info is not None else ():
+            facts = tracker.getStageInfo(stage)
+            ended += facts.numCompletedTasks if facts is not None else 0
+    return sum(task.weight for task in job.tasks) * min(ended, len(job.tasks)) // len(job.tasks)

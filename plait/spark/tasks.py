@@ -1,0 +1,367 @@
+"""What an archiver's tasks do, each for one piece of a log or of an archive; what they did comes back as facts.
+
+Spark only says where and when: the bytes go from the segment files through Arrow into the archive inside one Python
+process, and never through Java. A task that runs twice leaves two sets of files, of which the manifest names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from crc32c import crc32c
+
+from plait.errors import ArchiveError, FrameError, PlaitError
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
+from plait.spark.columns import BATCH_COUNT, BATCH_SIZE, record_batches
+from plait.spark.digest import Digest, message_digests
+from plait.spark.files import (
+    DAY_MICROS,
+    MESSAGE_SCHEMA,
+    FileWriter,
+    check_file,
+    day_of,
+    read_file,
+)
+from plait.spark.manifest import Archive, ArchivedFile, RawSegment
+from plait.spark.worker import prepare_worker
+from plait.storage.action_reader import ActionPart, read_actions
+from plait.storage.catalog import PartitionRow
+from plait.storage.chunks import Chunk, ChunkPartition, Wanted, read_chunk
+from plait.storage.disk import RealDisk
+from plait.storage.reader import MappedLog, MappedSegment, damage_error, expired_error
+from plait.storage.recovery import LogScan
+
+#: What a task holds of decoded rows before it writes them: a chunk, and what its compressed bodies come to.
+HELD_SIZE_MAX: Final = 256 * MIB
+#: A segment is copied in pieces of this size.
+COPY_SIZE: Final = 8 * MIB
+
+
+class TaskFacts(msgspec.Struct):
+    """What a task has done."""
+
+    files: list[ArchivedFile] = []
+    #: ``name@group`` → rows that were written, and read back.
+    counts: dict[str, int] = {}
+    raw: list[RawSegment] = []
+    #: (code, message) of what went wrong.
+    error: tuple[str, str] | None = None
+
+
+class Task(Protocol):
+    """A piece of work that can be sent to another process."""
+
+    @property
+    def weight(self) -> int:
+        """Bytes, for progress."""
+        ...
+
+    def run(self, writer: FileWriter) -> TaskFacts: ...
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Pending:
+    """Frames of one partition, subject and day that are not decoded yet."""
+
+    digest: Digest = field(default_factory=Digest)
+    members: list[tuple[ChunkPartition, FrameView]] = field(default_factory=list)
+    count: int = 0
+    size: int = 0
+    first: int = -1
+    last: int = -1
+
+
+class Collector:
+    """Takes frames in log order and writes files: one for each subject and day, as often as memory is full."""
+
+    def __init__(self, writer: FileWriter, group: str, offsets: tuple[int, int]) -> None:
+        self._writer = writer
+        self._group = group
+        self._offsets = offsets
+        #: (subject, day) → partition → its frames; and the batches that were made of them.
+        self._pending: dict[tuple[str, int], dict[str, _Pending]] = {}
+        self._batches: dict[tuple[str, int], list[pa.RecordBatch]] = {}
+        self._held = 0
+        self.facts = TaskFacts()
+
+    def add(self, partition: ChunkPartition, view: FrameView) -> None:
+        """One more frame."""
+        place = (partition.subject, view.store_time // DAY_MICROS)
+        rows = self._pending.setdefault(place, {}).setdefault(f"{partition.name}@{self._group}", _Pending())
+        rows.members.append((partition, view))
+        rows.count += view.count
+        rows.size += view.size
+        last = view.base + view.count - 1
+        rows.first = view.base if rows.first < 0 else min(rows.first, view.base)
+        rows.last = max(rows.last, last)
+        if rows.count >= BATCH_COUNT or rows.size >= BATCH_SIZE:
+            self._decode(place, rows)
+            if self._held >= HELD_SIZE_MAX:
+                self.flush()
+
+    def _decode(self, place: tuple[str, int], rows: _Pending) -> None:
+        batches = self._batches.setdefault(place, [])
+        for batch in record_batches(rows.members, MESSAGE_SCHEMA, self._group):
+            rows.digest.feed(batch, frozenset(("partition",)))
+            batches.append(batch)
+            self._held += batch.nbytes
+        rows.members, rows.count, rows.size = [], 0, 0
+
+    def flush(self) -> None:
+        """Write all that was taken."""
+        for place, partitions in self._pending.items():
+            for rows in partitions.values():
+                if rows.members:
+                    self._decode(place, rows)
+            subject, day = place
+            table = pa.Table.from_batches(self._batches.pop(place), MESSAGE_SCHEMA).combine_chunks()
+            digests = {name: rows.digest for name, rows in partitions.items()}
+            ranges = {name: (rows.first, rows.last) for name, rows in partitions.items()}
+            file = self._writer.messages(subject, day_of(day * DAY_MICROS), table, self._offsets, digests, ranges)
+            self.facts.files.append(file)
+            for name, digest in digests.items():
+                self.facts.counts[name] = self.facts.counts.get(name, 0) + digest.count
+        self._pending, self._batches, self._held = {}, {}, 0
+
+
+@dataclass(frozen=True)
+class MessageTask:
+    """One chunk of a message log."""
+
+    data: str
+    group: str
+    chunk: Chunk
+    #: Log offset of the segment's first byte.
+    base: int
+    wanted: Wanted
+    fail_on_damage: bool
+
+    @property
+    def weight(self) -> int:
+        return self.chunk.size
+
+    def expected(self) -> dict[str, int]:
+        """Rows of each partition, as the log's headers have them."""
+        counts: dict[str, int] = {}
+        for number, pieces in self.chunk.ranges.items():
+            name = f"{self.chunk.partitions[number].name}@{self.group}"
+            counts[name] = counts.get(name, 0) + sum(end - first for first, end in pieces)
+        return counts
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        chunk = self.chunk
+        disk = RealDisk(self.data, read_only=True)
+        collector = Collector(writer, self.group, (self.base + chunk.start, self.base + chunk.end))
+        try:
+            frames = read_chunk(disk, self.data, chunk, self.wanted, fail_on_damage=self.fail_on_damage)
+            for partition, view in frames:
+                collector.add(partition, view)
+            collector.flush()
+        except FrameError as error:
+            size = chunk.end - chunk.start
+            raise damage_error(self.data, chunk.segment, chunk.start, size, str(error)) from error
+        return collector.facts
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActionTask:
+    """One part of an action log."""
+
+    data: str
+    group: str
+    part: ActionPart
+    partitions: Mapping[int, PartitionRow]
+
+    @property
+    def weight(self) -> int:
+        return self.part.end - self.part.start
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        part = self.part
+        frames = read_actions(RealDisk(self.data, read_only=True), self.data, part)
+        names = Names(self.partitions, self.group)
+        try:
+            batches = list(action_batches(frames, names, start=part.start, first=part.first))
+        except FrameError as error:
+            size = part.end - part.start
+            raise damage_error(self.data, part.segment, part.start - part.base, size, str(error)) from error
+        table = pa.Table.from_batches(batches, ACTION_SCHEMA)
+        facts = TaskFacts()
+        days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
+        for day in np.unique(days).tolist():
+            rows = table.filter(pa.array(days == day)).combine_chunks()
+            facts.files.append(writer.actions(day_of(day * DAY_MICROS), rows, (part.start, part.end)))
+        return facts
+
+
+# --- whole segments -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RawTask:
+    """One segment file, copied as it is."""
+
+    data: str
+    segment: str
+    start: int
+    end: int
+    #: Where it goes, below the archive.
+    target: str
+    fail_on_damage: bool
+
+    @property
+    def weight(self) -> int:
+        return self.end - self.start
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        archive = writer.archive
+        disk = RealDisk(self.data, read_only=True)
+        try:
+            file = disk.open(self.segment)
+        except FileNotFoundError:
+            raise expired_error(self.data, self.segment) from None
+        try:
+            view = file.view()
+        finally:
+            file.close()
+        if self.fail_on_damage:
+            self._check_frames(view)
+        archive.make_directory(self.target.rpartition("/")[0])
+        aside = writer.aside(self.target)
+        crc = 0
+        with archive.files.open_output_stream(archive.path(aside)) as stream:
+            for start in range(0, len(view), COPY_SIZE):
+                piece = view[start : start + COPY_SIZE]
+                crc = crc32c(piece, crc)
+                stream.write(piece)
+        copied = raw_crc(archive, aside)
+        if copied != crc:
+            raise ArchiveError(f"{archive.place}/{self.target} does not read back as it was written; run again")
+        archive.make_durable(aside)
+        archive.files.move(archive.path(aside), archive.path(self.target))
+        segment = RawSegment(path=self.target, start=self.start, end=self.end, size=len(view), crc=crc)
+        return TaskFacts(raw=[segment])
+
+    def _check_frames(self, view: memoryview) -> None:
+        """Nothing is added to it any more: whatever does not verify is damage."""
+        segment = MappedSegment(self.segment, self.start, view, len(view))
+        scan = LogScan(MappedLog(self.data, [segment]), self.start, self.start, stamps_durable=False)
+        for _ in scan:
+            pass
+        for damage in scan.damages[:1]:
+            raise damage_error(self.data, self.segment, damage.offset - self.start, damage.size, damage.reason)
+
+
+def raw_crc(archive: Archive, relative: str) -> int:
+    """Of a file as it lies in the archive."""
+    crc = 0
+    with archive.files.open_input_stream(archive.path(relative)) as stream:
+        while piece := stream.read(COPY_SIZE):
+            crc = crc32c(piece, crc)
+    return crc
+
+
+# --- files that are there already ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompactTask:
+    """Small files of one source, kind, subject and day, which become one."""
+
+    files: tuple[ArchivedFile, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        archive, first = writer.archive, self.files[0]
+        offsets = (min(file.start for file in self.files), max(file.end for file in self.files))
+        tables = []
+        for file in self.files:
+            check_file(archive, file)
+            tables.append(read_file(archive, file.path))
+        table = pa.concat_tables(tables).combine_chunks()
+        if first.kind == "actions":
+            return TaskFacts(files=[writer.actions(first.date, table, offsets)])
+        # Each file was what the manifest says, and the new one has to be all of them.
+        digests = message_digests([table])
+        partitions: dict[str, tuple[int, int]] = {}
+        for file in self.files:
+            for name, (low, high) in file.partitions.items():
+                known = partitions.get(name, (low, high))
+                partitions[name] = (min(low, known[0]), max(high, known[1]))
+        merged = writer.messages(first.subject, first.date, in_log_order(table), offsets, digests, partitions)
+        return TaskFacts(files=[merged])
+
+
+def in_log_order(table: pa.Table) -> pa.Table:
+    """Rows of several files, so that each partition's are in the order of the log."""
+    sequence, epoch = (table.column(column).to_numpy() for column in ("sequence", "epoch"))
+    return table.take(pa.array(np.lexsort((sequence, epoch))))
+
+
+@dataclass(frozen=True)
+class VerifyTask:
+    """A few files, read back and compared with what the manifest says."""
+
+    files: tuple[ArchivedFile, ...] = ()
+    raw: tuple[RawSegment, ...] = ()
+
+    @property
+    def weight(self) -> int:
+        return sum(file.size for file in self.files) + sum(segment.size for segment in self.raw)
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        archive = writer.archive
+        for file in self.files:
+            check_file(archive, file)
+        for segment in self.raw:
+            try:
+                crc = raw_crc(archive, segment.path)
+            except OSError as error:
+                reason = str(error).partition("\n")[0]
+                raise ArchiveError(f"{archive.place}/{segment.path} cannot be read: {reason}") from error
+            if crc != segment.crc:
+                raise ArchiveError(f"{archive.place}/{segment.path} is damaged: restore the file from a copy")
+        return TaskFacts(files=list(self.files), raw=list(self.raw))
+
+
+# --- running them -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tasks of one commit; called by Spark in its workers."""
+
+    place: str
+    number: int
+    source: str
+    tasks: tuple[Task, ...]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        prepare_worker()
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                facts = msgspec.msgpack.encode(self.run(self.tasks[number]))
+                yield pa.RecordBatch.from_pydict({"facts": pa.array([facts], pa.binary())})
+
+    def run(self, task: Task) -> TaskFacts:
+        """One task, here; what goes wrong on purpose is a fact, too: it reaches its reader without Java's words."""
+        try:
+            return task.run(FileWriter(Archive.at(self.place), self.number, self.source))
+        except PlaitError as error:
+            return TaskFacts(error=(error.code, error.message))

@@ -1,0 +1,118 @@
+"""What tests of archives share: data directories with something in them, and an archive's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from plait.client.rows import hash_keys
+from plait.errors import from_code
+from plait.spark import archiving
+from plait.spark.archiving import Archiver, ArchiveReport
+from plait.spark.columns import STORED_COLUMNS, record_batches
+from plait.spark.files import read_file
+from plait.spark.manifest import Archive, Manifest
+from plait.spark.tasks import Job, TaskFacts
+from plait.storage.chunks import Wanted, plan, read_chunk
+from plait.storage.disk import RealDisk
+from plait.storage.reader import open_log
+from tests.support.broker_node import Node, Producer
+
+SCHEMA = pa.schema([pa.field(name, column.type, column.nullable) for name, column in STORED_COLUMNS.items()])
+
+
+class Filler:
+    """Sends to a node and has a group consume, round after round."""
+
+    def __init__(self, root: Path, **settings: Any) -> None:
+        self.node = Node(RealDisk(root), **settings)
+        self.producer = Producer(5)
+        self.consumers = {"orders": self.node.attach("orders", "billing", "worker")}
+        self.sent = 0
+
+    def rounds(self, count: int, subjects: Sequence[str] = ("orders",), size: int = 100, seconds: float = 1.0) -> None:
+        for _ in range(count):
+            for subject in subjects:
+                numbers = range(self.sent, self.sent + 3)
+                keys = [("", f"key-{n % 7}", f"key-{n % 11}")[n % 3] for n in numbers]
+                bodies = [b"%d:" % n + b"x" * size for n in numbers]
+                frame = self.producer.frame(subject, *bodies, keys=keys, key_hashes=hash_keys(keys, 3))
+                self.node.submit(frame)
+                self.sent += 3
+            self.node.turn()
+            for consumer in self.consumers.values():
+                for start, end, _ in self.node.pull(consumer).ranges:
+                    self.node.ack(consumer, (start, end))
+            self.node.clock.advance(seconds)
+
+    def stop(self) -> None:
+        self.node.broker.stop()
+
+
+def log_rows(root: Path) -> list[dict[str, Any]]:
+    """Every message of a data directory, as the log has it."""
+    reader = open_log(str(root))
+    wanted = Wanted(prefixes=("",))
+    planned = plan(reader, wanted, expired=True)
+    rows: list[dict[str, Any]] = []
+    for chunk in planned.chunks:
+        frames = read_chunk(reader.disk, str(root), chunk, wanted)
+        rows += pa.Table.from_batches(record_batches(frames, SCHEMA, "g1"), SCHEMA).to_pylist()
+    return sorted(rows, key=place)
+
+
+def archived_rows(to: Path | str, manifest: Manifest | None = None) -> list[dict[str, Any]]:
+    """Every message of an archive, as its manifest has it."""
+    archive = Archive.at(to)
+    rows: list[dict[str, Any]] = []
+    for file in (manifest or archive.open()).find("messages"):
+        rows += [{"subject": file.subject, **row} for row in read_file(archive, file.path).to_pylist()]
+    return sorted(rows, key=place)
+
+
+def archived_events(to: Path | str) -> list[dict[str, Any]]:
+    """Every event of an archive, in log order."""
+    archive = Archive.at(to)
+    files = sorted(archive.open().find("actions"), key=lambda file: file.start)
+    rows = [row for file in files for row in read_file(archive, file.path).to_pylist()]
+    return sorted(rows, key=lambda row: (row["log_offset"], row["log_row"]))
+
+
+def place(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["partition"], row["epoch"], row["sequence"]
+
+
+def run_here(spark: object, job: Job, step: str, progress: object = None) -> list[TaskFacts]:
+    """As ``run_job``, one task after another in this process: most of an archiver has nothing to do with Spark."""
+    facts = [job.run(task) for task in job.tasks]
+    for fact in facts:
+        if fact.error is not None:
+            raise from_code(*fact.error)
+    return facts
+
+
+def archive_here(data: Path | None, to: Path | str, **options: Any) -> ArchiveReport:
+    """``plait.spark.archive`` without Spark; `here` has to be in use."""
+    return archiving.archive(None if data is None else str(data), to, spark=object(), **options)  # type: ignore[arg-type]
+
+
+def files_below(to: Path) -> Iterator[str]:
+    """All Parquet files and copies there are, named or not."""
+    for path in sorted(to.rglob("*")):
+        if path.is_file() and "_plait" not in path.parts:
+            yield str(path.relative_to(to))
+
+
+__all__ = [
+    "Archiver",
+    "Filler",
+    "archive_here",
+    "archived_events",
+    "archived_rows",
+    "files_below",
+    "log_rows",
+    "run_here",
+]

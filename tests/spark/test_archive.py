@@ -1,0 +1,458 @@
+"""An archive holds what the logs do, each row once, whatever happens to those who make it.
+
+Spark only decides where tasks run: all but a few of these tests run them in their own process.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
+from plait.spark import archiving, intake, tasks
+from plait.spark.archiving import Archiver, archive
+from plait.spark.files import MESSAGE_SCHEMA, read_file
+from plait.spark.manifest import Archive, Manifest
+from plait.storage.archived import read_archived
+from plait.storage.disk import RealDisk
+from tests.spark.archives import (
+    Filler,
+    archive_here,
+    archived_events,
+    archived_rows,
+    files_below,
+    log_rows,
+    run_here,
+)
+from tests.support.broker_node import Node, Producer
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+DAY = 86_400.0
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks run in this process."""
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Three subjects over three days, in many segments of both logs, none of them full of anything else."""
+    filler = Filler(tmp_path / "data")
+    filler.rounds(40, ("orders", "refunds"), seconds=DAY / 20)
+    filler.rounds(2, ("rare",))
+    filler.stop()
+    return tmp_path / "data"
+
+
+# --- what is archived ---------------------------------------------------------------------------
+
+
+def test_everything_of_both_logs_is_archived_once(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    report = archive_here(data, to, now=True)
+    rows = log_rows(data)
+    assert archived_rows(to) == rows
+    assert report.messages == len(rows) == 246
+    events = archived_events(to)
+    assert report.events == len(events)
+    acked = [n for row in events if row["action"] == "ack" for n in range(row["start"], row["end"])]
+    assert acked == list(range(120))
+    assert (report.gaps, report.left_out, report.manifest) == (0, 0, 1)
+
+
+def test_files_are_placed_by_subject_and_day_and_sorted_for_lookups(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    archive_here(data, to, now=True)
+    manifest = Archive.at(to).open()
+    assert sorted(files_below(to)) == sorted(file.path for file in manifest.files)
+    for file in manifest.find("messages"):
+        assert file.path.startswith(f"messages/subject={file.subject}/date={file.date}/")
+        table = read_file(Archive.at(to), file.path)
+        assert table.schema.equals(MESSAGE_SCHEMA)
+        rows = table.to_pylist()
+        order = [(row["key"] is None, row["key"] or "", row["partition"], row["sequence"]) for row in rows]
+        assert order == sorted(order)
+        assert {row["store_time"].date().isoformat() for row in rows} == {file.date}
+        assert file.partitions == {f"{file.subject}@g1": (order_of(rows)[0], order_of(rows)[-1])}
+        keys = [row["key"] for row in rows if row["key"] is not None]
+        assert (file.key_min, file.key_max) == (min(keys), max(keys))
+    assert {file.subject for file in manifest.find("messages")} == {"orders", "refunds", "rare"}
+    assert len({file.date for file in manifest.files}) == 3
+
+
+def order_of(rows: list[dict[str, Any]]) -> list[int]:
+    return sorted(row["sequence"] for row in rows)
+
+
+def test_full_segments_by_default_and_the_rest_on_request(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    report = archive_here(data, to)
+    (source,) = Archive.at(to).open().sources.values()
+    last = max(int(path.stem) for path in (data / "message").iterdir() if path.read_bytes()[:2] == b"PL")
+    assert source.message_offset == last
+    assert 0 < report.messages < 246
+    again = archive_here(data, to)
+    assert (again.messages, again.events, again.manifest) == (0, 0, 1)
+    rest = archive_here(data, to, now=True)
+    assert report.messages + rest.messages == 246
+    assert report.events + rest.events == len(archived_events(to))
+    assert archived_rows(to) == log_rows(data)
+
+
+def test_run_after_run_beside_a_writer_each_message_comes_once(here: None, tmp_path: Path):
+    filler = Filler(tmp_path / "data")
+    to = tmp_path / "archive"
+    for number in range(8):
+        filler.rounds(5 + number, ("orders", "refunds"))
+        archive_here(tmp_path / "data", to, now=number % 3 == 2)
+    filler.stop()
+    archive_here(tmp_path / "data", to, now=True)
+    assert archived_rows(to) == log_rows(tmp_path / "data")
+    acked = [n for r in archived_events(to) if r["action"] == "ack" for n in range(r["start"], r["end"])]
+    assert acked == list(range(filler.node.partition("orders").next))
+
+
+def test_a_large_log_is_committed_in_rounds(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    to = tmp_path / "archive"
+    monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 10_000})
+    report = archive_here(data, to, now=True)
+    assert report.manifest > 2
+    assert archived_rows(to) == log_rows(data)
+    first = Archive.at(to).read(Archive.at(to).numbers()[0])
+    assert 0 < len(archived_rows(to, first)) < 246
+
+
+def test_a_task_holds_no_more_than_it_may(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tasks, "BATCH_COUNT", 3)
+    monkeypatch.setattr(tasks, "HELD_SIZE_MAX", 2000)
+    to = tmp_path / "archive"
+    report = archive_here(data, to, now=True)
+    assert report.files > 30
+    assert archived_rows(to) == log_rows(data)
+
+
+@pytest.mark.parametrize("compression", ["zstd", "lz4", None])
+def test_compressed_frames_tags_and_headers_are_archived(here: None, tmp_path: Path, compression: Any):
+    node = Node(RealDisk(tmp_path / "data"))
+    bodies = [b"body %d " % number * 20 for number in range(100)]
+    from plait.frame.columns import TAG_SEPARATOR as T
+
+    frame = Producer(5).frame(
+        "orders", *bodies, compression=compression, tags=[f"{T}a{T}b{T}", ""] * 50, headers=[b"\x81\xa1n\x01"] * 100
+    )
+    node.submit(frame)
+    node.turn()
+    node.broker.stop()
+    archive_here(tmp_path / "data", tmp_path / "archive", now=True)
+    rows = archived_rows(tmp_path / "archive")
+    assert rows == log_rows(tmp_path / "data")
+    assert [row["body"] for row in rows] == bodies
+    assert rows[0]["tags"] == ["a", "b"]
+    assert rows[0]["headers"] == [("n", "1")]
+
+
+def test_an_empty_directory_gives_no_archive(here: None, tmp_path: Path):
+    Node(RealDisk(tmp_path / "data")).broker.stop()
+    report = archive_here(tmp_path / "data", tmp_path / "archive", now=True)
+    assert (report.messages, report.files) == (0, 0)
+
+
+def test_what_has_expired_is_archived_as_long_as_it_is_there(here: None, tmp_path: Path):
+    filler = Filler(tmp_path / "data", retention_seconds=5.0)
+    filler.rounds(30)
+    filler.node.retention.run()
+    assert filler.node.partition("orders").start > 0
+    filler.node.checkpoint()
+    filler.stop()
+    archive_here(tmp_path / "data", tmp_path / "archive", now=True)
+    assert [row["sequence"] for row in archived_rows(tmp_path / "archive")] == list(range(90))
+
+
+# --- which subjects, which source ---------------------------------------------------------------
+
+
+def test_only_some_subjects_are_archived_on_request_and_those_for_good(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    archive_here(data, to, now=True, subjects=["orders", "rar*"])
+    assert {row["subject"] for row in archived_rows(to)} == {"orders", "rare"}
+    assert read_archived(RealDisk(data)).message_offset == 0, "retention must not rely on it"
+    with pytest.raises(InvalidArgument, match=r"holds the subjects orders, rar\* of .*, and all are asked for"):
+        archive_here(data, to, now=True)
+    assert archive_here(data, to, now=True, subjects=["rar*", "orders"]).messages == 0
+
+
+def test_unknown_subjects_and_wrong_names_are_told(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    with pytest.raises(SubjectNotFound, match="'nothing' is not in"):
+        archive_here(data, to, subjects=["nothing"])
+    with pytest.raises(InvalidArgument, match="'no spaces' is not allowed"):
+        archive_here(data, to, subjects=["no spaces"])
+    with pytest.raises(DataDirError, match="is not a Plait data directory"):
+        archive_here(tmp_path / "nowhere", to)
+    with pytest.raises(InvalidArgument, match="nothing to do"):
+        archive_here(None, to)
+    assert not to.exists()
+
+
+def test_two_directories_share_an_archive_and_a_directory_keeps_its_group(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    archive_here(data, to, now=True, group="east")
+    other = Filler(tmp_path / "other")
+    other.rounds(3)
+    other.stop()
+    archive_here(tmp_path / "other", to, now=True, group="west")
+    assert {row["partition"].partition("@")[2] for row in archived_rows(to)} == {"east", "west"}
+    assert len(archived_rows(to)) == 246 + 9
+    with pytest.raises(InvalidArgument, match="is in this archive as group 'east'"):
+        archive_here(data, to, group="g1")
+
+
+def test_an_older_copy_of_a_directory_is_refused(here: None, tmp_path: Path):
+    filler = Filler(tmp_path / "data")
+    filler.rounds(10)
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    filler.rounds(10)
+    filler.stop()
+    to = tmp_path / "archive"
+    archive_here(tmp_path / "data", to, now=True)
+    shutil.copy(tmp_path / "data" / "identity", tmp_path / "copy" / "identity")
+    with pytest.raises(DataDirError, match="this is an older copy of the data directory"):
+        archive_here(tmp_path / "copy", to, now=True)
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+def damage(path: Path, after: int = 2000) -> int:
+    content = bytearray(path.read_bytes())
+    offset = content.index(b"PL", after)
+    content[offset + 90] ^= 0xFF
+    path.write_bytes(content)
+    return offset
+
+
+def test_damage_fails_the_run_and_nothing_is_committed(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    path = sorted((data / "message").iterdir())[0]
+    offset = damage(path)
+    with pytest.raises(DamageError, match=rf"{path.name} is damaged.*at offset {offset}.*plait doctor.*--skip-damage"):
+        archive_here(data, to, now=True)
+    assert Archive.at(to).load() == Manifest()
+    report = archive_here(data, to, now=True, skip_damage=True)
+    assert (report.messages, report.left_out) == (243, 1)
+    (source,) = Archive.at(to).open().sources.values()
+    assert "3 messages of" in source.left_out[0].reason
+    assert source.left_out[0].log == "message"
+
+
+def test_damage_of_the_action_log_is_told_and_left_out_on_request(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    path = sorted((data / "action").iterdir())[0]
+    damage(path)
+    with pytest.raises(DamageError, match=rf"action/{path.name} is damaged"):
+        archive_here(data, to, now=True)
+    assert archive_here(data, to, now=True, skip_damage=True).left_out == 1
+    assert archived_rows(to) == log_rows(data)
+
+
+def test_sequences_that_the_log_does_not_have_are_noted(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    segments = sorted((data / "message").iterdir())
+    archive_here(data, to)
+    # As if retention had been faster than the archiver.
+    filler = Node(RealDisk(data))
+    for _ in range(60):
+        filler.send("orders", b"x" * 400)
+    filler.broker.stop()
+    (source,) = Archive.at(to).open().sources.values()
+    newer = [path for path in sorted((data / "message").iterdir()) if int(path.stem) >= source.message_offset]
+    assert len(newer) > 2
+    for path in [*segments[:-1], *newer[:2]]:
+        path.unlink(missing_ok=True)
+    report = archive_here(data, to, now=True)
+    assert report.gaps >= 1
+    assert report.left_out == 1
+    (source,) = Archive.at(to).open().sources.values()
+    assert source.gaps[0].partition == "orders@g1"
+    assert source.gaps[0].end > source.gaps[0].start
+    assert "retention removed it" in source.left_out[0].reason
+
+
+def test_a_file_that_does_not_read_back_is_not_committed(
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    to = tmp_path / "archive"
+
+    def other(archive: Archive, relative: str) -> pa.Table:
+        table = read_file(archive, relative)
+        return table.slice(0, table.num_rows - 1)
+
+    monkeypatch.setattr("plait.spark.files.read_file", other)
+    with pytest.raises(ArchiveError, match=r"does not read back as it was written.*nothing was committed"):
+        archive_here(data, to, now=True)
+    assert Archive.at(to).load() == Manifest()
+
+
+def test_rows_that_are_missing_by_the_headers_are_noticed(
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = tasks.read_chunk
+
+    def forgetful(*arguments: Any, **options: Any) -> Any:
+        frames = iter(real(*arguments, **options))
+        next(frames)
+        yield from frames
+
+    monkeypatch.setattr(tasks, "read_chunk", forgetful)
+    with pytest.raises(ArchiveError, match=r"has \d+ messages of orders@g1 by its headers, and \d+ were archived"):
+        archive_here(data, tmp_path / "archive", now=True)
+
+
+# --- others, crashes, leftovers -----------------------------------------------------------------
+
+
+def test_of_two_archivers_at_once_the_second_loses_nothing(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    first, second = (Archiver(to, spark=object()) for _ in range(2))  # type: ignore[arg-type]
+    first.take_in(str(data), now=True)
+    with pytest.raises(ArchiveConflict, match="another archiver has changed"):
+        second.take_in(str(data), now=True)
+    assert len(list(files_below(to))) > len(Archive.at(to).open().files)
+    first.end()
+    assert sorted(files_below(to)) == sorted(file.path for file in Archive.at(to).open().files)
+    assert archived_rows(to) == log_rows(data)
+
+
+def test_what_a_run_left_that_ended_early_goes_and_what_others_put_there_stays(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    archive_here(data, to)
+    place = to / "messages" / "subject=orders" / "date=2023-11-14"
+    old = place / "00000000000000000001-0123456789abcdef-00001.parquet"
+    mine = place / "00000000000000000002-0123456789abcdef-00001.parquet"
+    running = place / "00000000000000000009-0123456789abcdef-00001.parquet"
+    foreign = place / "notes.txt"
+    for path in (old, mine, running, foreign):
+        path.write_bytes(b"x")
+    assert archive_here(data, to, now=True).removed == 2
+    assert [path.exists() for path in (old, mine, running, foreign)] == [False, False, True, True]
+
+
+def test_the_directory_is_told_how_far_it_is_archived(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    archive_here(data, to, now=True)
+    (source,) = Archive.at(to).open().sources.values()
+    told = read_archived(RealDisk(data))
+    assert (told.message_offset, told.action_offset) == (source.message_offset, source.action_offset)
+    assert (told.archive, told.manifest) == (str(to), 1)
+    (data / "archived.json").unlink()
+    archive_here(data, to, now=True)
+    assert read_archived(RealDisk(data)) == told, "also where the run before ended too early to tell"
+
+
+# --- merging, reading back, whole segments ------------------------------------------------------
+
+
+def test_small_files_are_merged_and_the_old_ones_go_with_the_next_commit(here: None, tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    for _ in range(5):
+        filler.rounds(4, ("orders", "refunds"))
+        archive_here(data, to, now=True)
+    before = Archive.at(to).open()
+    report = archive_here(None, to, compact=True)
+    after = Archive.at(to).open()
+    assert report.merged == len(before.files) > 10
+    assert len(after.files) == report.files == 3
+    assert set(files_below(to)) == {file.path for file in [*before.files, *after.files]}
+    assert archived_rows(to) == log_rows(data)
+    events = archived_events(to)
+    filler.rounds(1)
+    filler.stop()
+    archive_here(data, to, now=True, compact=True, verify=True)
+    assert archived_events(to)[: len(events)] == events
+    assert archived_rows(to) == log_rows(data)
+    assert not set(files_below(to)) & {file.path for file in before.files}
+    assert archive_here(None, to, compact=True).merged == 0
+
+
+def test_large_files_stay_as_they_are(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    to = tmp_path / "archive"
+    for _ in range(2):
+        archive_here(data, to, now=True)
+    monkeypatch.setattr("plait.spark.compaction.SMALL_SIZE_MAX", 1)
+    assert archive_here(None, to, compact=True).merged == 0
+
+
+def test_reading_back_finds_what_is_damaged_or_gone(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    archive_here(data, to, now=True)
+    files = Archive.at(to).open().find("messages")
+    assert archive_here(None, to, verify=True).verified == len(Archive.at(to).open().files)
+    others = [file for file in files if file.subject == files[0].subject and file.date != files[0].date]
+    shutil.copy(to / others[0].path, to / files[0].path)
+    with pytest.raises(ArchiveError, match=r"is damaged: \d+ rows with checksum .* the manifest says"):
+        archive_here(None, to, verify=True)
+    (to / files[0].path).unlink()
+    with pytest.raises(ArchiveError, match="cannot be read"):
+        archive_here(None, to, verify=True)
+    with pytest.raises(ArchiveError, match="is not an archive"):
+        archive_here(None, tmp_path / "nothing", verify=True)
+
+
+def test_segments_are_copied_whole_and_read_as_a_log(here: None, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    report = archive_here(data, to, raw=True)
+    copies = list(to.glob("raw/*/message/*.log"))
+    assert report.segments == len(list(to.glob("raw/*/*/*.log"))) > len(copies) > 2
+    rows = log_rows(copies[0].parent)
+    assert rows == log_rows(data)[: len(rows)] or [row for row in log_rows(data) if row in rows] == rows
+    assert len(rows) > 200
+    told = read_archived(RealDisk(data))
+    assert told.message_offset > 0
+    assert archive_here(data, to, raw=True).segments == 0
+    assert archive_here(None, to, verify=True).verified == report.segments
+    damage(copies[0])
+    with pytest.raises(ArchiveError, match=rf"{copies[0].name} is damaged"):
+        archive_here(None, to, verify=True)
+    damage(sorted((data / "message").iterdir())[0])
+    with pytest.raises(DamageError, match="is damaged"):
+        archive_here(data, tmp_path / "other", raw=True)
+    for options in ({"now": True}, {"subjects": ["orders"]}):
+        with pytest.raises(InvalidArgument, match="exclude each other"):
+            archive_here(data, to, raw=True, **options)
+
+
+# --- with Spark ---------------------------------------------------------------------------------
+
+
+def test_spark_runs_the_tasks_and_reads_the_archive(spark: SparkSession, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    told: list[tuple[str, int | None]] = []
+
+    class Told:
+        def step(self, name: str, total: int | None = None, unit: str = "") -> None:
+            told.append((name, total))
+
+        def update(self, done: int) -> None:
+            told.append(("", done))
+
+    report = archive(data, to, spark=spark, now=True, verify=True, progress=Told())
+    assert archived_rows(to) == log_rows(data)
+    assert (report.messages, report.verified) == (246, report.files)
+    assert [name for name, _ in told if name] == ["archiving messages and events", "reading the archive back"]
+    assert told[0][1] is not None
+    rows = spark.read.parquet(str(to / "messages"))
+    counts = {row["subject"]: row["count"] for row in rows.groupBy("subject").count().collect()}
+    assert counts == {"orders": 120, "refunds": 120, "rare": 6}
+    assert spark.read.parquet(str(to / "actions")).where("action = 'ack'").count() == 40
+    damage(sorted((data / "message").iterdir())[0])
+    with pytest.raises(DamageError, match="is damaged"):
+        archive(data, tmp_path / "other", spark=spark, now=True)

@@ -1,0 +1,141 @@
+"""``plait spark archive``: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli.run import run
+from plait.errors import ArchiveConflict
+from plait.spark import archiving
+from tests.spark.archives import Filler, archived_rows, log_rows, run_here
+
+Call = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
+    """The command in this process, its tasks too."""
+    monkeypatch.setattr(archiving, "run_job", run_here)
+    monkeypatch.setattr(sys.modules["plait.spark.session"], "session", lambda *_, **__: object())
+
+    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+        try:
+            code = run(["spark", "archive", *arguments])
+        except SystemExit as error:
+            # How cyclopts ends a command that Ctrl-C has stopped.
+            code = int(error.code or 0)
+        out, err = capfd.readouterr()
+        return subprocess.CompletedProcess(arguments, code, out, err)
+
+    return call
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    filler = Filler(tmp_path / "data")
+    filler.rounds(60, ("orders", "refunds"))
+    filler.stop()
+    return tmp_path / "data"
+
+
+def test_it_says_what_it_has_archived(call: Call, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    first = call("--data", str(data), "--to", str(to))
+    assert first.returncode == 0
+    assert "messages and" in first.stdout
+    assert "of log" in first.stdout
+    assert call("--data", str(data), "--to", str(to)).stdout.startswith("nothing new")
+    rest = json.loads(call("--data", str(data), "--to", str(to), "--now", "-o", "json").stdout)
+    assert rest["manifest"] == 2
+    assert archived_rows(to) == log_rows(data)
+    assert "merged" in call("--to", str(to), "--compact").stdout
+    assert "read back and found whole" in call("--to", str(to), "--verify").stdout
+    raw = call("--data", str(data), "--to", str(to), "--raw")
+    assert "segments copied" in raw.stdout
+
+
+def test_only_some_subjects(call: Call, data: Path, tmp_path: Path):
+    to = tmp_path / "archive"
+    call("--data", str(data), "--to", str(to), "--now", "--subject", "ref*", "--subject", "orders")
+    assert len(archived_rows(to)) == 360
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--to", "x"), 2, "there is nothing to do: name a data directory"),
+        (("--to", "x", "--follow", "--verify"), 2, "--follow needs --data"),
+        (("--to", "x", "--data", "x", "--follow", "--every", "10ms"), 2, "is too short"),
+        (("--to", "x", "--data", "/nowhere"), 8, "is not a Plait data directory"),
+        (("--to", "nowhere://x", "--data", "x"), 8, "cannot be reached"),
+        (("--data", "x"), 2, "--to"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_an_exit_code(call: Call, arguments: tuple[str, ...], code: int, message: str):
+    ended = call(*arguments)
+    assert (ended.returncode, ended.stdout) == (code, "")
+    assert message in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_damage_that_is_left_out_is_told(call: Call, data: Path, tmp_path: Path):
+    path = sorted((data / "message").iterdir())[0]
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PL", 2000) + 90] ^= 0xFF
+    path.write_bytes(content)
+    to = tmp_path / "archive"
+    failed = call("--data", str(data), "--to", str(to), "--now")
+    assert failed.returncode == 8
+    assert "--skip-damage" in failed.stderr
+    done = call("--data", str(data), "--to", str(to), "--now", "--skip-damage")
+    assert done.returncode == 0
+    assert "warning: 0 gaps in sequences and 1 damaged" in done.stderr
+
+
+def test_following_goes_on_after_another_archiver_was_faster(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    to = tmp_path / "archive"
+    real, failures = archiving.archive, [ArchiveConflict("another archiver was faster")]
+
+    def faster(*arguments: Any, **options: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return real(*arguments, **options)
+
+    class Waiting:
+        def wait(self, seconds: float) -> None:
+            if (to / "_plait").exists():
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(archiving, "archive", faster)
+    monkeypatch.setattr(threading, "Event", Waiting)
+    ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "-o", "json")
+    assert json.loads(ended.stdout)["messages"] == 360
+    assert ended.stderr == "warning: another archiver was faster; the next run comes in 60 s\n"
+
+
+def test_it_follows_until_it_is_stopped(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    to = tmp_path / "archive"
+    waits: list[float] = []
+
+    class Waiting:
+        def wait(self, seconds: float) -> None:
+            waits.append(seconds)
+            if len(waits) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading, "Event", Waiting)
+    ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "--every", "5m", "-o", "json")
+    assert ended.returncode == 130
+    reports = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [report["manifest"] for report in reports] == [1, 1, 1]
+    assert waits == [300.0] * 3

@@ -1,0 +1,123 @@
+"""The checksum of rows: the same in any order, another one for any other row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.spark.digest import Digest, bounds, checksum_of, message_digests
+from plait.spark.files import MESSAGE_SCHEMA, in_lookup_order
+
+ROW: dict[str, Any] = {
+    "partition": "a@g1",
+    "sequence": 0,
+    "message_id": "0000000000000001-1",
+    "key": "k",
+    "tags": ["x", "y"],
+    "headers": [("h", "1")],
+    "body": b"body",
+    "send_time": 1,
+    "store_time": 2,
+    "logical_partition": 3,
+    "epoch": 1,
+}
+
+
+def table_of(*rows: dict[str, Any]) -> pa.Table:
+    return pa.Table.from_pylist([{**ROW, **row} for row in rows], schema=MESSAGE_SCHEMA)
+
+
+def checksum(*tables: pa.Table) -> int:
+    return checksum_of(message_digests(tables))
+
+
+THREE = ({"sequence": 0}, {"sequence": 1, "key": None, "tags": None}, {"sequence": 2, "body": b""})
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"partition": "b@g1"},
+        {"sequence": 9},
+        {"message_id": "0000000000000001-2"},
+        {"key": None},
+        {"key": ""},
+        {"key": "kk"},
+        {"tags": ["xy"]},
+        {"tags": []},
+        {"tags": None},
+        {"headers": [("h", "2")]},
+        {"headers": [("h1", "")]},
+        {"headers": None},
+        {"body": b"bodz"},
+        {"body": b""},
+        {"send_time": None},
+        {"send_time": 0},
+        {"store_time": 3},
+        {"logical_partition": None},
+        {"logical_partition": 0},
+        {"epoch": 2},
+    ],
+)
+def test_every_value_of_every_column_counts(changed: dict[str, Any]):
+    assert checksum(table_of(*THREE)) != checksum(table_of({**THREE[0], **changed}, *THREE[1:]))
+
+
+def test_bytes_that_move_from_row_to_row_count():
+    assert checksum(table_of({"body": b"ab"}, {"sequence": 1, "body": b"c"})) != checksum(
+        table_of({"body": b"a"}, {"sequence": 1, "body": b"bc"})
+    )
+    assert checksum(table_of(*THREE)) != checksum(table_of(*THREE[:2]))
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([None, "k1", "k2"]), st.binary(max_size=5)), max_size=30),
+    st.integers(0, 30),
+    st.randoms(use_true_random=False),
+)
+def test_neither_the_order_of_rows_nor_how_they_are_cut_matters(
+    given_rows: list[tuple[str, str | None, bytes]], cut: int, rng: Any
+):
+    rows = [
+        {"partition": f"{partition}@g1", "sequence": number, "key": key, "body": body, "headers": [("n", str(number))]}
+        for number, (partition, key, body) in enumerate(given_rows)
+    ]
+    whole = table_of(*rows)
+    assert checksum(whole.slice(0, cut), whole.slice(cut)) == checksum(whole)
+    shuffled = list(range(len(rows)))
+    rng.shuffle(shuffled)
+    assert checksum(whole.take(pa.array(shuffled, pa.int64()))) == checksum(whole)
+    sorted_rows = in_lookup_order(whole)
+    assert checksum(sorted_rows) == checksum(whole)
+    places = [
+        (row["key"] is None, row["key"] or "", row["partition"], row["sequence"]) for row in sorted_rows.to_pylist()
+    ]
+    assert places == sorted(places)
+
+
+def test_a_sequence_that_was_given_out_twice_is_told_apart_by_its_epoch():
+    first, second = {"sequence": 5, "body": b"lost"}, {"sequence": 5, "body": b"new", "epoch": 2}
+    assert checksum(table_of(first, second)) == checksum(table_of(second, first))
+    assert checksum(table_of(first)) != checksum(table_of(second))
+
+
+def test_what_stands_where_a_value_is_missing_does_not_count():
+    validity = pa.py_buffer(b"\x05")
+    arrays = [
+        pa.Array.from_buffers(pa.int32(), 3, [validity, pa.py_buffer(np.array([1, hidden, 3], np.int32))])
+        for hidden in (7, 8)
+    ]
+    digests = [Digest(), Digest()]
+    for digest, array in zip(digests, arrays, strict=True):
+        digest.feed(pa.RecordBatch.from_arrays([array], ["n"]))
+    assert digests[0].value == digests[1].value
+
+
+def test_bounds_of_a_column():
+    assert bounds(table_of(*THREE).column("sequence")) == (0, 2)
+    assert bounds(table_of({"key": None}).column("key")) == (None, None)

@@ -1,0 +1,112 @@
+"""Reading an action log beside its server: what stands, what is sealed, what is damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.errors import DamageError, DataDirError
+from plait.storage.action_log import EVENTS
+from plait.storage.action_reader import ActionPart, ActionReader, open_actions, read_actions
+from plait.storage.disk import RealDisk
+from tests.support.broker_node import Node
+
+
+def busy(path: Path, rounds: int = 120) -> Node:
+    """A node whose action log has several segments."""
+    node = Node(RealDisk(path))
+    consumer = node.attach("orders", "billing")
+    for _ in range(rounds):
+        node.send("orders", b"x")
+        for start, end, _ in node.pull(consumer).ranges:
+            node.ack(consumer, (start, end))
+    node.broker.commit()
+    assert len(node.broker.action_log.segments) > 3
+    return node
+
+
+def offsets(path: Path, parts: list[ActionPart]) -> list[int]:
+    """Of the frames that the parts hold, without those that are read for their names alone."""
+    disk = RealDisk(path, read_only=True)
+    return [offset for part in parts for offset, _ in read_actions(disk, str(path), part) if offset >= part.start]
+
+
+def test_parts_hold_every_frame_once_whatever_their_size(tmp_path: Path):
+    node = busy(tmp_path)
+    reader = open_actions(str(tmp_path))
+    whole = reader.look()
+    assert whole.end == node.broker.action_log.end
+    every = offsets(tmp_path, whole.parts)
+    assert every == sorted(set(every))
+    for size in (1, 300, 5000):
+        assert offsets(tmp_path, reader.look(part_size=size).parts) == every
+    middle = every[len(every) // 2]
+    assert offsets(tmp_path, reader.look(middle).parts) == [offset for offset in every if offset >= middle]
+    assert [part.first for part in whole.parts] == [True] + [False] * (len(whole.parts) - 1)
+    assert not any(part.first for part in reader.look(middle).parts)
+    node.broker.stop()
+
+
+def test_what_is_sealed_ends_where_the_last_segment_starts(tmp_path: Path):
+    node = busy(tmp_path)
+    last = node.broker.action_log.segments[-1].base
+    plan = open_actions(str(tmp_path)).look(sealed=True)
+    assert (plan.end, plan.parts[-1].end) == (last, last)
+    again = open_actions(str(tmp_path)).look(plan.end, sealed=True)
+    assert (again.parts, again.start, again.end) == ([], last, last)
+    node.broker.stop()
+
+
+def test_a_directory_without_events_has_no_parts(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    node.send("orders", b"x")
+    assert open_actions(str(tmp_path)).look().parts == []
+    assert open_actions(str(tmp_path / "message")).look().parts == []
+    node.broker.stop()
+
+
+def test_what_rests_on_messages_that_are_not_there_does_not_count(tmp_path: Path):
+    node = busy(tmp_path)
+    node.broker.stop()
+    reader = open_actions(str(tmp_path))
+    every = [(offset, frame) for part in reader.look().parts for offset, frame in read_actions(reader.disk, "", part)]
+    cut = next(offset for offset, frame in every if frame.durable > 5000)
+    assert reader.look(message_end=5000).end == cut
+
+
+def test_damage_before_the_end_fails_or_is_left_out(tmp_path: Path):
+    node = busy(tmp_path)
+    node.broker.stop()
+    reader = open_actions(str(tmp_path))
+    plan = reader.look()
+    every = offsets(tmp_path, plan.parts)
+    kinds = [frame.partition for part in plan.parts for _, frame in read_actions(reader.disk, "", part)]
+    victim = every[kinds.index(EVENTS) + 3]
+    path = tmp_path / plan.parts[0].segment
+    data = bytearray(path.read_bytes())
+    data[victim + 90] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DamageError, match=rf"{path.name} is damaged.*at offset {victim}.*plait doctor"):
+        open_actions(str(tmp_path)).look()
+    around = open_actions(str(tmp_path)).look(fail_on_damage=False)
+    assert [damage.offset for damage in around.damages] == [victim]
+    assert offsets(tmp_path, around.parts) == [offset for offset in every if offset != victim]
+
+
+def test_a_log_that_is_shorter_than_it_was_is_refused(tmp_path: Path):
+    busy(tmp_path).broker.stop()
+    with pytest.raises(DataDirError, match="not the log that was read before"):
+        open_actions(str(tmp_path)).look(10**9)
+
+
+def test_a_frame_that_changes_after_the_look_is_told(tmp_path: Path):
+    busy(tmp_path).broker.stop()
+    reader: ActionReader = open_actions(str(tmp_path))
+    part = reader.look().parts[0]
+    path = tmp_path / part.segment
+    data = bytearray(path.read_bytes())
+    data[100] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DamageError, match="has changed at offset 0"):
+        list(read_actions(reader.disk, str(tmp_path), part))

@@ -1,0 +1,31 @@
+"""The note that says how far a data directory is archived."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.storage.archived import PATH, Archived, read_archived, write_archived
+from plait.testing.disk import SimulatedDisk
+
+
+def test_a_note_reads_back_and_survives_the_machine():
+    disk = SimulatedDisk()
+    assert read_archived(disk) == Archived()
+    write_archived(disk, Archived(100, 50, "/archive", 3))
+    assert read_archived(disk.after_crash(None, "none")) == Archived(100, 50, "/archive", 3)
+
+
+def test_offsets_never_go_back():
+    disk = SimulatedDisk()
+    write_archived(disk, Archived(100, 50, "/a", 3))
+    assert write_archived(disk, Archived(40, 60, "/b", 1)) == Archived(100, 60, "/b", 1)
+    assert read_archived(disk) == Archived(100, 60, "/b", 1)
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"crc": 1, "archived": {"message_offset": 999}}'])
+def test_a_note_that_cannot_be_believed_says_that_nothing_is_archived(damage: bytes):
+    disk = SimulatedDisk()
+    file = disk.open(PATH, create=True)
+    file.write([damage], 0)
+    file.close()
+    assert read_archived(disk) == Archived()

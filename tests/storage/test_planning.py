@@ -1,0 +1,65 @@
+"""What a plan says of a log beside its chunks, and which part of a log it is asked for."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from plait.errors import SubjectNotFound
+from plait.storage.chunks import Wanted, plan
+from plait.storage.disk import RealDisk
+from plait.storage.reader import open_log
+from tests.support.broker_node import Node
+
+ALL = Wanted(prefixes=("",))
+
+
+def test_a_chunk_knows_the_sequences_that_its_headers_tell_of(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    for number in range(60):
+        node.send(("orders", "refunds")[number % 2], b"x", b"y" * 300)
+    node.broker.stop()
+    planned = plan(open_log(str(tmp_path)), ALL)
+    assert len(planned.chunks) > 2
+    for partition in planned.chunks[0].partitions:
+        pieces = [piece for chunk in planned.chunks for piece in chunk.ranges[partition]]
+        assert pieces[0][0] == 0
+        assert pieces[-1][1] == 60
+        assert all(before[1] == after[0] for before, after in pairwise(pieces))
+    assert planned.end == node.broker.message_log.end
+    assert {row.subject for row in planned.partitions.values()} == {"orders", "refunds"}
+
+
+def test_only_frames_between_two_log_offsets_are_planned_on_request(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    ends = [node.broker.message_log.end]
+    for _ in range(40):
+        node.send("orders", b"x" * 300)
+        ends.append(node.broker.message_log.end)
+    node.broker.stop()
+    planned = plan(open_log(str(tmp_path)), ALL, offsets=(ends[7], ends[30]))
+    pieces = [piece for chunk in planned.chunks for pieces in chunk.ranges.values() for piece in pieces]
+    assert (pieces[0][0], pieces[-1][1]) == (7, 30)
+    assert plan(open_log(str(tmp_path)), ALL, offsets=(ends[-1], None)).chunks == []
+
+
+def test_expired_rows_are_planned_on_request(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), retention_seconds=5.0, message_segment_size=1 << 20)
+    for _ in range(20):
+        node.send("orders", b"x")
+        node.clock.advance(1.0)
+    node.retention.run()
+    node.checkpoint()
+    node.broker.stop()
+    for expired, first in ((False, 15), (True, 0)):
+        (chunk,) = plan(open_log(str(tmp_path)), ALL, expired=expired).chunks
+        assert next(iter(chunk.ranges.values()))[0] == (first, 20)
+
+
+def test_a_log_may_be_without_what_is_asked_for_on_request(tmp_path: Path):
+    Node(RealDisk(tmp_path)).broker.stop()
+    with pytest.raises(SubjectNotFound):
+        plan(open_log(str(tmp_path)), ALL)
+    assert plan(open_log(str(tmp_path)), ALL, may_be_empty=True).chunks == []
