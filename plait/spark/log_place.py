@@ -76,6 +76,11 @@ class LogPlace:
         partition = next(p for p in self._index.partitions.values() if p.row.name == each.place.name)
         return partition.between(each.start, each.end)
 
+    def _wanted_of(self, records: Records) -> Records:
+        """Those that filters on time let through."""
+        times = records["time"]
+        return records[(times >= self._wanted.time_min) & (times <= self._wanted.time_max)]
+
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
         """By the last look at the files."""
         return [int(arithmetic.sizes_in(self._records(each), each.start, each.end).sum()) for each in ranges]
@@ -90,7 +95,7 @@ class LogPlace:
     def tasks(self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int) -> list[LogTask]:
         """Parts of segment files, from the first frame of the ranges to the last."""
         ranges = [each for each in ranges if each.start < each.end]
-        records = [found for each in ranges if len(found := self._records(each))]
+        records = [found for each in ranges if len(found := self._wanted_of(self._records(each)))]
         if not records:
             return []
         first = min(int(found["offset"][0]) for found in records)
