@@ -21,7 +21,6 @@ from pyspark.sql.datasource import (
     LessThan,
     LessThanOrEqual,
 )
-from xxhash import xxh3_64_intdigest
 
 from plait.frame.header import SEQUENCE_MAX
 from plait.storage.chunks import Wanted
@@ -62,10 +61,9 @@ def narrow(wanted: Wanted, condition: Filter, group: str | None) -> Wanted:
 
 def _narrow_keys(wanted: Wanted, values: list[Any], *, null_safe: bool) -> Wanted:
     if null_safe and None in values:
-        # Rows without a key are asked for: they have no hash of their own.
+        # Rows without a key are asked for: they have none to be found by.
         return wanted
-    hashes = frozenset(xxh3_64_intdigest(value.encode()) for value in values if isinstance(value, str))
-    return replace(wanted, key_hashes=hashes if wanted.key_hashes is None else hashes & wanted.key_hashes)
+    return replace(wanted, keys=_both(wanted.keys, values))
 
 
 def _message_id(value: Any) -> tuple[int, int] | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait.client.spans import PartitionSpan, SpanRange
-from plait.errors import DamageError
+from plait.errors import DamageError, Expired
+from plait.spark.offsets import check_epoch
 from plait.spark.options import ReadOptions
 from plait.spark.places import Member
 from plait.storage import spans as arithmetic
@@ -26,11 +27,17 @@ class LogTask:
 
     chunk: Chunk
     group: str
+    #: By partition, as they were when the query was planned; of those that are missing nothing is known.
+    spans: Mapping[str, PartitionSpan]
 
     def frames(self, options: ReadOptions, wanted: Wanted) -> Iterator[Member]:
         """The wanted frames of the part."""
         disk = RealDisk(options.path, read_only=True)
-        return read_chunk(disk, options.path, self.chunk, wanted, fail_on_damage=options.fail_on_damage)
+        for member in read_chunk(disk, options.path, self.chunk, wanted, fail_on_damage=options.fail_on_damage):
+            span = self.spans.get(member[0].name)
+            if span is not None:
+                check_epoch(span, member[1])
+            yield member
 
     def damage(self, options: ReadOptions, reason: str) -> DamageError:
         """Names the part."""
@@ -69,6 +76,11 @@ class LogPlace:
         partition = next(p for p in self._index.partitions.values() if p.row.name == each.place.name)
         return partition.between(each.start, each.end)
 
+    def _wanted_of(self, records: Records) -> Records:
+        """Those that filters on time let through."""
+        times = records["time"]
+        return records[(times >= self._wanted.time_min) & (times <= self._wanted.time_max)]
+
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
         """By the last look at the files."""
         return [int(arithmetic.sizes_in(self._records(each), each.start, each.end).sum()) for each in ranges]
@@ -81,22 +93,30 @@ class LogPlace:
         ]
 
     def tasks(self, ranges: Sequence[SpanRange], spans: Sequence[PartitionSpan], tasks_min: int) -> list[LogTask]:
-        """Parts of segment files, from the first one that has rows of the ranges."""
-        numbers = {span.place: span.number for span in spans}
-        bounds = {numbers[each.place]: (each.start, each.end) for each in ranges if each.start < each.end}
-        if not bounds:
+        """Parts of segment files, from the first frame of the ranges to the last."""
+        ranges = [each for each in ranges if each.start < each.end]
+        records = [found for each in ranges if len(found := self._wanted_of(self._records(each)))]
+        if not records:
             return []
-        reader = open_log(self._options.path)
-        firsts = [self._records(each)["offset"] for each in ranges if each.start < each.end]
-        reader.skip_before(min((int(offsets[0]) for offsets in firsts if len(offsets)), default=0))
+        first = min(int(found["offset"][0]) for found in records)
+        end = max(int(found["offset"][-1]) + int(found["size"][-1]) for found in records)
+        options = self._options
+        reader = open_log(options.path)
+        reader.skip_before(first)
+        bases = {path: base for base, path in reader.files}
+        numbers = {span.place: span.number for span in spans}
         planned = plan(
             reader,
             self._wanted,
             chunks_min=tasks_min,
-            fail_on_damage=self._options.fail_on_damage,
-            bounds=bounds,
+            fail_on_damage=options.fail_on_damage,
+            bounds={numbers[each.place]: (each.start, each.end) for each in ranges},
         )
-        return self._tasks_of(planned)
+        reached = max((bases[chunk.segment] + chunk.end for chunk in planned.chunks), default=0)
+        # Segments go from the front: what is there after the planning was there all the time.
+        if open_log(options.path).files[0][0] > first or (reached < end and not planned.damages):
+            raise Expired(f"{options.path}: messages were removed while the query was planned; run it again")
+        return self._tasks_of(planned, {span.name: span for span in spans})
 
     def all_tasks(self, tasks_min: int) -> list[LogTask]:
         """Everything there is: one look at the files is enough for that."""
@@ -106,8 +126,8 @@ class LogPlace:
         )
         return self._tasks_of(planned)
 
-    def _tasks_of(self, planned: Plan) -> list[LogTask]:
+    def _tasks_of(self, planned: Plan, spans: Mapping[str, PartitionSpan] | None = None) -> list[LogTask]:
         if planned.damages:
             size = sum(damage.size for damage in planned.damages)
             log.warning("%s: %d damaged bytes are left out; run 'plait doctor'", self._options.path, size)
-        return [LogTask(chunk, self._options.group) for chunk in planned.chunks]
+        return [LogTask(chunk, self._options.group, spans or {}) for chunk in planned.chunks]

@@ -17,6 +17,7 @@ from plait.client.arguments import start_of
 from plait.client.spans import PartitionSpan
 from plait.errors import DataLost, InvalidArgument
 from plait.frame.header import SEQUENCE_MAX
+from plait.frame.view import FrameView
 
 log = logging.getLogger("plait.spark")
 
@@ -178,6 +179,16 @@ def check_end(span: PartitionSpan, end: Position) -> tuple[int, str | None]:
             f"{span.epoch_at(last)} has given their sequences to others"
         )
     return end.sequence, None
+
+
+def check_epoch(span: PartitionSpan, frame: FrameView) -> None:
+    """``DataLost`` where a frame is another than when the query was planned: its log lost a tail meanwhile."""
+    epoch = span.epoch_at(frame.base)
+    if epoch not in (0, frame.epoch):
+        raise DataLost(
+            f"{span.place} has other messages from sequence {frame.base} on than when the query was planned: those of "
+            f"epoch {epoch} are lost, and epoch {frame.epoch} has given their sequences to others"
+        )
 
 
 def report(losses: Sequence[str], *, fail: bool) -> None:

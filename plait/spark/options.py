@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from plait import names
-from plait.client.spans import Surveyor
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument
 from plait.spark.columns import COLUMNS
 from plait.spark.offsets import EARLIEST, LATEST, Bound, parse_bound
 from plait.storage.chunks import Wanted
-from plait.storage.reader import open_log
 
 DEFAULT_GROUP: Final = "g1"
 _OPTIONS: Final = (
@@ -112,14 +110,6 @@ class ReadOptions:
                     f"option {name!r} is for read; a stream that is to end takes trigger(availableNow=True)"
                 )
         return self
-
-    def check_place(self) -> None:
-        """There is something to read; what is wrong with a directory is said before anything is planned."""
-        if self.path:
-            open_log(self.path)
-        else:
-            # Refuses what is no address; connecting is left to the planning.
-            Surveyor(self.server)
 
     @property
     def whole(self) -> bool:

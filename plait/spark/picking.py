@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from plait.client.rows import hash_keys
 from plait.frame.columns import Column
 from plait.frame.tables import expand_runs
 from plait.frame.view import FrameView
@@ -19,13 +20,13 @@ class Picker:
     """Says which rows of a frame may be asked for."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self._hashes = None if wanted.key_hashes is None else np.array(sorted(wanted.key_hashes), np.uint64)
+        self._hashes = None if wanted.keys is None else hash_keys(wanted.keys, len(wanted.keys))
         self._ids = wanted.message_ids
 
     @classmethod
     def of(cls, wanted: Wanted) -> Picker | None:
         """None: all rows are asked for."""
-        return None if wanted.key_hashes is None and wanted.message_ids is None else cls(wanted)
+        return None if wanted.keys is None and wanted.message_ids is None else cls(wanted)
 
     def rows(self, view: FrameView) -> npt.NDArray[np.bool_] | None:
         """True for each row that may be asked for; None: all of them."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from bisect import bisect_right
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -12,9 +11,8 @@ from typing import Final
 from plait.client.loops import shared_loop
 from plait.client.scan import Gap, RangeScan, ScanPiece
 from plait.client.spans import PartitionSpan, SpanRange, Surveyor
-from plait.errors import Closed, DamageError, DataLost, FrameError
-from plait.frame.view import FrameView
-from plait.spark.offsets import report
+from plait.errors import Closed, DamageError, FrameError
+from plait.spark.offsets import check_epoch, report
 from plait.spark.options import ReadOptions
 from plait.spark.places import Member
 from plait.storage.chunks import CHUNK_SIZE, ChunkPartition, Wanted
@@ -53,7 +51,7 @@ class ServerTask:
                     frame.verify()
                 except FrameError as error:
                     raise self.damage(options, str(error)) from error
-                self._check_epoch(frame)
+                check_epoch(span, frame)
                 yield partition, frame
 
     def _pieces(self, options: ReadOptions) -> Iterator[ScanPiece]:
@@ -72,16 +70,6 @@ class ServerTask:
             # A task that Spark does not read to its end is closed late, perhaps with the interpreter.
             with contextlib.suppress(Closed):
                 run(_close(pieces, surveyor))
-
-    def _check_epoch(self, frame: FrameView) -> None:
-        """A broker that lost the tail of its log since the query was planned has other messages here."""
-        epochs = self.span.epochs
-        index = bisect_right(epochs, frame.base, key=lambda entry: entry[0]) - 1
-        if index >= 0 and frame.epoch != epochs[index][1]:
-            raise DataLost(
-                f"{self.span.place} has other messages from sequence {frame.base} on than when the query was planned: "
-                f"its broker lost those of epoch {epochs[index][1]}"
-            )
 
     def _missing(self, gap: Gap, options: ReadOptions) -> None:
         what = f"sequences {gap.start} to {gap.end - 1}"

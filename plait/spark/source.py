@@ -22,7 +22,9 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
+from plait.client.spans import Surveyor
 from plait.errors import InvalidArgument
+from plait.spark.archive_place import archive_tasks, check_archive, is_archive
 from plait.spark.columns import COLUMNS
 from plait.spark.filters import narrow
 from plait.spark.log_place import LogPlace
@@ -32,6 +34,7 @@ from plait.spark.planning import batch_ranges
 from plait.spark.reading import read_task
 from plait.spark.stream import PlaitStreamReader
 from plait.spark.worker import prepare_worker
+from plait.storage.reader import open_log
 
 
 class PlaitDataSource(DataSource):
@@ -46,7 +49,7 @@ class PlaitDataSource(DataSource):
         """The columns asked for; what is wrong with the options or the directory is said here, at ``load``."""
         prepare_worker()
         options = ReadOptions.parse(self.options)
-        options.check_place()
+        _check_place(options)
         return StructType([_field(name) for name in options.columns])
 
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -57,7 +60,12 @@ class PlaitDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """The same for ``readStream``."""
         _check_schema(schema)
-        return PlaitStreamReader(ReadOptions.parse(self.options).check_stream(), schema)
+        options = ReadOptions.parse(self.options).check_stream()
+        if _is_archive(options):
+            raise InvalidArgument(
+                f"the archive {options.path!r} cannot be streamed; use read, or stream from its server"
+            )
+        return PlaitStreamReader(options, schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         """A writer of these columns to a server; Spark looks at the names of the parameters."""
@@ -82,7 +90,7 @@ class PlaitReader(DataSourceReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
         """Leave out frames that cannot match; Spark still looks at every row that is read."""
-        group = None if self.options.server else self.options.group
+        group = None if self.options.server or _is_archive(self.options) else self.options.group
         for condition in filters:
             self.wanted = narrow(self.wanted, condition, group)
         return filters
@@ -91,6 +99,8 @@ class PlaitReader(DataSourceReader):
         """One for each task."""
         prepare_worker()
         options = self.options
+        if _is_archive(options):
+            return [InputPartition(task) for task in archive_tasks(options, self.wanted, options.tasks_min())]
         place = place_of(options, self.wanted)
         try:
             if isinstance(place, LogPlace) and options.whole:
@@ -105,6 +115,21 @@ class PlaitReader(DataSourceReader):
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """The rows of one task. Without any task Spark calls this once all the same."""
         return read_task(partition.value, self.options, self.wanted, self.arrow_schema)
+
+
+def _is_archive(options: ReadOptions) -> bool:
+    return bool(options.path) and is_archive(options.path)
+
+
+def _check_place(options: ReadOptions) -> None:
+    """There is something to read; what is wrong with a directory is said before anything is planned."""
+    if options.server:
+        # Refuses what is no address; connecting is left to the planning.
+        Surveyor(options.server)
+    elif _is_archive(options):
+        check_archive(options)
+    else:
+        open_log(options.path)
 
 
 def _field(name: str) -> StructField:

@@ -55,8 +55,8 @@ class Wanted:
     #: Store times, in microseconds.
     time_min: int = 0
     time_max: int = TIME_MAX
-    #: Rows whose keys have these hashes, and rows of these ids: (producer, its number); None: all.
-    key_hashes: frozenset[int] | None = None
+    #: Rows with these keys, and rows of these ids: (producer, its number); None: all.
+    keys: frozenset[str] | None = None
     message_ids: frozenset[tuple[int, int]] | None = None
 
     def names(self, subject: str) -> bool:

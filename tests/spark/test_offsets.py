@@ -151,6 +151,19 @@ def test_a_tail_that_was_lost_and_written_anew_is_known_by_its_epoch(timed: Time
     assert bodies(**wanted) == now[6:]
 
 
+def test_a_tail_that_is_written_anew_between_planning_and_reading_is_not_taken_for_the_old_one(timed: Timed):
+    broker, place = timed
+    send(broker, *SENT)
+    reader = batch_reader(startingOffsets='{"orders@g1": 3}', **place)
+    partitions = reader.partitions()
+    broker.kill()
+    _lose_tail(broker.data, 4)
+    broker.start()
+    send(broker, b"6", b"7", b"8", b"9", b"10")
+    with pytest.raises(DataLost, match="other messages from sequence 6 on than when the query was planned"):
+        [batch for partition in partitions for batch in reader.read(partition)]
+
+
 def _lose_tail(data: Path, frames: int) -> None:
     """As after a power failure: the last frames were never written."""
     (segment,) = [path for path in (data / "message").iterdir() if path.stat().st_blocks]
