@@ -37,6 +37,7 @@ SUITES: dict[str, Suite] = {
     "owners": ordered.scaling,
     "handover": ordered_handover.handover,
     "spark": lambda smoke: _spark(smoke),
+    "sink": lambda smoke: _sink(smoke),
 }
 
 
@@ -45,6 +46,12 @@ def _spark(smoke: bool) -> Iterator[Result]:
     from benchmarks import spark_scan
 
     return spark_scan.results(smoke)
+
+
+def _sink(smoke: bool) -> Iterator[Result]:
+    from benchmarks import spark_sink
+
+    return spark_sink.results(smoke)
 
 
 def _scale(smoke: bool) -> throughput.Scale:
