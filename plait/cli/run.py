@@ -50,6 +50,9 @@ class _Debug:
     wanted = False
 
 
+app.meta.suppress_keyboard_interrupt = False
+
+
 @app.meta.default
 def _launch(
     *tokens: Annotated[str, Parameter(show=False, allow_leading_hyphen=True)],
