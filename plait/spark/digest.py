@@ -90,16 +90,39 @@ def message_digests(table: pa.Table) -> dict[str, Digest]:
         return digests
     names = table.column("partition").combine_chunks().dictionary_encode()
     codes = names.indices.to_numpy(zero_copy_only=False)
-    sequence, epoch = (table.column(column).to_numpy() for column in ("sequence", "epoch"))
-    order = np.lexsort((sequence, epoch, codes))
-    if not np.array_equal(order, np.arange(len(order))):
-        table = table.take(pa.array(order))
+    table = taken(table.drop_columns("partition"), log_order(table, codes))
     ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
     for name, start, end in zip(names.dictionary.to_pylist(), [0, *ends[:-1]], ends, strict=True):
         digest = digests[name] = Digest()
         for batch in table.slice(start, end - start).to_batches():
-            digest.feed(batch, PARTITION)
+            digest.feed(batch)
     return digests
+
+
+def log_order(table: pa.Table, codes: npt.NDArray[Any] | None = None) -> npt.NDArray[np.int64]:
+    """The places of the rows of ``table`` in the order of the log: by partition (``codes``), epoch and sequence."""
+    sequence, epoch = (table.column(column).to_numpy() for column in ("sequence", "epoch"))
+    is_one = epoch.min() == epoch.max() and (codes is None or codes.min() == codes.max())
+    first = sequence.min()
+    if is_one and sequence.max() - first == len(sequence) - 1:
+        # The usual case: every sequence once. Anything else leaves a place empty.
+        order = np.full(len(sequence), -1)
+        order[sequence - first] = np.arange(len(sequence))
+        if order.min() >= 0:
+            return order
+    return np.lexsort((sequence, epoch) if codes is None else (sequence, epoch, codes))
+
+
+def taken(table: pa.Table, order: npt.NDArray[Any], same: frozenset[str] = frozenset()) -> pa.Table:
+    """Rows in another order; columns without a value, and those that are the ``same`` in all rows, stay as they are."""
+    if np.array_equal(order, np.arange(len(order))):
+        return table
+    indices = pa.array(order)
+    columns = [
+        column if name in same or column.null_count == len(column) else column.take(indices)
+        for name, column in zip(table.schema.names, table.columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
 def checksum_of(batches: Iterable[pa.RecordBatch]) -> int:

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from plait import chance
 from plait.errors import ArchiveError
 from plait.spark.columns import STORED_COLUMNS
-from plait.spark.digest import Digest, bounds, checksum_of, message_digests
+from plait.spark.digest import PARTITION, Digest, bounds, checksum_of, message_digests, taken
 from plait.spark.manifest import Archive, ArchivedFile, actions_directory, subject_directory
 
 #: Level 3 takes a third longer than level 1 and saves a few hundredths of the size (docs/archive.md has figures).
@@ -56,7 +56,8 @@ def in_lookup_order(table: pa.Table) -> pa.Table:
     if (ranks[1:] >= ranks[:-1]).all():
         return table
     # Stable: rows of one key and one partition stay in log order.
-    return table.take(pa.array(np.argsort(ranks, kind="stable")))
+    order = np.argsort(ranks, kind="stable")
+    return taken(table, order, PARTITION if count == 1 else frozenset())
 
 
 def _ranks(encoded: pa.DictionaryArray) -> Any:

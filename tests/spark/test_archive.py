@@ -132,7 +132,6 @@ def test_a_large_log_is_committed_in_rounds(here: None, data: Path, tmp_path: Pa
 
 
 def test_a_task_holds_no_more_than_it_may(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tasks, "BATCH_COUNT", 3)
     monkeypatch.setattr(tasks, "HELD_SIZE_MAX", 2000)
     to = tmp_path / "archive"
     report = archive_here(data, to, now=True)
