@@ -149,13 +149,16 @@ def run(body_size: int, count: int, pairs: int = 5) -> dict[str, Any]:
     """Measure one size; a ratio above one means that the archiver is faster."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root:
         spark = plait.spark.session("plait-bench", master="local[2]")
-        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return {
-                "count": count,
-                "body_size": body_size,
-                "level": files.COMPRESSION_LEVEL,
-                **Archiving(spark, pool, Path(root), count, body_size).compare(pairs),
-            }
+        try:
+            with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+                return {
+                    "count": count,
+                    "body_size": body_size,
+                    "level": files.COMPRESSION_LEVEL,
+                    **Archiving(spark, pool, Path(root), count, body_size).compare(pairs),
+                }
+        finally:
+            spark.stop()
 
 
 def results(smoke: bool) -> Iterator[Result]:

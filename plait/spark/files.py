@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from typing import Any, Final
 
@@ -177,12 +178,15 @@ class FileWriter:
             write_statistics=True,
             write_page_index=True,
         )
-        archive.make_durable(relative)
         size: int = archive.files.get_file_info(path).size
         return size
 
     def _compare(self, path: str, expected: int) -> None:
-        found = checksum_of(read_batches(self.archive, path))
+        """Read a file back, and make it durable meanwhile."""
+        with ThreadPoolExecutor(1) as thread:
+            durable = thread.submit(self.archive.make_durable, path)
+            found = checksum_of(read_batches(self.archive, path))
+            durable.result()
         if expected != found:
             raise ArchiveError(
                 f"{self.archive.place}/{path} does not read back as it was written (checksum {found:08x} instead of "
