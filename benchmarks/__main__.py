@@ -38,6 +38,7 @@ SUITES: dict[str, Suite] = {
     "handover": ordered_handover.handover,
     "spark": lambda smoke: _spark(smoke),
     "archive": lambda smoke: _archive(smoke),
+    "sink": lambda smoke: _sink(smoke),
 }
 
 
@@ -52,6 +53,12 @@ def _archive(smoke: bool) -> Iterator[Result]:
     from benchmarks import spark_archive
 
     return spark_archive.results(smoke)
+
+
+def _sink(smoke: bool) -> Iterator[Result]:
+    from benchmarks import spark_sink
+
+    return spark_sink.results(smoke)
 
 
 def _scale(smoke: bool) -> throughput.Scale:

@@ -1,9 +1,9 @@
 """``plait spark archive`` against a plain program of two processes that writes the same Parquet files, on local[2].
 
 ``python -m benchmarks archive``, or this module alone. The rows are what a client sent to a real server, with order
-keys. The plain program gets them as Arrow IPC files, one for each of the archiver's chunks, sorts each by key and writes it with
-the same codec, level and row groups; it reads nothing back, syncs nothing and keeps no books. Both run by turns, with
-warm processes, everything in the page cache.
+keys. The plain program gets them as Arrow IPC files, one for each of the archiver's chunks, sorts each by key and
+writes it with the same codec, level and row groups; it reads nothing back, syncs nothing and keeps no books. Both run
+by turns, with warm processes, everything in the page cache.
 """
 
 from __future__ import annotations
@@ -149,13 +149,16 @@ def run(body_size: int, count: int, pairs: int = 5) -> dict[str, Any]:
     """Measure one size; a ratio above one means that the archiver is faster."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root:
         spark = plait.spark.session("plait-bench", master="local[2]")
-        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-            return {
-                "count": count,
-                "body_size": body_size,
-                "level": files.COMPRESSION_LEVEL,
-                **Archiving(spark, pool, Path(root), count, body_size).compare(pairs),
-            }
+        try:
+            with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+                return {
+                    "count": count,
+                    "body_size": body_size,
+                    "level": files.COMPRESSION_LEVEL,
+                    **Archiving(spark, pool, Path(root), count, body_size).compare(pairs),
+                }
+        finally:
+            spark.stop()
 
 
 def results(smoke: bool) -> Iterator[Result]:

@@ -57,6 +57,12 @@ DEAD_SEQUENCES_MAX: Final = 5_000
 #: Parked keys that one request lists, resumes or skips: their letters are looked at one by one.
 PARKED_PAGE_MAX: Final = 500
 
+# --- batches ------------------------------------------------------------------------------------
+#: Stages of one batch that is committed: its decision is one request, and names them all.
+COMMIT_STAGES_MAX: Final = 2_500
+#: Stages that one request to a broker names.
+STAGES_PAGE_MAX: Final = 1_000
+
 # --- leases -------------------------------------------------------------------------------------
 #: A consumer's lease: heartbeats come every second, and two of them have to fit...
 LEASE_SECONDS_MIN: Final = 2.0
@@ -120,6 +126,14 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     lease_margin: float = 0.05
     #: Cancelled and rescheduled messages that are remembered until they would be due; more are refused.
     schedule_settled: int = 1_000_000
+    #: What tasks of Spark's sink have written and not yet committed: a stage for each, which costs 2 KiB. A task that
+    #: is done has one for each partition that its rows are for.
+    stages: int = 100_000
+    #: A stage that nobody publishes holds its part of the message log for so long after its last row (7 days: a
+    #: query that failed on a Friday goes on when somebody is back)...
+    stage_seconds: float = 7 * 86400.0
+    #: ...and that it has expired is remembered for so long: as long as who would publish it is (30 days).
+    stage_forget_seconds: float = 30 * 86400.0
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).
@@ -169,8 +183,14 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     slice_seconds: float = 0.001
     #: ...and those of so many groups are written at once, beside them.
     write_groups: int = 64
+    #: Members that leave are written at once until they are so many: more would hold up heartbeats when they are known.
+    write_members: int = 500
     #: Clients that are looked at, noted or given up in one go.
     page: int = 500
+    #: That a batch of Spark's sink is committed is remembered for so long after the last word of its query (30 days)...
+    commit_seconds: float = 30 * 86400.0
+    #: ...and one that is not done after so long is finished by whoever commits next.
+    commit_late_seconds: float = 60.0
     #: What was deleted is removed from the database after at least so long.
     clean_seconds: float = 600.0
 

@@ -29,6 +29,7 @@ from plait.broker.retries import Retries
 from plait.broker.schedule import Schedules
 from plait.broker.sends import Appended, Appender, SendReply, Submission
 from plait.broker.snapshot import CheckpointWork, Snapshots
+from plait.broker.staging import Stages
 from plait.broker.waiting import Deadlines, Waiter
 from plait.clock import Clock
 from plait.errors import (
@@ -46,7 +47,7 @@ from plait.limits import MIB
 from plait.reason import Reason
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.action_log import FLAG_DUE, Action, ActionBuffer, Definition
-from plait.storage.catalog import SCHEDULE, SubjectSettings
+from plait.storage.catalog import SCHEDULE, STAGE, SubjectSettings
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import OpenMaps
@@ -117,9 +118,10 @@ class Broker:
             window_frames=limits.producer_window_frames,
             keep_seconds=limits.producer_seconds,
         )
-        self._appender = Appender(self.message_log, self.producers)
+        self.appender = Appender(self.message_log, self.producers)
         self.snapshots = Snapshots(self)
         self.schedules = Schedules(self)
+        self.stages = Stages(self)
         self.heads = Heads(self)
         self.dead_letters = DeadLetters(self)
         self.leases = Leases(self)
@@ -199,20 +201,10 @@ class Broker:
         self.partitions[partition.id] = partition
         if partition.row.kind == SCHEDULE:
             self.schedules.add(partition)
+        elif partition.row.kind == STAGE:
+            self.stages.add(partition)
         else:
             self.subjects[partition.row.name] = partition
-
-    def drop_partition(self, partition: Partition) -> None:
-        self.touch(partition)
-        self.partitions.pop(partition.id, None)
-        if self.subjects.get(partition.row.name) is partition:
-            del self.subjects[partition.row.name]
-        if partition.row.kind == SCHEDULE:
-            self.schedules.remove(partition)
-        for group in partition.groups.values():
-            group.expected = 0
-        self.group_count -= len(partition.groups)
-        self.producers.forget_partition(partition.id)
 
     def add_group(self, group: Group) -> None:
         self.group_count += 1
@@ -259,7 +251,9 @@ class Broker:
         frame.validate()
         if frame.column_bits & _NOT_SENT_BITS:
             raise FrameError("a producer's frame holds its own rows only")
-        if frame.column_bits & _DELAYED_BIT or partition.row.kind:
+        if partition.row.kind == STAGE:
+            self.stages.check(partition, frame)
+        elif frame.column_bits & _DELAYED_BIT or partition.row.kind:
             self.schedules.check(partition, frame)
         waiting = self._pending.get(partition)
         if waiting is None:
@@ -300,7 +294,7 @@ class Broker:
         now = self.clock.now()
         for partition, submissions in pending.items():
             try:
-                self._appender.append(partition, submissions, self.epoch, now, appended)
+                self.appender.append(partition, submissions, self.epoch, now, appended)
             except OSError as error:
                 refusal = self.disk_error(error)
                 answered = {id(reply) for reply, _, _ in appended.replies}
@@ -310,6 +304,8 @@ class Broker:
             self.touch(partition)
         if self.schedules.ready:
             self.schedules.run(now, appended)
+        if self.stages.ready:
+            self.stages.run(now, appended)
         if self.failed is not None:
             return
         try:
@@ -593,6 +589,6 @@ class Broker:
         """Hand out what has become due; answer the long polls whose time is up."""
         for group in self.retries.due(self.clock.now()):
             self.wake_group(group)
-        if self.schedules.by_subject and self.schedules.look():
+        if (self.schedules.by_subject and self.schedules.look()) or self.stages.look():
             self._mark()
         self.deadlines.run(self.clock.monotonic())

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from plait.broker import state
+from plait.broker import state, subjects
 from plait.broker.group import Consumer, Group
 from plait.broker.ordered import OrderedGroup, new_group
 from plait.broker.partition import Partition
 from plait.broker.sends import replay_frame
 from plait.errors import FrameError
 from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.storage.action_log import (
     DEFINITIONS,
@@ -28,7 +29,7 @@ from plait.storage.action_log import (
     read_events,
 )
 from plait.storage.buckets import SHARD_PREFIX
-from plait.storage.catalog import CATALOG, PartitionRow, read_rows
+from plait.storage.catalog import CATALOG, SCHEDULE, STAGE, PartitionRow, read_rows
 from plait.storage.consume_log import RECORD, ConsumeLog
 from plait.storage.fresh import UNFILED_SHARD
 from plait.storage.kept import is_head, note_of
@@ -117,6 +118,7 @@ class Recovery:
                 # Whoever got a lock in moments that were lost counts on it for a lease (R15).
                 group.frozen_until = broker.clock.monotonic() + broker.leases.longest
         broker.schedules.filed.recovered()
+        broker.stages.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
         damages = [*messages.damages, *kept.damages, *actions.damages]
         rejected = broker.checkpoints.rejected
@@ -192,8 +194,10 @@ class Recovery:
         if partition is None or frame.base < partition.next:
             return
         replay_frame(partition, broker.producers, offset, frame)
-        if partition.row.kind or frame.has(Column.SCHEDULE):
+        if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
             broker.schedules.filed.replay(partition, offset, frame)
+        if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
+            broker.stages.replay(partition, frame)
         broker.touch(partition)
 
     def _define(self, row: PartitionRow) -> None:
@@ -204,8 +208,7 @@ class Recovery:
             if known is not None:
                 for group in known.groups.values():
                     self._groups.pop(group.id, None)
-                broker.drop_partition(known)
-                broker.snapshots.drop_consume_log(known)
+                subjects.drop_partition(broker, known)
         elif known is None:
             partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps))
             broker.add_partition(partition)

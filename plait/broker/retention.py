@@ -14,7 +14,6 @@ from plait.broker.broker import Broker
 from plait.broker.group import Group
 from plait.broker.partition import Partition
 from plait.storage.archived import read_archived
-from plait.storage.catalog import SCHEDULE
 from plait.storage.consume_log import Record
 from plait.storage.ranges import Range
 
@@ -36,6 +35,7 @@ class Retention:
     def run(self) -> list[int]:
         """Expire and delete; the bases of the deleted message-log segments."""
         broker = self._broker
+        broker.stages.expire()
         needed = broker.message_log.end
         for partition in broker.partitions.values():
             self._expire(partition)
@@ -101,8 +101,8 @@ class Retention:
         return head
 
     def _expire(self, partition: Partition) -> None:
-        if partition.row.kind == SCHEDULE:
-            # Its start moves when its rows are filed: bodies that wait outlive the limits.
+        if partition.row.kind:
+            # Bodies that wait outlive the limits; the start moves when they are filed, published or given up.
             return
         start = max(partition.start, self._by_time(partition), self._by_size(partition))
         start = min(start, partition.visible)

@@ -64,8 +64,9 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
         raise SubjectNotFound(f"there is no partition {name!r} here")
     if version < partition.row.route:
         raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
-    # What this turn brought was taken before.
+    # What this turn brought was taken before, and so was a stage that has begun to be published.
     broker.commit()
+    broker.stages.finish(partition)
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     fences = np.zeros(LOGICAL_PARTITIONS, np.int64) if partition.fences is None else partition.fences.copy()
     closing = accepts & chosen

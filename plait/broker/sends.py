@@ -16,6 +16,7 @@ from plait.frame.coalesce import can_coalesce, coalesce
 from plait.frame.columns import FIXED_WIDTHS, Column
 from plait.frame.header import FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack_stamp
 from plait.frame.view import FrameView
+from plait.storage.catalog import SCHEDULE, STAGE
 from plait.storage.log import Log
 from plait.storage.producers import ProducerTable, Verdict
 
@@ -64,6 +65,10 @@ class Appender:
         self, partition: Partition, submissions: list[Submission], epoch: int, now: int, appended: Appended
     ) -> None:
         """Store what is new. Raises OSError when the log cannot grow; the frames before that are stored."""
+        if partition.row.kind == STAGE:
+            for submission in submissions:
+                self._stage(partition, submission, epoch, now, appended)
+            return
         if len(submissions) == 1:
             self._store(partition, submissions, epoch, now, appended)
             return
@@ -140,6 +145,34 @@ class Appender:
             if len(fresh) > 1:
                 frame = FrameView(joined.tobytes())
             appended.delayed.append((partition, frame, offset, base))
+
+    def _stage(self, partition: Partition, submission: Submission, epoch: int, now: int, appended: Appended) -> None:
+        """Store a frame of a stage. It has one producer, which counts from 1: its rows follow one another without gaps.
+
+        Frames stay as they are, so that they can be published whole.
+        """
+        frame, sequence, error = submission.frame, partition.next, None
+        if frame.first == sequence + 1:
+            self.copy(partition, frame, epoch, now, appended)
+        elif frame.first + frame.count - 1 <= sequence:
+            sequence = frame.first - 1
+        else:
+            error = OutOfSequence(f"row {frame.first} of a stage comes after row {sequence}", last=sequence)
+        if submission.reply is not None:
+            appended.replies.append((submission.reply, None if error else sequence, error))
+
+    def copy(self, partition: Partition, frame: FrameView, epoch: int, now: int, appended: Appended) -> int:
+        """Append a frame as it is, wherever it stands, under a stamp of this partition; its offset."""
+        self._log.place_for(frame.size)
+        base = partition.next
+        stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
+        buffer = frame.buffer
+        offset = self._log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
+        partition.appended(base, offset, now, frame.size, frame.count, epoch)
+        appended.partitions[partition] = partition.next
+        if partition.row.kind == SCHEDULE:
+            appended.delayed.append((partition, frame, offset, base))
+        return offset
 
     def _elsewhere(self, partition: Partition, frame: FrameView) -> PlaitError:
         """R8: what came before it is told, so that the sender knows what else it has to send elsewhere."""

@@ -8,7 +8,7 @@ import msgspec
 
 from plait.broker.partition import Partition
 from plait.errors import LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
-from plait.storage.catalog import PartitionRow, SubjectSettings
+from plait.storage.catalog import SCHEDULE, STAGE, PartitionRow, SubjectSettings
 from plait.storage.consume_log import ConsumeLog
 
 if TYPE_CHECKING:
@@ -80,5 +80,22 @@ def delete_subject(broker: Broker, subject: str) -> None:
     for waiter in list(partition.readers):
         waiter.time_out()
     for each in gone:
-        broker.drop_partition(each)
-        broker.snapshots.drop_consume_log(each)
+        drop_partition(broker, each)
+
+
+def drop_partition(broker: Broker, partition: Partition) -> None:
+    """The catalog says that a partition is gone."""
+    broker.touch(partition)
+    broker.partitions.pop(partition.id, None)
+    if broker.subjects.get(partition.row.name) is partition:
+        del broker.subjects[partition.row.name]
+    if partition.row.kind == SCHEDULE:
+        broker.schedules.remove(partition)
+    if partition.row.kind == STAGE:
+        broker.stages.remove(partition)
+    else:
+        broker.producers.forget_partition(partition.id)
+    for group in partition.groups.values():
+        group.expected = 0
+    broker.group_count -= len(partition.groups)
+    broker.snapshots.drop_consume_log(partition)

@@ -26,6 +26,8 @@ app = App(
     exit_on_error=False,
     print_error=False,
     default_parameter=Parameter(negative=()),
+    # Interrupted commands end by what run() says, wherever they are.
+    suppress_keyboard_interrupt=False,
 )
 app.command("plait.cli.serve:serve", name="serve", help="Run a node on a data directory.")
 app.command("plait.cli.meta:meta", name="meta", help="Run a meta server of a cluster.")
@@ -46,6 +48,9 @@ class _Debug:
     """Whether tracebacks are wanted; known once the arguments are read."""
 
     wanted = False
+
+
+app.meta.suppress_keyboard_interrupt = False
 
 
 @app.meta.default

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import threading
+import time
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -77,14 +77,18 @@ def archive(
     if not follow:
         once()
         return
-    never = threading.Event()
     while True:
         try:
             once()
         except (ArchiveConflict, Expired) as error:
             # Somebody else was faster, another archiver or retention: the next run takes it from there.
             sys.stderr.write(f"warning: {error.message}; the next run comes in {seconds:g} s\n")
-        never.wait(seconds)
+        pause(seconds)
+
+
+def pause(seconds: float) -> None:
+    """Between two runs."""
+    time.sleep(seconds)
 
 
 def _tell(report: ArchiveReport, output: str, follow: bool) -> None:

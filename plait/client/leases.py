@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from plait.client.rights import LpEpochs, Numbers, Report, no_lps
-from plait.client.router import SubjectRoute
+from plait.client.router import Span, SubjectRoute
 from plait.frame.lp import LpSet, runs_alike
 from plait.limits import LOGICAL_PARTITIONS
 from plait.wire import messages as m
@@ -31,7 +31,8 @@ def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[Report]) -> list[
     """For each partition of the route the logical partitions to ask it for.
 
     What has parked keys stays wanted where they are, so that it is heard when they are resumed; so does what has rows
-    again.
+    again. A key that was parked only because it was so before goes on at one partition after the other: what is behind
+    is not wanted until it does.
     """
     chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
     heard_of = [_lps_of(report.parked) | report.again for report in reports]
@@ -42,21 +43,36 @@ def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[Report]) -> list[
         left = mine[first:end].copy()
         if not left.any():
             continue
+        before: set[int] = set()
         for at, span in enumerate(spans[:-1]):
-            assert span.fence is not None
+            if not span.fence:
+                # It left before there was anything.
+                continue
             report = reports[span.partition]
             passed = report.done[first:end] >= span.fence
             here = left & (~passed | heard_of[span.partition][first:end])
             chosen[span.partition].lps[first:end] |= here
             chosen[span.partition].until[first:end][here] = span.fence
-            left &= passed
-            if any(later.partition == span.partition for later in spans[at + 1 :]):
-                # The route comes back here: what the key has there is behind what it has in between.
+            left &= passed & ~_going_on(report, before)[first:end]
+            if _comes_back(spans, at):
+                # What the key has there is behind what it has in between.
                 left &= ~_lps_of(report.own)[first:end]
+            before |= report.own
         last = chosen[spans[-1].partition]
         last.lps[first:end] |= left
         last.until[first:end][left] = 0
     return chosen
+
+
+def _going_on(report: Report, before: set[int]) -> LpSet:
+    """What has keys that are parked where they were not told to be any more: they are told to go on first."""
+    return _lps_of(report.inherited - before)
+
+
+def _comes_back(spans: Sequence[Span], at: int) -> bool:
+    """The route leads from there to a partition where it was before."""
+    known = {span.partition for span in spans[: at + 1] if span.fence}
+    return any(span.partition in known for span in spans[at + 1 :])
 
 
 def wanted_at_once(route: SubjectRoute, mine: LpSet) -> list[Wanted]:
@@ -84,15 +100,26 @@ def _lps_of(keys: frozenset[int]) -> LpSet:
     return lps
 
 
-def parked_before(route: SubjectRoute, reports: Sequence[Report]) -> list[set[int]]:
-    """For each partition the hashes of keys that are parked on partitions where their rows were before."""
+def parked_before(route: SubjectRoute, reports: Sequence[Report], chosen: Sequence[Wanted]) -> list[set[int]]:
+    """For each partition the hashes of keys that are parked where their rows were before those that it is asked for."""
     found: list[set[int]] = [set() for _ in route.partitions]
     if not any(report.parked for report in reports):
         return found
     for first, end, spans in route.histories:
         before: set[int] = set()
+        seen: set[Span] = set()
         for span in spans:
-            found[span.partition] |= before
+            if span.fence == 0:
+                continue
+            some, fence = chosen[span.partition], span.fence or 0
+            # Of two that end at one place the later one has nothing.
+            if span not in seen:
+                found[span.partition] |= {
+                    key
+                    for key in before
+                    if some.lps[key % LOGICAL_PARTITIONS] and some.until[key % LOGICAL_PARTITIONS] == fence
+                }
+            seen.add(span)
             before |= {key for key in reports[span.partition].own if first <= key % LOGICAL_PARTITIONS < end}
     return found
 

@@ -194,14 +194,13 @@ class OrderedConsumer(Consumer):
         reports = [nothing_said() if client is None else client.rights.report() for client in listed]
         affine = self._terms.affinity
         chosen = wanted_at_once(route, self._mine) if affine else wanted(route, self._mine, reports)
-        before = parked_before(route, reports)
+        before = parked_before(route, reports, chosen)
         if route is not self._route:
             self._route, self._left_behind = route, left_behind(route)
         for client, some, gone, keys in zip(listed, chosen, self._left_behind, before, strict=True):
             if client is not None:
                 client.gated = no_lps() if affine else some.lps & gone
-                parked = {key for key in keys if some.lps[key % LOGICAL_PARTITIONS]}
-                client.want(some, self._epochs, parked, route.version)
+                client.want(some, self._epochs, keys, route.version)
 
     # --- how long messages take -----------------------------------------------------------------
 

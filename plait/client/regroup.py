@@ -18,7 +18,14 @@ _LP_BITS = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
 
 def take_rows(
-    frame: FrameView, rows: Rows | None, hashes: Hashes | None, compression: str | None, *, producer: int, first: int
+    frame: FrameView,
+    rows: Rows | None,
+    hashes: Hashes | None,
+    compression: str | None,
+    *,
+    producer: int,
+    first: int,
+    flags: int = 0,
 ) -> FrameParts:
     """These rows of a frame (None: all) with these hashes of all its rows, as a frame of their own."""
     index = None if rows is None else pa.array(rows)
@@ -48,6 +55,7 @@ def take_rows(
         tags=column(Column.TAGS),
         headers=column(Column.HEADERS),
         compression=compression,
+        flags=flags,
     )
 
 

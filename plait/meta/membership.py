@@ -1,12 +1,14 @@
 """Members of groups: who is there, and which logical partitions each is to handle.
 
 A heartbeat names all groups that a client is a member of; the difference to what is known are joins and leaves. They
-are written down at once; the new allocation follows (``Allocating``).
+are written down at once; the new allocation follows (``Allocating``). Most heartbeats say what the one before said, and
+there is nothing new to tell: any thread may answer those (``repeat``), so that they wait for nobody's decisions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -16,6 +18,7 @@ from plait.errors import GroupMismatch, GroupNotFound, LimitExceeded, PlaitError
 from plait.meta.allocation import nobody
 from plait.meta.core import Core
 from plait.meta.database import Lost
+from plait.meta.leaving import Leave, Leaving
 from plait.meta.mirror import GroupKey, Mirror
 from plait.meta.schema import Group, Member, StoredAllocation
 from plait.meta.settings import GroupSettings, group_settings, text_of
@@ -56,7 +59,14 @@ class _Groups(NamedTuple):
         keys = sorted(mirror.memberships.get(client, ()))
         exclusive = [key for key in keys if mirror.settings[key].ordered]
         shared = [Share(*key, "shared", []) for key in keys if not mirror.settings[key].ordered]
-        return cls(mirror.turn, exclusive, shared, sorted({subject for subject, _ in keys}))
+        return cls(mirror.turn_of(client), exclusive, shared, sorted({subject for subject, _ in keys}))
+
+
+class _Told(NamedTuple):
+    """What is to be said to a client that says the same again and has heard all there is."""
+
+    said: _Said
+    beaten: Beaten
 
 
 class Members:
@@ -72,6 +82,10 @@ class Members:
         #: By client, as long as it is a member of something.
         self._said: dict[str, _Said] = {}
         self._groups: dict[str, _Groups] = {}
+        self._told: dict[str, _Told] = {}
+        #: Who was answered by ``repeat``, and when; not yet known to the watch.
+        self._repeated: deque[tuple[str, float]] = deque()
+        self._leaving = Leaving(core)
         self._flushed = 0.0
         #: Counters of clients are read behind this name; "": all are read.
         self._reading = ""
@@ -88,42 +102,107 @@ class Members:
         affinity: Collection[GroupKey] = (),
     ) -> Beaten:
         """A client lives and is a member of these groups, and of no others; it has heard all up to ``seen``."""
+        if leaving:
+            return self.left(self.leave(client))
         if self._core.down is not None:
             raise self._core.down
         names.check("client", client)
-        said = None if leaving else _Said(self._core.mirror.turn, members, affinity)
+        self._leaving.end_of(client)
+        mirror = self._core.mirror
+        said = _Said(mirror.turn_of(client), members, affinity)
         refused: dict[GroupKey, PlaitError] = {}
-        if said is None or said != self._said.get(client):
+        if said != self._said.get(client):
             refused = self._hear(client, said)
         self._pass_time()
-        who = _PREFIX + client
-        if client in self._core.mirror.memberships:
-            self._watch.hear(who)
-            self._heard[who] = None
-        elif who in self._watch:
-            self._forget([who])
-        return self._beaten(client, refused, seen)
+        if client in mirror.memberships:
+            self._note(client)
+        else:
+            self._is_out(client)
+        return self._answer(client, refused, seen)
 
-    def _hear(self, client: str, said: _Said | None) -> dict[GroupKey, PlaitError]:
+    def repeat(
+        self, client: str, members: Sequence[Membership], affinity: Collection[GroupKey], seen: int
+    ) -> Beaten | None:
+        """The answer to a heartbeat that says nothing new, if there is nothing new to tell; None: ask ``beat``.
+
+        From any thread. Who has said something else meanwhile asks for all there is, and so does not come here before
+        that is heard. Where nobody has looked for long, this server may be the only one that thinks the client lives.
+        """
+        core, told = self._core, self._told.get(client)
+        if told is None or told.beaten.seen != seen or core.down is not None:
+            return None
+        now = core.clock.monotonic()
+        if now - self._passed > core.limits.gap_seconds or told.said != (
+            core.mirror.turn_of(client),
+            members,
+            affinity,
+        ):
+            return None
+        self._repeated.append((client, now))
+        return told.beaten
+
+    def changed(self, clients: Iterable[str]) -> None:
+        """There is something new to tell them."""
+        for client in clients:
+            self._told.pop(client, None)
+
+    def _hear(self, client: str, said: _Said) -> dict[GroupKey, PlaitError]:
         """A client says something else than before, or others may have; what it cannot be a member of, and why."""
         mirror, limit = self._core.mirror, self._core.limits.groups_per_client
-        wanted = {} if said is None else said.settings()
+        wanted = said.settings()
         if len(wanted) > limit:
             raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
         refused: dict[GroupKey, PlaitError] = {}
         if mirror.memberships.get(client, set()) != wanted.keys() or not self._agree(wanted):
             refused = self._core.decide(lambda: self._join(client, wanted))
-        if said is None or refused or not wanted:
+        if refused or not wanted:
             self._said.pop(client, None)
         else:
-            self._said[client] = said._replace(turn=mirror.turn)
+            self._said[client] = said._replace(turn=mirror.turn_of(client))
         return refused
+
+    def leave(self, client: str) -> Leave:
+        """A client leaves all groups: to be written (``carry_out``), and then told to ``left``."""
+        if self._core.down is not None:
+            raise self._core.down
+        names.check("client", client)
+        self._said.pop(client, None)
+        self._told.pop(client, None)
+        return self._leaving.begin(client)
+
+    def carry_out(self, leave: Leave) -> None:
+        """Write a leave, with others that wait. Any thread may do this, one at a time."""
+        self._leaving.carry_out(leave)
+
+    def left(self, leave: Leave) -> Beaten:
+        """The client is no member any more, unless it has become one again."""
+        self._leaving.end(leave)
+        self._pass_time()
+        if leave.client not in self._core.mirror.memberships:
+            self._is_out(leave.client)
+        return self._answer(leave.client, {}, 0)
+
+    def _note(self, client: str, ago: float = 0.0) -> None:
+        """It lives, and has said so so many seconds ago."""
+        who = _PREFIX + client
+        self._watch.hear(who, ago)
+        self._heard[who] = None
+
+    def _is_out(self, client: str) -> None:
+        if _PREFIX + client in self._watch:
+            self._forget([_PREFIX + client])
 
     def known(self, client: str, seen: int = 0) -> Beaten:
         """What is a client's, by what it said last, and newer than ``seen``."""
         if self._core.down is not None:
             raise self._core.down
-        return self._beaten(client, {}, seen)
+        return self._answer(client, {}, seen)
+
+    def _answer(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> Beaten:
+        beaten, unchanged = self._beaten(client, refused, seen)
+        if client in self._said:
+            self._told[client] = _Told(self._said[client], unchanged)
+        return beaten
 
     def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
         """All groups are there, and are as the client says."""
@@ -190,11 +269,12 @@ class Members:
         ordered = [row for row in groups if group_settings(row.settings).ordered]
         change.put(*(StoredAllocation(row.subject, row.name, number, 0, body) for row in ordered))
 
-    def _beaten(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> Beaten:
+    def _beaten(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> tuple[Beaten, Beaten]:
+        """What to tell a client that has heard all up to ``seen``, and what when it has heard that too."""
         mirror = self._core.mirror
         allocations, routes = mirror.allocations, mirror.routes
         groups = self._groups.get(client)
-        if groups is None or groups.turn != mirror.turn:
+        if groups is None or groups.turn != mirror.turn_of(client):
             groups = _Groups.of(mirror, client)
             if client in mirror.memberships:
                 self._groups[client] = groups
@@ -208,15 +288,20 @@ class Members:
             new = [key for key, each in zip(groups.exclusive, changed, strict=True) if each > seen]
             shares += [Share(*key, "exclusive", mirror.allocation(key).lps_of(client)) for key in new]
         versions = {subject: routes[subject].version for subject in groups.subjects}
-        return Beaten(newest, shares, refused, versions)
+        return Beaten(newest, shares, refused, versions), Beaten(newest, groups.shared, {}, versions)
 
     # --- who is lost ----------------------------------------------------------------------------
 
     def _pass_time(self) -> None:
         """Up to the moment: silence is counted from the very heartbeat, not from when was looked last."""
         now = self._core.clock.monotonic()
-        passed, self._passed = now - self._passed, now
-        self._watch.advance(self._core.noticeable(passed))
+        passed, self._passed = self._core.noticeable(now - self._passed), now
+        self._watch.advance(passed)
+        while self._repeated:
+            client, at = self._repeated.popleft()
+            if client in self._core.mirror.memberships:
+                # Not before the watch looked last: then it would not be in order.
+                self._note(client, min(max(now - at, 0.0), passed))
 
     @property
     def next_loss(self) -> float:
@@ -235,6 +320,8 @@ class Members:
 
     def look(self) -> bool:
         """Note who was heard here, see who was heard elsewhere, give up who was nowhere; whether there are more."""
+        self._leaving.take_in()
+        self._pass_time()
         page = self._core.limits.page
         if self._reading:
             self._exchange(page)
@@ -291,6 +378,7 @@ class Members:
             self._heard.pop(who, None)
             self._said.pop(who.removeprefix(_PREFIX), None)
             self._groups.pop(who.removeprefix(_PREFIX), None)
+            self._told.pop(who.removeprefix(_PREFIX), None)
         if not self._core.store.alone:
             with self._core.noted():
                 self._core.store.forget_beats(whos)

@@ -11,7 +11,7 @@ from plait.meta.database import Database
 
 VERSION_TABLE: Final = "plait_schema"
 #: All versions of the schema, oldest first; what each one does is in ``migrations/versions``.
-VERSIONS: Final = ("0001",)
+VERSIONS: Final = ("0001", "0002")
 
 #: Several meta servers may start at once: one migrates, the others wait. The number is any that nobody else uses.
 _LOCK: Final = 0x706C_6169

@@ -48,12 +48,13 @@ class Mirror:
         self.new_subjects: set[str] = set()
         self.new_groups: set[GroupKey] = set()
         self.new_brokers: set[str] = set()
-        #: Another number than before: who is a member of what, or what a group is like, may have changed.
-        self.turn = 0
+        self._turn = 0
         self._clear()
 
     def _clear(self) -> None:
-        self.turn += 1
+        #: When something changed for all clients, and when for each of them; see ``turn_of``.
+        self._turn_of_all = self._next_turn()
+        self._turns: dict[str, int] = {}
         self.brokers: dict[str, dict[str, Broker]] = defaultdict(dict)
         self.subjects: dict[str, Subject] = {}
         self.routes: dict[str, StoredRoute] = {}
@@ -125,6 +126,17 @@ class Mirror:
             known = self._decoded[key] = (row.changed, decode(row.body))
         return known[1]
 
+    def turn_of(self, client: str) -> int:
+        """Another number than before: what a client is a member of, or what a group is like, may have changed.
+
+        From any thread.
+        """
+        return max(self._turn_of_all, self._turns.get(client, 0))
+
+    def _next_turn(self) -> int:
+        self._turn += 1
+        return self._turn
+
     def remember(self, key: GroupKey, allocation: Allocation) -> None:
         """It was just written: there is no need to decode it."""
         self._decoded[key] = (self.allocations[key].changed, allocation)
@@ -156,7 +168,7 @@ class Mirror:
                 self.new_subjects.add(row.name)
                 self.unsettled.add(row.name)
             case Group():
-                self.turn += 1
+                self._turn_of_all = self._next_turn()
                 self.groups[row.subject, row.name] = row
                 self.settings[row.subject, row.name] = group_settings(row.settings)
                 self.groups_of[row.subject].add(row.name)
@@ -165,7 +177,7 @@ class Mirror:
                 self.new_brokers.add(row.broker_group)
 
     def _apply_member(self, row: Member) -> None:
-        self.turn += 1
+        self._turns[row.client] = self._next_turn()
         key = (row.subject, row.name)
         if row.online:
             self.members[key][row.client] = row
@@ -212,6 +224,9 @@ class Mirror:
         match row:
             case Member():
                 self.left.pop((row.subject, row.name, row.client), None)
+                if row.client not in self.memberships and self._turns.pop(row.client, None) is not None:
+                    # Not the number that it had before.
+                    self._turn_of_all = self._next_turn()
             case StoredAllocation():
                 self.allocations.pop((row.subject, row.name), None)
                 self._decoded.pop((row.subject, row.name), None)
@@ -225,7 +240,7 @@ class Mirror:
                 self.groups_of.pop(row.name, None)
                 self.partitions_of.pop(row.name, None)
             case Group():
-                self.turn += 1
+                self._turn_of_all = self._next_turn()
                 self.groups.pop((row.subject, row.name), None)
                 self.settings.pop((row.subject, row.name), None)
                 self.touched.pop((row.subject, row.name), None)

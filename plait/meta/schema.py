@@ -214,6 +214,21 @@ KINDS: tuple[type[Row], ...] = (Broker, Subject, StoredRoute, Partition, Group, 
 #: How often each broker and client was heard of: that it grows is all that counts, and nobody is told.
 BEATS = sa.Table(PREFIX + "beats", metadata, _name("who", key=True), _number("count"))
 
+#: Of each query that writes batches with exactly one effect, the last that was decided (``commits.py``). Nobody has it
+#: in memory: whoever asks is told by the database.
+COMMITS = sa.Table(
+    PREFIX + "commits",
+    metadata,
+    _name("query", key=True),
+    _number("batch"),
+    _number("version"),
+    _flag("done"),
+    #: Wall time of the last word on it, in microseconds.
+    _number("time"),
+    sa.Column("body", sa.LargeBinary, nullable=False),
+    sa.Index(PREFIX + "commits_time", "time"),
+)
+
 #: Facts of the cluster: its id, the number of the last change, and up to which change rows were removed.
 CLUSTER = sa.Table(
     PREFIX + "cluster",

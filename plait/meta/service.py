@@ -1,7 +1,8 @@
 """The meta server's decisions in one object: plain, blocking, without a clock or a socket of its own.
 
-One thread uses it. Several meta servers may share a database: each has all of it in memory and asks for what has
-changed, and every change is a compare-and-set, so it does not matter which of them a client or a broker talks to.
+One thread uses it, but for what says otherwise. Several meta servers may share a database: each has all of it in memory
+and asks for what has changed, and every change is a compare-and-set, so it does not matter which of them a client or a
+broker talks to.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from plait.clock import Clock
 from plait.limits import MetaLimits
 from plait.meta.allocating import Allocating, Writing
 from plait.meta.brokers import Brokers
+from plait.meta.commits import Commits
 from plait.meta.core import Core
+from plait.meta.leaving import Leave
 from plait.meta.lps import NumberedRun
 from plait.meta.membership import Members, Membership
 from plait.meta.mirror import Changes
@@ -51,6 +54,8 @@ class MetaService:
         self._allocating = Allocating(self._core)
         self._peers = Peers(self._core, address)
         self._sweep = Sweep(self._core)
+        #: Batches of Spark's sinks.
+        self.commits = Commits(self._core)
         self._ticked = clock.monotonic()
 
     @property
@@ -109,6 +114,7 @@ class MetaService:
         more = more or bool(mirror.stale) or self.writing is not None
         changes = Changes(mirror.new_subjects, mirror.new_groups, mirror.new_brokers, clients, more=more)
         mirror.new_subjects, mirror.new_groups, mirror.new_brokers = set(), set(), set()
+        self._members.changed(clients)
         return changes
 
     # --- brokers --------------------------------------------------------------------------------
@@ -248,6 +254,31 @@ class MetaService:
         Joins and leaves are noted at once; the allocation that follows from them is the work of ``step``.
         """
         return self._members.beat(client, members, seen=seen, leaving=leaving, affinity=affinity)
+
+    def repeat_client(
+        self, client: str, members: Sequence[Membership], affinity: Collection[tuple[str, str]], seen: int
+    ) -> Beaten | None:
+        """The answer to a heartbeat if it says nothing new and there is nothing new to tell; None: ``beat_client``.
+
+        From any thread, and at once, whatever else this server does. What has changed by then and not come out of
+        ``step`` or ``tick`` may not be in it.
+        """
+        return self._members.repeat(client, members, affinity, seen)
+
+    def leave_client(self, client: str) -> Leave:
+        """A client leaves all its groups. ``beat_client`` in three parts: the second one waits for the database."""
+        return self._members.leave(client)
+
+    def carry_out(self, leave: Leave) -> None:
+        """The second part, for any thread but one at a time: write it, and others that wait.
+
+        Who beats before it is done waits for the database, and carries it out.
+        """
+        self._members.carry_out(leave)
+
+    def left_client(self, leave: Leave) -> Beaten:
+        """The third part: the client is out, or why not."""
+        return self._members.left(leave)
 
     def client(self, client: str, seen: int = 0) -> Beaten:
         """The same answer for a client that has said nothing new."""

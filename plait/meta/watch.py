@@ -40,10 +40,10 @@ class Watch:
         if name not in self._noticed:
             self._noticed[name] = self._now
 
-    def hear(self, name: str) -> None:
-        """It spoke to the watcher."""
+    def hear(self, name: str, ago: float = 0.0) -> None:
+        """It spoke to the watcher, so many seconds ago: since time passed last, and after others that were heard."""
         self._noticed.pop(name, None)
-        self._noticed[name] = self._now
+        self._noticed[name] = self._now - ago
         self._certain.add(name)
 
     def raised(self, name: str) -> None:

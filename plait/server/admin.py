@@ -156,7 +156,20 @@ _OPERATIONS: dict[str, Operation] = {
 }
 
 #: What only a meta server can do.
-_META_OPERATIONS = frozenset(("subject.route", "subject.expand", "broker.describe", "broker.state", "group.allocation"))
+_META_OPERATIONS = frozenset(
+    (
+        "subject.route",
+        "subject.expand",
+        "broker.describe",
+        "broker.state",
+        "group.allocation",
+        "commit.decide",
+        "commit.veto",
+        "commit.exchange",
+        "commit.done",
+        "commit.undone",
+    )
+)
 
 
 def run(server: Server, name: str, arguments: dict[str, Any]) -> tuple[Any, bool]:

@@ -17,7 +17,7 @@ from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
 from plait.reason import Reason
 from plait.retry import ATTEMPTS_MAX, WAIT_SECONDS_MAX
-from plait.server import admin, admin_partition
+from plait.server import admin, admin_partition, admin_stage
 from plait.version import VERSION
 from plait.wire import messages as m
 from plait.wire.packets import Packet
@@ -299,6 +299,16 @@ class Handlers:
                 request.arguments,
                 lambda result: self._answer_admin(connection, correlation, result),
             )
+            return
+        if request.operation in admin_stage.OPERATIONS:
+
+            def answer(result: Any, error: PlaitError | None) -> None:
+                if error is not None:
+                    connection.fail(correlation, error)
+                else:
+                    self._answer_admin(connection, correlation, result)
+
+            admin_stage.order(self._server, request.operation, request.arguments, answer)
             return
         result, changes = admin.run(self._server, request.operation, request.arguments)
         if changes:

@@ -15,6 +15,7 @@ import msgspec
 
 from plait import names
 from plait.errors import InternalError, InvalidArgument, PlaitError, Unavailable
+from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
 from plait.meta.views import PartitionFacts, RouteView, State
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from plait.server.connection import Connection
 
 log = logging.getLogger("plait.meta")
+
+#: Batches that their drivers left undone and that one answer names: they are published one after another.
+UNDONE_MAX = 4
 
 
 class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
@@ -86,6 +90,39 @@ class WishState(msgspec.Struct, forbid_unknown_fields=True):
     state: State
 
 
+class DecideBatch(msgspec.Struct, forbid_unknown_fields=True):
+    """A batch of a query that is to count, and the stages that hold its rows."""
+
+    query: str
+    batch: int
+    stages: Stages
+
+
+class VetoBatch(msgspec.Struct, forbid_unknown_fields=True):
+    """An attempt to write a batch that was called off, by the producer of one of its stages."""
+
+    query: str
+    batch: int
+    producer: int
+
+
+class ExchangeStages(msgspec.Struct, forbid_unknown_fields=True):
+    """Where a batch's rows are now."""
+
+    query: str
+    batch: int
+    version: int
+    stages: Stages
+
+
+class BatchDone(msgspec.Struct, forbid_unknown_fields=True):
+    """A batch that is published."""
+
+    query: str
+    batch: int
+    version: int
+
+
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
     """No arguments."""
 
@@ -123,6 +160,11 @@ class MetaHandlers:
             "broker.list": (Nothing, self._broker_groups),
             "broker.describe": (Nothing, self._brokers),
             "group.allocation": (OfGroup, self._allocation),
+            "commit.decide": (DecideBatch, self._decide_batch),
+            "commit.veto": (VetoBatch, self._veto_batch),
+            "commit.exchange": (ExchangeStages, self._exchange_stages),
+            "commit.done": (BatchDone, self._batch_done),
+            "commit.undone": (Nothing, self._undone),
         }
 
     def takes(self, message: m.Message) -> bool:
@@ -260,6 +302,27 @@ class MetaHandlers:
         for view in await self._host.call(lambda s: s.brokers()):
             groups.setdefault(view.group, ([], view.state))[0].append(view.address)
         return groups
+
+    # --- batches of sinks -----------------------------------------------------------------------
+
+    async def _decide_batch(self, request: DecideBatch) -> Decision:
+        names.check("query", request.query)
+        return await self._host.call(lambda s: s.commits.decide(request.query, request.batch, request.stages))
+
+    async def _veto_batch(self, request: VetoBatch) -> Decision | None:
+        names.check("query", request.query)
+        return await self._host.call(lambda s: s.commits.veto(request.query, request.batch, request.producer))
+
+    async def _exchange_stages(self, request: ExchangeStages) -> Decision | None:
+        return await self._host.call(
+            lambda s: s.commits.exchange(request.query, request.batch, request.version, request.stages)
+        )
+
+    async def _batch_done(self, request: BatchDone) -> bool:
+        return await self._host.call(lambda s: s.commits.done(request.query, request.batch, request.version))
+
+    async def _undone(self, _: Nothing) -> list[Decision]:
+        return await self._host.call(lambda s: s.commits.undone(UNDONE_MAX))
 
     async def _allocation(self, request: OfGroup) -> Any:
         return await self._host.call(lambda s: s.allocation(request.subject, request.group))

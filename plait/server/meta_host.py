@@ -1,7 +1,8 @@
 """A meta server's doing: its decisions run in a thread of their own, its orders go to brokers, who waits is told.
 
 Decisions are ``MetaService``, which blocks on its database; one thread runs it, so nothing there happens at the same
-time. Another one writes new allocations, so that heartbeats do not wait for that. What brokers are ordered to do (make
+time. Another one writes new allocations and leaves, so that heartbeats do not wait for that; those that say nothing new
+are answered without either. What brokers are ordered to do (make
 a partition, seal logical partitions, drop) is idempotent and is found again by whoever looks next, so an order that
 fails is only late.
 """
@@ -86,6 +87,8 @@ class MetaHost:
         self.metas: list[str] = []
         #: Client → who waits for news of it.
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        #: Clients that leave: what they say before that is through waits for it.
+        self._leaves: dict[str, asyncio.Event] = {}
         #: Orders under way, by what they are about.
         self._busy: set[tuple[Any, ...]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -180,30 +183,52 @@ class MetaHost:
 
         What it says counts once, when it comes: by the time it is answered the client may have said something else.
         """
+        while client in self._leaves:
+            await self._leaves[client].wait()
+        if leaving:
+            return await self._leave(client)
         deadline = self._loop.time() + min(max(wait, 0.0), BEAT_WAIT_MAX)
-        said = False
-        while True:
-            # Before the look: what changes meanwhile is not missed.
-            news = self._wait_for(client)
-            try:
-                if said:
-                    beaten = await self.call(lambda s: s.client(client, seen))
-                else:
-                    beaten, busy = await self.call(
-                        lambda s: (
-                            s.beat_client(client, members, seen=seen, leaving=leaving, affinity=affinity),
-                            s.busy,
-                        )
-                    )
-                    said = True
-                    if busy:
-                        self.look_soon()
+        # Before the look: what changes meanwhile is not missed.
+        news = self._wait_for(client)
+        try:
+            beaten = self._opened().repeat_client(client, members, affinity, seen)
+            beaten = beaten or await self._answer(
+                lambda s: s.beat_client(client, members, seen=seen, affinity=affinity)
+            )
+            while beaten.seen == seen and not beaten.refused:
                 left = deadline - self._loop.time()
-                if leaving or beaten.seen != seen or beaten.refused or left <= 0:
-                    return beaten
-                await asyncio.wait([news], timeout=left)
-            finally:
+                if left <= 0 or not await self._is_told(news, left):
+                    break
                 self._wait_no_more(client, news)
+                news = self._wait_for(client)
+                beaten = await self.call(lambda s: s.client(client, seen))
+            return beaten
+        finally:
+            self._wait_no_more(client, news)
+
+    async def _leave(self, client: str) -> Beaten:
+        """It is out when that is answered. Written beside the thread, so that others' heartbeats do not wait."""
+        over = self._leaves[client] = asyncio.Event()
+        try:
+            leave = await self.call(lambda s: s.leave_client(client))
+            if not leave.done:
+                await self._loop.run_in_executor(self._writer, self._opened().carry_out, leave)
+            return await self._answer(lambda s: s.left_client(leave))
+        finally:
+            over.set()
+            del self._leaves[client]
+
+    async def _answer(self, decide: Callable[[MetaService], Beaten]) -> Beaten:
+        """What follows from it is seen to if there is anything."""
+        beaten, busy = await self.call(lambda s: (decide(s), s.busy))
+        if busy:
+            self.look_soon()
+        return beaten
+
+    async def _is_told(self, news: asyncio.Future[None], seconds: float) -> bool:
+        """There is news by then."""
+        await asyncio.wait([news], timeout=seconds)
+        return news.done()
 
     def _wait_for(self, client: str) -> asyncio.Future[None]:
         news: asyncio.Future[None] = self._loop.create_future()

@@ -320,6 +320,12 @@ def record_batches(
         yield from _batch(Frames(members, group), builders, schema)
 
 
+def one_batch(members: Sequence[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str) -> pa.RecordBatch:
+    """All rows of some frames, each column copied once; together they are less than a column can hold."""
+    frames = Frames(members, group)
+    return pa.RecordBatch.from_arrays([STORED_COLUMNS[name].build(frames) for name in schema.names], schema=schema)
+
+
 def _batch(frames: Frames, builders: list[Callable[[Frames], pa.Array]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     yield from _parts(pa.RecordBatch.from_arrays([build(frames) for build in builders], schema=schema))
 

@@ -1,20 +1,24 @@
-"""A checksum of rows that does not depend on how a file orders them, cheap enough to compute for all of them.
+"""Checksums of rows by columns: what tells that an archive holds what the log does.
 
-Each column of each partition has a CRC-32C over its values in log order: rows of a partition stand in the log by epoch
-and sequence, so any file can be brought into that order again. The side of the log is fed with record batches as they
-come from the frames; the side of the archive with what is read back from the written files.
+Each column has a CRC-32C over validity, lengths and values of its rows, in one of two orders. *Log order*, for each
+partition by epoch and sequence, does not depend on how rows are sorted: it is the same for batches as they come from
+the frames and for the table that is written. *File order* is that of the rows in a file: it is the same for that table
+and for what is read back, a row group at a time, at once or years later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from crc32c import crc32c
+
+#: The column whose values tell whose digest it is.
+PARTITION: Final = frozenset(("partition",))
 
 
 class Digest:
@@ -79,43 +83,54 @@ def _offsets(array: pa.Array) -> npt.NDArray[np.int32]:
     return np.frombuffer(buffer, np.int32)[array.offset : array.offset + len(array) + 1]
 
 
-def message_digests(tables: Iterable[pa.Table]) -> dict[str, Digest]:
-    """Partition → the digest of its rows in these tables, each sorted in any way; together they are in log order."""
+def message_digests(table: pa.Table) -> dict[str, Digest]:
+    """Partition → the digest of its rows in log order, however ``table`` has them sorted."""
     digests: dict[str, Digest] = {}
-    for table in tables:
-        for name, rows in by_partition(table):
-            feed_table(digests.setdefault(name, Digest()), rows, frozenset(("partition",)))
+    if not table.num_rows:
+        return digests
+    names = table.column("partition").combine_chunks().dictionary_encode()
+    codes = names.indices.to_numpy(zero_copy_only=False)
+    table = taken(table.drop_columns("partition"), log_order(table, codes))
+    ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
+    for name, start, end in zip(names.dictionary.to_pylist(), [0, *ends[:-1]], ends, strict=True):
+        digest = digests[name] = Digest()
+        for batch in table.slice(start, end - start).to_batches():
+            digest.feed(batch)
     return digests
 
 
-def by_partition(table: pa.Table) -> Iterable[tuple[str, pa.Table]]:
-    """The rows of each partition, in log order."""
-    if not table.num_rows:
-        return
-    names = table.column("partition").combine_chunks().dictionary_encode()
-    codes = names.indices.to_numpy(zero_copy_only=False)
+def log_order(table: pa.Table, codes: npt.NDArray[Any] | None = None) -> npt.NDArray[np.int64]:
+    """The places of the rows of ``table`` in the order of the log: by partition (``codes``), epoch and sequence."""
     sequence, epoch = (table.column(column).to_numpy() for column in ("sequence", "epoch"))
-    order = np.lexsort((sequence, epoch, codes))
-    if not np.array_equal(order, np.arange(len(order))):
-        table = table.take(pa.array(order))
-    ends = np.cumsum(np.bincount(codes, minlength=len(names.dictionary)))
-    for name, start, end in zip(names.dictionary.to_pylist(), [0, *ends[:-1]], ends, strict=True):
-        yield name, table.slice(start, end - start)
+    is_one = epoch.min() == epoch.max() and (codes is None or codes.min() == codes.max())
+    first = sequence.min()
+    if is_one and sequence.max() - first == len(sequence) - 1:
+        # The usual case: every sequence once. Anything else leaves a place empty.
+        order = np.full(len(sequence), -1)
+        order[sequence - first] = np.arange(len(sequence))
+        if order.min() >= 0:
+            return order
+    return np.lexsort((sequence, epoch) if codes is None else (sequence, epoch, codes))
 
 
-def feed_table(digest: Digest, table: pa.Table, without: frozenset[str] = frozenset()) -> None:
-    """All rows of a table."""
-    for batch in table.to_batches():
-        digest.feed(batch, without)
+def taken(table: pa.Table, order: npt.NDArray[Any], same: frozenset[str] = frozenset()) -> pa.Table:
+    """Rows in another order; columns without a value, and those that are the ``same`` in all rows, stay as they are."""
+    if np.array_equal(order, np.arange(len(order))):
+        return table
+    indices = pa.array(order)
+    columns = [
+        column if name in same or column.null_count == len(column) else column.take(indices)
+        for name, column in zip(table.schema.names, table.columns, strict=True)
+    ]
+    return pa.Table.from_arrays(columns, schema=table.schema)
 
 
-def checksum_of(digests: Mapping[str, Digest]) -> int:
-    """One number for all partitions of a file."""
-    crc = 0
-    for name in sorted(digests):
-        count, value = digests[name].value
-        crc = crc32c(f"{name}={count}:{value:08x};".encode(), crc)
-    return crc
+def checksum_of(batches: Iterable[pa.RecordBatch]) -> int:
+    """Of all rows, in the order in which they come."""
+    digest = Digest()
+    for batch in batches:
+        digest.feed(batch)
+    return digest.value[1]
 
 
 def bounds(column: pa.ChunkedArray) -> tuple[Any, Any]:

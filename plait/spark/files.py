@@ -8,7 +8,8 @@ of it until a manifest names it. Nothing here needs Spark: tasks run it, and so 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from plait import chance
 from plait.errors import ArchiveError
 from plait.spark.columns import STORED_COLUMNS
-from plait.spark.digest import Digest, bounds, checksum_of, feed_table, message_digests
+from plait.spark.digest import PARTITION, Digest, bounds, checksum_of, message_digests, taken
 from plait.spark.manifest import Archive, ArchivedFile, actions_directory, subject_directory
 
 #: Level 3 takes a third longer than level 1 and saves a few hundredths of the size (docs/archive.md has figures).
@@ -56,7 +57,8 @@ def in_lookup_order(table: pa.Table) -> pa.Table:
     if (ranks[1:] >= ranks[:-1]).all():
         return table
     # Stable: rows of one key and one partition stay in log order.
-    return table.take(pa.array(np.argsort(ranks, kind="stable")))
+    order = np.argsort(ranks, kind="stable")
+    return taken(table, order, PARTITION if count == 1 else frozenset())
 
 
 def _ranks(encoded: pa.DictionaryArray) -> Any:
@@ -83,29 +85,41 @@ class FileWriter:
         self,
         subject: str,
         day: str,
-        table: pa.Table,
+        batches: list[pa.RecordBatch],
         offsets: tuple[int, int],
         digests: Mapping[str, Digest],
         partitions: dict[str, tuple[int, int]],
     ) -> ArchivedFile:
-        """A file of messages, each partition's in log order in ``table``.
+        """A file of messages. ``batches`` have each partition's rows in log order, and are used up: memory is dear.
 
-        ``digests`` are what it has to read back as, ``partitions`` the first and the last sequence of each.
+        ``digests`` are what the rows of each partition have to be, ``partitions`` their first and last sequences.
         """
+        table = pa.Table.from_batches(batches, MESSAGE_SCHEMA).combine_chunks()
+        batches.clear()
+        table = in_lookup_order(table)
         path = self._path(subject_directory(subject, day))
-        size = self._write(path, in_lookup_order(table), _DICTIONARIES)
-        checksum = checksum_of(digests)
-        self._compare(path, checksum, checksum_of(message_digests([read_file(self.archive, path)])))
+        found = message_digests(table)
+        if {name: digest.value for name, digest in found.items()} != {n: digest.value for n, digest in digests.items()}:
+            raise ArchiveError(
+                f"{self.archive.place}/{path}: sorted rows are not those that were read; nothing was committed. "
+                "Check the memory of this machine, then run again"
+            )
         key_min, key_max = bounds(table.column("key"))
         time_min, time_max = _times(table.column("store_time"))
+        count, raw_size = table.num_rows, table.nbytes
+        checksum = checksum_of(table.to_batches())
+        size = self._write(path, table, _DICTIONARIES)
+        # What is read back may take its place.
+        del table
+        self._compare(path, checksum)
         return ArchivedFile(
             path=path,
             kind="messages",
             subject=subject,
             date=day,
-            count=table.num_rows,
+            count=count,
             size=size,
-            raw_size=table.nbytes,
+            raw_size=raw_size,
             checksum=checksum,
             source=self._source,
             start=offsets[0],
@@ -121,8 +135,8 @@ class FileWriter:
         """A file of events, in log order."""
         path = self._path(actions_directory(day))
         size = self._write(path, table, _ACTION_DICTIONARIES)
-        checksum = action_checksum(table)
-        self._compare(path, checksum, action_checksum(read_file(self.archive, path)))
+        checksum = checksum_of(table.to_batches())
+        self._compare(path, checksum)
         time_min, time_max = _times(table.column("time"))
         return ArchivedFile(
             path=path,
@@ -164,11 +178,15 @@ class FileWriter:
             write_statistics=True,
             write_page_index=True,
         )
-        archive.make_durable(relative)
         size: int = archive.files.get_file_info(path).size
         return size
 
-    def _compare(self, path: str, expected: int, found: int) -> None:
+    def _compare(self, path: str, expected: int) -> None:
+        """Read a file back, and make it durable meanwhile."""
+        with ThreadPoolExecutor(1) as thread:
+            durable = thread.submit(self.archive.make_durable, path)
+            found = checksum_of(read_batches(self.archive, path))
+            durable.result()
         if expected != found:
             raise ArchiveError(
                 f"{self.archive.place}/{path} does not read back as it was written (checksum {found:08x} instead of "
@@ -176,35 +194,33 @@ class FileWriter:
             )
 
 
-def action_checksum(table: pa.Table) -> int:
-    """Of events, which stand in log order in every file."""
-    digest = Digest()
-    feed_table(digest, table)
-    return checksum_of({"": digest})
-
-
-def read_file(archive: Archive, relative: str, columns: list[str] | None = None) -> pa.Table:
-    """A file's rows. ``ArchiveError`` says what cannot be read."""
+def read_batches(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
+    """A file's rows, a row group at a time. ``ArchiveError`` says what cannot be read."""
     try:
         # Not as a data set: what stands in the path is no column of the file.
         with archive.files.open_input_file(archive.path(relative)) as source:
-            return pq.ParquetFile(source).read(columns=columns, use_threads=False)
+            yield from pq.ParquetFile(source).iter_batches(ROW_GROUP_COUNT, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ArchiveError(f"{archive.place}/{relative} cannot be read: {reason}") from error
 
 
+def read_file(archive: Archive, relative: str) -> pa.Table:
+    """All of a file's rows."""
+    batches = list(read_batches(archive, relative))
+    return pa.Table.from_batches(batches, batches[0].schema if batches else MESSAGE_SCHEMA)
+
+
 def check_file(archive: Archive, file: ArchivedFile) -> None:
     """Read a file and compare it with what the manifest says; ``ArchiveError`` where they differ."""
-    table = read_file(archive, file.path)
-    if file.kind == "messages":
-        found = checksum_of(message_digests([table]))
-    else:
-        found = action_checksum(table)
-    if (table.num_rows, found) != (file.count, file.checksum):
+    digest = Digest()
+    for batch in read_batches(archive, file.path):
+        digest.feed(batch)
+    count, found = digest.value
+    if (count, found) != (file.count, file.checksum):
         raise ArchiveError(
-            f"{archive.place}/{file.path} is damaged: {table.num_rows} rows with checksum {found:08x}, the manifest "
-            f"says {file.count} with {file.checksum:08x}. Restore the file from a copy"
+            f"{archive.place}/{file.path} is damaged: {count} rows with checksum {found:08x}, the manifest says "
+            f"{file.count} with {file.checksum:08x}. Restore the file from a copy"
         )
 
 

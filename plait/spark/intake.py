@@ -15,7 +15,8 @@ from typing import Final
 
 import msgspec
 
-from plait.errors import ArchiveError, DataDirError
+from plait.errors import ArchiveError, DataDirError, FrameError
+from plait.frame.view import FrameView
 from plait.limits import GIB, MIB
 from plait.spark.manifest import RAW, Gap, LeftOut, Source, sync_directory
 from plait.spark.tasks import ActionTask, MessageTask, RawTask, Task, TaskFacts
@@ -86,7 +87,8 @@ class Intake:
         events: list[Task] = [ActionTask(self._data, self._group, part, slim) for part in action_plan.parts]
         last = rounds[-1]
         damages = [damage for damage in planned.damages if source.message_offset <= damage.offset < message_end]
-        lost = self._lost(reader)
+        lost = self._lost(reader, "message", source.message_offset)
+        lost += self._lost(actions, "action", source.action_offset)
         rounds[-1] = Round([*last.tasks, *events], message_end, action_plan.end, lost + damages + action_plan.damages)
         if not rounds[-1].tasks and (message_end, action_plan.end) == (source.message_offset, source.action_offset):
             rounds.pop()
@@ -107,13 +109,20 @@ class Intake:
         rounds.append(Round(taken, end, self._source.action_offset))
         return rounds
 
-    def _lost(self, reader: LogReader) -> list[Damage]:
-        """Retention was faster than the archiver."""
-        begun = self._source.message_offset
-        if begun == 0 or not reader.files or reader.files[0][0] <= begun:
+    def _lost(self, reader: LogReader, log: str, begun: int) -> list[Damage]:
+        """Retention was faster than the archiver, which had come to ``begun``."""
+        segment = reader.map(0) if begun and reader.files else None
+        if segment is None or segment.base <= begun:
             return []
-        size = reader.files[0][0] - begun
-        return [Damage("message", begun, size, "damaged", "retention removed it before it was archived")]
+        try:
+            ended = FrameView(segment.view, 0).verify_stamp().previous
+        except FrameError:
+            ended = 0
+        if 0 < ended <= begun:
+            # The segment that is gone had no more than was archived.
+            return []
+        reason = "retention removed it before it was archived"
+        return [Damage(log, begun, segment.base - begun, "damaged", reason)]
 
     def _check_end(self, log: str, end: int, archived: int) -> None:
         if end < archived:
@@ -198,7 +207,7 @@ def _skip_before(reader: LogReader, offset: int) -> None:
 
 
 def _shares(reader: LogReader, start: int) -> int:
-    """Into how many tasks at least what follows ``start`` is cut: one for each core, unless files became small by it."""
+    """How many tasks at least share what follows ``start``: one for each core, unless files became small by it."""
     last = reader.map(len(reader.files) - 1) if reader.files else None
     size = last.end - start if last is not None else 0
     return min(max(size // SHARE_SIZE_MIN, 1), os.cpu_count() or 1)

@@ -10,7 +10,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, Filter, InputPartition
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    Filter,
+    InputPartition,
+)
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
@@ -58,6 +66,18 @@ class PlaitDataSource(DataSource):
                 f"the archive {options.path!r} cannot be streamed; use read, or stream from its server"
             )
         return PlaitStreamReader(options, schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        """A writer of these columns to a server; Spark looks at the names of the parameters."""
+        from plait.spark.sink import PlaitWriter
+
+        return PlaitWriter(self.options, schema, overwrite=overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        """The same for streaming queries."""
+        from plait.spark.sink import PlaitStreamWriter
+
+        return PlaitStreamWriter(self.options, schema, overwrite=overwrite)
 
 
 class PlaitReader(DataSourceReader):

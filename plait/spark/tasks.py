@@ -7,7 +7,7 @@ process, and never through Java. A task that runs twice leaves two sets of files
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 import msgspec
@@ -16,11 +16,13 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from plait.errors import ArchiveError, FrameError, PlaitError
+from plait.frame.columns import Codec
+from plait.frame.header import U32
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
-from plait.spark.columns import BATCH_COUNT, BATCH_SIZE, record_batches
-from plait.spark.digest import Digest, message_digests
+from plait.spark.columns import one_batch
+from plait.spark.digest import PARTITION, Digest, log_order, message_digests, taken
 from plait.spark.files import (
     DAY_MICROS,
     MESSAGE_SCHEMA,
@@ -38,8 +40,9 @@ from plait.storage.disk import RealDisk
 from plait.storage.reader import MappedLog, MappedSegment, damage_error, expired_error
 from plait.storage.recovery import LogScan
 
-#: What a task holds of decoded rows before it writes them: a chunk, and what its compressed bodies come to.
+#: Frames that a task collects, by their size when they are not compressed; it holds their rows twice for a moment.
 HELD_SIZE_MAX: Final = 256 * MIB
+_PACKED: Final = (int(Codec.ZSTD), int(Codec.LZ4))
 #: A segment is copied in pieces of this size.
 COPY_SIZE: Final = 8 * MIB
 
@@ -69,18 +72,6 @@ class Task(Protocol):
 # --- messages -----------------------------------------------------------------------------------
 
 
-@dataclass
-class _Pending:
-    """Frames of one partition, subject and day that are not decoded yet."""
-
-    digest: Digest = field(default_factory=Digest)
-    members: list[tuple[ChunkPartition, FrameView]] = field(default_factory=list)
-    count: int = 0
-    size: int = 0
-    first: int = -1
-    last: int = -1
-
-
 class Collector:
     """Takes frames in log order and writes files: one for each subject and day, as often as memory is full."""
 
@@ -88,50 +79,49 @@ class Collector:
         self._writer = writer
         self._group = group
         self._offsets = offsets
-        #: (subject, day) → partition → its frames; and the batches that were made of them.
-        self._pending: dict[tuple[str, int], dict[str, _Pending]] = {}
-        self._batches: dict[tuple[str, int], list[pa.RecordBatch]] = {}
+        #: (subject, day) → partition → its frames.
+        self._frames: dict[tuple[str, int], dict[str, list[tuple[ChunkPartition, FrameView]]]] = {}
         self._held = 0
         self.facts = TaskFacts()
 
     def add(self, partition: ChunkPartition, view: FrameView) -> None:
         """One more frame."""
+        size = inflated_size(view)
+        if self._held + size > HELD_SIZE_MAX:
+            self.flush()
+        self._held += size
         place = (partition.subject, view.store_time // DAY_MICROS)
-        rows = self._pending.setdefault(place, {}).setdefault(f"{partition.name}@{self._group}", _Pending())
-        rows.members.append((partition, view))
-        rows.count += view.count
-        rows.size += view.size
-        last = view.base + view.count - 1
-        rows.first = view.base if rows.first < 0 else min(rows.first, view.base)
-        rows.last = max(rows.last, last)
-        if rows.count >= BATCH_COUNT or rows.size >= BATCH_SIZE:
-            self._decode(place, rows)
-            if self._held >= HELD_SIZE_MAX:
-                self.flush()
-
-    def _decode(self, place: tuple[str, int], rows: _Pending) -> None:
-        batches = self._batches.setdefault(place, [])
-        for batch in record_batches(rows.members, MESSAGE_SCHEMA, self._group):
-            rows.digest.feed(batch, frozenset(("partition",)))
-            batches.append(batch)
-            self._held += batch.nbytes
-        rows.members, rows.count, rows.size = [], 0, 0
+        name = f"{partition.name}@{self._group}"
+        self._frames.setdefault(place, {}).setdefault(name, []).append((partition, view))
 
     def flush(self) -> None:
         """Write all that was taken."""
-        for place, partitions in self._pending.items():
-            for rows in partitions.values():
-                if rows.members:
-                    self._decode(place, rows)
-            subject, day = place
-            table = pa.Table.from_batches(self._batches.pop(place), MESSAGE_SCHEMA).combine_chunks()
-            digests = {name: rows.digest for name, rows in partitions.items()}
-            ranges = {name: (rows.first, rows.last) for name, rows in partitions.items()}
-            file = self._writer.messages(subject, day_of(day * DAY_MICROS), table, self._offsets, digests, ranges)
+        for (subject, day), partitions in self._frames.items():
+            batches: list[pa.RecordBatch] = []
+            digests: dict[str, Digest] = {}
+            ranges: dict[str, tuple[int, int]] = {}
+            for name, members in partitions.items():
+                batch = one_batch(members, MESSAGE_SCHEMA, self._group)
+                digests[name] = Digest()
+                digests[name].feed(batch, PARTITION)
+                views = [view for _, view in members]
+                ranges[name] = (min(view.base for view in views), max(view.base + view.count - 1 for view in views))
+                self.facts.counts[name] = self.facts.counts.get(name, 0) + batch.num_rows
+                batches.append(batch)
+                del batch
+            date = day_of(day * DAY_MICROS)
+            file = self._writer.messages(subject, date, batches, self._offsets, digests, ranges)
             self.facts.files.append(file)
-            for name, digest in digests.items():
-                self.facts.counts[name] = self.facts.counts.get(name, 0) + digest.count
-        self._pending, self._batches, self._held = {}, {}, 0
+        self._frames, self._held = {}, 0
+
+
+def inflated_size(view: FrameView) -> int:
+    """Bytes of a frame when its columns are not compressed: each of those begins with its size."""
+    size = view.size
+    for codec, start, _ in view.places.values():
+        if codec in _PACKED:
+            size += U32.unpack_from(view.buffer, start)[0]
+    return size
 
 
 @dataclass(frozen=True)
@@ -295,23 +285,19 @@ class CompactTask:
             check_file(archive, file)
             tables.append(read_file(archive, file.path))
         table = pa.concat_tables(tables).combine_chunks()
+        tables.clear()
         if first.kind == "actions":
             return TaskFacts(files=[writer.actions(first.date, table, offsets)])
-        # Each file was what the manifest says, and the new one has to be all of them.
-        digests = message_digests([table])
         partitions: dict[str, tuple[int, int]] = {}
         for file in self.files:
             for name, (low, high) in file.partitions.items():
                 known = partitions.get(name, (low, high))
                 partitions[name] = (min(low, known[0]), max(high, known[1]))
-        merged = writer.messages(first.subject, first.date, in_log_order(table), offsets, digests, partitions)
-        return TaskFacts(files=[merged])
-
-
-def in_log_order(table: pa.Table) -> pa.Table:
-    """Rows of several files, so that each partition's are in the order of the log."""
-    sequence, epoch = (table.column(column).to_numpy() for column in ("sequence", "epoch"))
-    return table.take(pa.array(np.lexsort((sequence, epoch))))
+        # Each file was what the manifest says, and the new one has to be all of them.
+        digests = message_digests(table)
+        batches = taken(table, log_order(table)).to_batches()
+        del table
+        return TaskFacts(files=[writer.messages(first.subject, first.date, batches, offsets, digests, partitions)])
 
 
 @dataclass(frozen=True)

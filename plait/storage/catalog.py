@@ -17,6 +17,8 @@ from plait.frame.view import FrameView
 CATALOG = 0
 #: The kind of partitions that hold a subject's delayed rows until they are due.
 SCHEDULE = "schedule"
+#: The kind of partitions that hold what one task of a batch wrote, until the batch is committed.
+STAGE = "stage"
 
 
 class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -36,6 +38,21 @@ Lps = tuple[int, int]
 Fence = tuple[int, int, int]
 #: The same, with the sequence from which on the partition took them and the version of the route that said so.
 Reopened = tuple[int, int, int, int]
+
+
+class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whose rows a partition of kind ``STAGE`` holds, and what has become of them."""
+
+    #: The only one that writes to it; nobody else has this number.
+    producer: int
+    #: A batch of a query: all stages of it are published, or none.
+    query: str
+    batch: int
+    #: Its rows are to be delivered at times of their own.
+    delayed: bool = False
+    #: "": rows may come; "publishing": they are on their way to where consumers find them; "expired": nobody asked
+    #: for that in time, and they are gone.
+    state: str = ""
 
 
 class PartitionRow(msgspec.Struct, frozen=True):
@@ -59,6 +76,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     taken: list[tuple[int, list[Lps]]] = []
     #: Those that it took later than from its beginning on, where their rows begin then, and by which route.
     reopened: list[Reopened] = []
+    #: Of the kind ``STAGE``; its name is that of the partition that its rows are for.
+    stage: Stage | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

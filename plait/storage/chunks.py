@@ -22,7 +22,7 @@ from plait.errors import DamageError, DataDirError, FrameError, SubjectNotFound
 from plait.frame.header import PREFIX, SEQUENCE_MAX, TIME_MAX
 from plait.frame.view import FrameView
 from plait.limits import MIB
-from plait.storage.catalog import SCHEDULE, PartitionRow
+from plait.storage.catalog import PartitionRow
 from plait.storage.checkpoint import Loaded
 from plait.storage.disk import Disk
 from plait.storage.reader import LogReader, LogWalk, Piece, damage_error, expired_error
@@ -66,7 +66,7 @@ class Wanted:
     def covers(self, row: PartitionRow) -> bool:
         """Some rows of the partition may be asked for."""
         return (
-            row.kind != SCHEDULE
+            not row.kind
             and self.names(row.subject)
             and (self.subjects_only is None or row.subject in self.subjects_only)
             and (self.partitions_only is None or row.name in self.partitions_only)

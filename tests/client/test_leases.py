@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from plait.wire import messages as m
 
 ALL = lp_set([(0, 1024)])
 NONE: frozenset[int] = frozenset()
+#: The hash of a key of logical partition 5.
+KEY = frozenset({7 << 10 | 5})
 
 
 def route_of(*histories: m.LpHistory, partitions: int = 3) -> SubjectRoute:
@@ -36,6 +39,11 @@ def runs(several: list[Wanted]) -> list[list[tuple[int, int, int]]]:
     """What is wanted, and up to where; of three partitions, of which a route has those that it leads to."""
     found = [runs_with(some.until, some.lps) for some in several]
     return found + [[] for _ in range(3 - len(found))]
+
+
+def before(route: SubjectRoute, reports: list[Report]) -> list[set[int]]:
+    """What is parked before that which is wanted."""
+    return parked_before(route, reports, wanted(route, ALL, reports))
 
 
 def test_without_order_locks_are_wanted_wherever_there_are_rows() -> None:
@@ -67,26 +75,71 @@ def test_a_way_back_comes_after_what_was_between() -> None:
 
 def test_a_partition_with_parked_keys_stays_asked() -> None:
     route = route_of((0, 1024, [(0, 90), (1, None)]))
-    key = 7 << 10 | 5
-    reports = [done(frozenset({key}), to_90=(0, 1024)), done(), done()]
+    reports = [done(KEY, to_90=(0, 1024)), done(), done()]
     assert runs(wanted(route, ALL, reports)) == [[(5, 6, 90)], [(0, 1024, 0)], []]
-    assert parked_before(route, reports) == [set(), {key}]
+    assert before(route, reports) == [set(), set(KEY)]
 
 
 def test_a_mark_that_was_only_passed_on_is_not_passed_on_again() -> None:
     """Else two partitions that the route leads to and fro between would hold each other's marks for ever."""
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
-    key = 7 << 10 | 5
-    reports = [done(to_90=(0, 1024)), done(frozenset({key}), frozenset({key}), to_50=(0, 1024)), done()]
-    assert parked_before(route, reports) == [set(), set()]
-    assert runs(wanted(route, ALL, reports)) == [[(0, 1024, 0)], [(5, 6, 50)], []]
+    reports = [done(to_90=(0, 1024)), done(KEY, KEY, to_50=(0, 1024)), done()]
+    assert before(route, reports) == [set(), set()]
+
+
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_key_that_goes_on_does_so_at_one_partition_after_the_other(last: int) -> None:
+    """What it has on the second is handled before what it has on the third, which may be one where it was before."""
+    route = route_of((0, 1024, [(0, 90), (1, 50), (2, 70), (last, None)]))
+    reports = [done(to_90=(0, 1024)), done(KEY, KEY, to_50=(0, 1024)), done(KEY, KEY, to_70=(0, 1024))]
+    assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
+    # It is heard at once what is to go on.
+    assert before(route, reports) == [set(), set(), set()]
+    reports[1] = done()
+    assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
+    reports[1] = done(to_50=(0, 1024))
+    assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [], [(5, 6, 70)]]
+
+
+def test_a_key_that_is_parked_before_holds_nothing_of_others_further_on() -> None:
+    route = route_of((0, 1024, [(0, 90), (1, 50), (2, None)]))
+    reports = [done(KEY, to_90=(0, 1024)), done(KEY, KEY, to_50=(0, 1024)), done()]
+    assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[(5, 6, 90)], [(5, 6, 50)], [(5, 6, 0)]]
+    keys = set(KEY)
+    assert before(route, reports) == [set(), keys, keys]
 
 
 def test_where_the_route_comes_back_a_parked_key_holds_what_is_between() -> None:
     """Otherwise, once it is resumed there, it would go on past the fence, with rows that are behind those between."""
     route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
-    reports = [done(frozenset({7 << 10 | 5}), to_90=(0, 1024)), done(to_50=(0, 1024)), done()]
+    reports = [done(KEY, to_90=(0, 1024)), done(to_50=(0, 1024)), done()]
     assert runs(wanted(route, ALL, reports)) == [[(0, 5, 0), (5, 6, 90), (6, 1024, 0)], [], []]
+    assert before(route, reports) == [set(), set()]
+
+
+def test_a_parked_key_holds_what_comes_back_to_where_it_was_before() -> None:
+    """A mark there would be about all of its rows there, also about those that were before."""
+    route = route_of((0, 1024, [(0, 90), (1, 50), (0, None)]))
+    reports = [done(to_90=(0, 1024)), done(KEY, to_50=(0, 1024)), done()]
+    assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
+
+
+def test_a_mark_of_a_later_stay_goes_when_the_first_is_asked_for() -> None:
+    """The key waits where the route leads next, and is not to be waited for there and here."""
+    route = route_of((0, 1024, [(0, 90), (1, 50), (0, 95), (1, None)]))
+    reports = [done(KEY, KEY, to_90=(0, 1024)), done(KEY), done()]
+    assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[(5, 6, 90)], [], []]
+    assert before(route, reports) == [set(), set()]
+
+
+def test_a_stay_without_rows_is_passed_over() -> None:
+    """To be asked for up to 0 is to be asked for without end."""
+    route = route_of((0, 1024, [(0, 0), (1, 50), (0, None)]))
+    reports = [done(KEY, KEY), done(), done()]
+    assert runs(wanted(route, lp_set([(5, 6)]), reports)) == [[], [(5, 6, 50)], []]
+    # Nothing of it is before what is on the other.
+    reports = [done(KEY), done(KEY, KEY), done()]
+    assert before(route, reports) == [set(), set()]
 
 
 def test_what_has_rows_again_is_wanted_besides() -> None:
@@ -98,7 +151,8 @@ def test_what_has_rows_again_is_wanted_besides() -> None:
 def test_keys_are_parked_on_later_partitions_of_their_own_history_only() -> None:
     route = route_of((0, 512, [(0, 9), (1, None)]), (512, 1024, [(0, 9), (2, None)]))
     low, high = 3 << 10 | 100, 3 << 10 | 600
-    assert parked_before(route, [done(frozenset({low, high})), done(), done()]) == [set(), {low}, {high}]
+    ended = done(frozenset({low, high}), to_9=(0, 1024))
+    assert before(route, [ended, done(), done()]) == [set(), {low}, {high}]
 
 
 def test_what_the_route_leads_on_from_is_known() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,9 +13,12 @@ import pytest
 import plait
 from plait.broker import BrokerConfig
 from plait.errors import InvalidArgument, ProtocolError, Unavailable
-from plait.limits import NAME_LENGTH_MAX
+from plait.limits import LOGICAL_PARTITIONS, NAME_LENGTH_MAX
 from plait.meta.allocating import Writing
 from plait.meta.database import file_url
+from plait.meta.leaving import Leave, Leaving
+from plait.meta.lps import NumberedRun
+from plait.meta.service import MetaService
 from plait.server.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
@@ -27,6 +31,22 @@ async def server(tmp_path: Path) -> AsyncIterator[MetaServer]:
     await made.start()
     yield made
     await made.stop()
+
+
+async def beat(server: MetaServer, seen: int, wait: float) -> tuple[int, list[NumberedRun]]:
+    """The answer to a heartbeat of client c, which is a member of one group."""
+    told = await server.meta.beat("c", [("s", "g", True)], seen, wait, leaving=False, affinity=[])
+    return told.seen, [run for share in told.shares for run in share.lps]
+
+
+async def member(server: MetaServer) -> int:
+    """Client c is one, and has heard of all that is its to handle."""
+    await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
+    await server.meta.call(lambda service: service.create_subject("s"))
+    seen, runs = await beat(server, 0, 0.0)
+    while not runs:
+        seen, runs = await beat(server, seen, 5.0)
+    return seen
 
 
 async def test_who_asks_while_it_stops_is_told_to_ask_another(server: MetaServer):
@@ -95,12 +115,80 @@ async def test_allocations_are_written_beside_the_thread_that_answers_heartbeats
         carry_out(writing)
 
     monkeypatch.setattr(Writing, "carry_out", noted)
-    await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
-    await server.meta.call(lambda service: service.create_subject("s"))
-    told = await server.meta.beat("c", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
-    while not any(share.lps for share in told.shares):
-        told = await server.meta.beat("c", [("s", "g", True)], told.seen, 5.0, leaving=False, affinity=[])
+    await member(server)
     assert [name.rpartition("_")[0] for name in threads.values()] == ["plait-meta-writer"]
+
+
+async def test_leaves_are_written_beside_it_too(server: MetaServer, monkeypatch: pytest.MonkeyPatch):
+    await member(server)
+    threads: list[str] = []
+    write = Leaving._write
+
+    def noted(leaving: Leaving, leaves: list[Leave]) -> None:
+        threads.append(threading.current_thread().name)
+        write(leaving, leaves)
+
+    monkeypatch.setattr(Leaving, "_write", noted)
+    assert (await server.meta.beat("c", [], 0, 5.0, leaving=True, affinity=[])).seen == 0
+    assert [name.rpartition("_")[0] for name in threads] == ["plait-meta-writer"]
+    assert (await server.meta.call(lambda service: service.allocation("s", "g"))).members == {}
+
+
+@pytest.mark.parametrize("stays", [True, False])
+async def test_what_a_client_says_before_its_leave_is_written_counts_afterwards_and_others_do_not_wait(
+    server: MetaServer, monkeypatch: pytest.MonkeyPatch, stays: bool
+):
+    seen = await member(server)
+    begun, answered = threading.Event(), threading.Event()
+    in_time: list[bool] = []
+    write = Leaving._write
+
+    def late(leaving: Leaving, leaves: list[Leave]) -> None:
+        begun.set()
+        in_time.append(answered.wait(3))
+        write(leaving, leaves)
+
+    monkeypatch.setattr(Leaving, "_write", late)
+    said = [asyncio.ensure_future(server.meta.beat("c", [], 0, 0.0, leaving=True, affinity=[]))]
+    await asyncio.to_thread(begun.wait)
+    back = asyncio.ensure_future(beat(server, seen, 0.0))
+    if not stays:
+        said.append(asyncio.ensure_future(server.meta.beat("c", [], 0, 0.0, leaving=True, affinity=[])))
+    # A decision about somebody else.
+    assert await server.meta.call(lambda service: service.subject("s").name) == "s"
+    assert not back.done()
+    answered.set()
+    assert {(await each).seen for each in said} == {0}
+    await back
+    assert all(in_time)
+    members = (await server.meta.call(lambda service: service.allocation("s", "g"))).members
+    assert members.keys() == ({"c"} if stays else set())
+
+
+async def test_a_heartbeat_that_says_nothing_new_does_not_wait_for_decisions(server: MetaServer):
+    seen = await member(server)
+    begun, answered = threading.Event(), threading.Event()
+
+    def decide(_: MetaService) -> bool:
+        begun.set()
+        return answered.wait(3)
+
+    deciding = asyncio.ensure_future(server.meta.call(decide))
+    await asyncio.to_thread(begun.wait)
+    for wait in (0.0, 0.01):
+        assert await beat(server, seen, wait) == (seen, [])
+    answered.set()
+    assert await deciding
+
+
+async def test_who_waits_with_nothing_new_to_say_hears_what_changes(server: MetaServer):
+    seen = await member(server)
+    waiting = asyncio.ensure_future(beat(server, seen, 30.0))
+    await until(lambda: "c" in server.meta._waiting)
+    await server.meta.beat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
+    newer, shares = await waiting
+    assert newer > seen
+    assert sum(end - first for first, end, _ in shares) == LOGICAL_PARTITIONS // 2
 
 
 async def test_a_broker_groups_name_may_be_as_long_as_any(server: MetaServer, tmp_path: Path):

@@ -31,6 +31,7 @@ from plait.testing.checker import Violation, check
 from plait.testing.embedded import empty_database
 from plait.testing.history import History
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
+from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, ways_back
 from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
 from tests.sim.ordered_senders import Senders
 
@@ -57,6 +58,8 @@ CONFIG = BrokerConfig(
     limits=LIMITS,
 )
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 3, "cut": 3, "cut_one_way": 1, "jump": 1}
+#: How many of the runs have ways back.
+WAYS_BACK = 0.25
 #: What a fault still causes when it is over: locks end and pass on, connections are made again.
 AFTERMATH_SECONDS = 8.0
 DRAIN_SECONDS = 120.0
@@ -65,14 +68,6 @@ QUIET_SECONDS = 30.0
 LOOK_SECONDS = 0.5
 #: After the end, at least: a consumer that was held up does at once what it still takes for its own.
 SHOW_SECONDS = 0.5
-
-
-class Change(NamedTuple):
-    """The number of partitions is to become another one."""
-
-    at: float
-    subject: str
-    partitions: int
 
 
 class Outage(NamedTuple):
@@ -141,7 +136,9 @@ class OrderedCluster:
             for n in range(consumers)
         ]
         self.script = self._faults() if script is None else script
-        self.changes = self._changes() if changes is None else changes
+        self.changes = changes_of(draw, seconds, [STRICT, STRICT, LOOSE]) if changes is None else changes
+        if script is None and changes is None:
+            self._add_ways_back()
         if outages is None:
             # Of a run with a script of its own nothing else is asked.
             outages = self._outages() if script is None else []
@@ -165,14 +162,12 @@ class OrderedCluster:
             jump_seconds=20.0,
         ).script(self.seconds)
 
-    def _changes(self) -> list[Change]:
-        draw = self.random
-        found = []
-        at = draw.uniform(0.0, 4.0)
-        while at < self.seconds:
-            found.append(Change(at, draw.choice([STRICT, STRICT, LOOSE]), draw.choice([1, 2, 3, 4, 5, 7])))
-            at += draw.choice([0.0, 0.1, draw.expovariate(1 / 4.0)])
-        return found
+    def _add_ways_back(self) -> None:
+        draw = random.Random(f"{self.simulation.seed} ways back")
+        if draw.random() < WAYS_BACK:
+            consumers, metas = [each.name for each in self.consumers], [each.name for each in self.metas]
+            changes, faults = ways_back(draw, self.seconds, STRICT, consumers, metas, self.changes)
+            self.changes, self.script = [*self.changes, *changes], [*self.script, *faults]
 
     def _outages(self) -> list[Outage]:
         draw = self.random
@@ -358,7 +353,7 @@ class OrderedCluster:
             while len(await client._router.find_brokers()) < len(BROKERS):
                 await self.simulation.sleep(0.1)
             for subject, order in ((STRICT, "strict"), (LOOSE, "best_tried")):
-                await client.admin._run("subject.create", dict, subject=subject, order=order, partitions=2)
+                await client.admin._run("subject.create", dict, subject=subject, order=order, partitions=PARTITIONS)
 
     def _begin_change(self, change: Change) -> None:
         self.simulation.log("operator", f"{change.subject} is to have {change.partitions} partitions")

@@ -76,6 +76,19 @@ def overtake_rows_that_are_sent_again(patch: Patch) -> None:
     patch.setattr(PartitionQueue, "take_back", lambda self: take_back(self)[::-1])
 
 
+def hand_out_what_came_after_a_way_back(patch: Patch) -> None:
+    """R4: who asked before a route led elsewhere and back is handed what came after that, and what is between later."""
+    granted = OrderedGroup._granted
+
+    def naive(self: OrderedGroup, runs: list[tuple[int, int, int, int]], journal: Any) -> None:
+        granted(self, runs, journal)
+        for strand in self.strands.take_out(lp_set([(first, end) for first, end, _, _ in runs])):
+            strand.limit = 0
+
+    patch.setattr(OrderedGroup, "reopened", lambda self, lps, sequence: None)
+    patch.setattr(OrderedGroup, "_granted", naive)
+
+
 # --- locks --------------------------------------------------------------------------------------
 
 

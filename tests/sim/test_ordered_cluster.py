@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from plait.testing.sim import Fault
-from tests.sim.ordered_cluster import STRICT, Change, OrderedCluster, Outage
+from tests.sim.ordered_changes import Change
+from tests.sim.ordered_cluster import STRICT, OrderedCluster, Outage
 
 #: Seeds that one test runs: a hundred in all, and ten with affinity.
 SEEDS = 5

@@ -4,13 +4,15 @@ the checker as it goes or by the wait for the end, within a few seeds that are f
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
 
 from plait.testing.sim import Fault
 from tests.sim import ordered_defects as defects
-from tests.sim.ordered_cluster import BROKERS, METAS, STRICT, Change, OrderedCluster
+from tests.sim.ordered_changes import Change, ways_back
+from tests.sim.ordered_cluster import BROKERS, METAS, STRICT, OrderedCluster
 from tests.sim.ordered_defects import Defect
 
 #: Long enough for everything that is not wrong to be handled.
@@ -43,6 +45,13 @@ def busy(script: list[Fault], slow: float) -> Callable[[int], OrderedCluster]:
     )
 
 
+def coming_back(seed: int) -> OrderedCluster:
+    """Partitions become more and soon as few as before, again and again, and much is sent meanwhile."""
+    consumers = [f"consumer-{n}" for n in range(8)]
+    changes, script = ways_back(random.Random(seed), 8.0, STRICT, consumers, list(METAS))
+    return OrderedCluster(seed, slow=0.1, script=script, changes=changes, quiet_seconds=QUIET_SECONDS, early=True)
+
+
 #: What a defect that does not fit the shipped classes any more comes to.
 BROKEN_CODE = (TypeError, AttributeError, NameError)
 
@@ -56,6 +65,7 @@ SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] 
     defects.ask_the_newest_span_first: COMMON,
     defects.ask_all_spans_at_once: COMMON,
     defects.overtake_rows_that_are_sent_again: COMMON,
+    defects.hand_out_what_came_after_a_way_back: (coming_back, (3, 4)),
     defects.use_an_epoch_again: COMMON,
     defects.hand_over_too_early: COMMON,
     defects.take_rows_of_a_lost_owner_for_done: ONE_BY_ONE,

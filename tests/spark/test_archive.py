@@ -5,17 +5,24 @@ Spark only decides where tasks run: all but a few of these tests run them in the
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
+from pyarrow import fs
 
+import plait
+from plait.broker import BrokerConfig
 from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
+from plait.server import Server
+from plait.server.standing import database_in
 from plait.spark import archiving, intake, tasks
 from plait.spark.archiving import Archiver, archive
-from plait.spark.files import MESSAGE_SCHEMA, read_file
+from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.manifest import Archive, Manifest
 from plait.storage.archived import read_archived
 from plait.storage.disk import RealDisk
@@ -131,7 +138,6 @@ def test_a_large_log_is_committed_in_rounds(here: None, data: Path, tmp_path: Pa
 
 
 def test_a_task_holds_no_more_than_it_may(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tasks, "BATCH_COUNT", 3)
     monkeypatch.setattr(tasks, "HELD_SIZE_MAX", 2000)
     to = tmp_path / "archive"
     report = archive_here(data, to, now=True)
@@ -286,19 +292,46 @@ def test_sequences_that_the_log_does_not_have_are_noted(here: None, data: Path, 
     assert "retention removed it" in source.left_out[0].reason
 
 
+def test_what_retention_takes_after_it_was_archived_is_no_loss(here: None, tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
+    for _ in range(5):
+        filler.rounds(30)
+        archive_here(data, to, now=True)
+        for _ in range(6):
+            filler.node.clock.advance(100)
+            filler.node.checkpoint()
+        filler.node.retention.run()
+    assert filler.node.broker.message_log.start > 0
+    assert filler.node.broker.action_log.start > 0
+    filler.rounds(30)
+    filler.stop()
+    report = archive_here(data, to, now=True)
+    assert (report.gaps, report.left_out) == (0, 0)
+    assert [row["sequence"] for row in archived_rows(to)] == list(range(6 * 90))
+    acked = [n for r in archived_events(to) if r["action"] == "ack" for n in range(r["start"], r["end"])]
+    assert acked == list(range(6 * 90))
+
+
 def test_a_file_that_does_not_read_back_is_not_committed(
     here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     to = tmp_path / "archive"
 
-    def other(archive: Archive, relative: str) -> pa.Table:
-        table = read_file(archive, relative)
-        return table.slice(0, table.num_rows - 1)
+    def other(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
+        for batch in read_batches(archive, relative):
+            yield batch.slice(0, batch.num_rows - 1)
 
-    monkeypatch.setattr("plait.spark.files.read_file", other)
+    monkeypatch.setattr("plait.spark.files.read_batches", other)
     with pytest.raises(ArchiveError, match=r"does not read back as it was written.*nothing was committed"):
         archive_here(data, to, now=True)
     assert Archive.at(to).load() == Manifest()
+
+
+def test_rows_that_a_sort_loses_are_noticed(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("plait.spark.files.in_lookup_order", lambda table: table.slice(1))
+    with pytest.raises(ArchiveError, match="sorted rows are not those that were read"):
+        archive_here(data, tmp_path / "archive", now=True)
 
 
 def test_rows_that_are_missing_by_the_headers_are_noticed(
@@ -428,6 +461,62 @@ def test_segments_are_copied_whole_and_read_as_a_log(here: None, data: Path, tmp
     for options in ({"now": True}, {"subjects": ["orders"]}):
         with pytest.raises(InvalidArgument, match="exclude each other"):
             archive_here(data, to, raw=True, **options)
+
+
+# --- other file systems, live servers -----------------------------------------------------------
+
+
+def test_a_file_system_that_can_only_put_files_will_do(here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    other = Archive(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "archive", "other://archive")
+    monkeypatch.setattr(Archive, "at", lambda place: other)
+    filler = Filler(tmp_path / "data")
+    for _ in range(3):
+        filler.rounds(10, ("orders", "refunds"))
+        archive_here(tmp_path / "data", "other://archive", now=True)
+    filler.stop()
+    report = archive_here(None, "other://archive", compact=True, verify=True)
+    assert report.verified == len(other.open().files) == 3
+    archive_here(tmp_path / "data", "other://archive", raw=True, verify=True)
+    assert archived_rows("other://archive") == log_rows(tmp_path / "data")
+
+
+def test_an_archive_may_be_named_by_a_uri(here: None, data: Path, tmp_path: Path):
+    archive_here(data, (tmp_path / "archive").as_uri(), now=True)
+    assert archived_rows(tmp_path / "archive") == log_rows(data)
+
+
+async def test_a_live_servers_messages_and_what_was_done_with_them_are_archived(here: None, tmp_path: Path):
+    settings = BrokerConfig(disk_free_min=0, disk_used_max=1.0)
+    server = Server(RealDisk(tmp_path / "data"), settings, port=0, meta=database_in(tmp_path / "data"))
+    await server.start()
+    try:
+        async with plait.connect(server.address) as client:
+            keys = [f"order-{number % 10}" for number in range(100)]
+            await client.send_many("orders", [b"%d" % number for number in range(100)], keys=keys)
+            late = await client.send("orders", b"never", delay=3600)
+            async with client.consumer("orders", group="ordered", ordered=True) as consumer:
+                for _ in range(100):
+                    await (await anext(aiter(consumer))).ack()
+            async with client.consumer("orders", group="plain") as consumer:
+                batch = await consumer.fetch(100, wait=5.0)
+                await batch[0].nack(delay=60)
+                await batch.ack()
+            await client.cancel(late)
+            report = await asyncio.to_thread(archive_here, tmp_path / "data", tmp_path / "archive", now=True)
+    finally:
+        await server.stop()
+    assert report.messages == 100
+    assert [row["body"] for row in archived_rows(tmp_path / "archive")] == [b"%d" % number for number in range(100)]
+    events = archived_events(tmp_path / "archive")
+    actions = {
+        group: {row["action"] for row in events if row["consumer_group"] == group} for group in ("ordered", "plain")
+    }
+    assert {"group", "consumer", "lock", "ack"} <= actions["ordered"]
+    assert {"group", "consumer", "pull", "ack", "nack"} <= actions["plain"]
+    (cancel,) = [row for row in events if row["action"] == "cancel"]
+    assert (cancel["subject"], cancel["consumer_group"]) == ("orders", None)
+    assert cancel["due"] is not None
+    assert {row["subject"] for row in events} == {"orders"}
 
 
 # --- with Spark ---------------------------------------------------------------------------------

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from plait.cli import spark_archive
 from plait.cli.run import run
 from plait.errors import ArchiveConflict
 from plait.spark import archiving
@@ -27,11 +27,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(sys.modules["plait.spark.session"], "session", lambda *_, **__: object())
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        try:
-            code = run(["spark", "archive", *arguments])
-        except SystemExit as error:
-            # How cyclopts ends a command that Ctrl-C has stopped.
-            code = int(error.code or 0)
+        code = run(["spark", "archive", *arguments])
         out, err = capfd.readouterr()
         return subprocess.CompletedProcess(arguments, code, out, err)
 
@@ -111,13 +107,12 @@ def test_following_goes_on_after_another_archiver_was_faster(
             raise failures.pop()
         return real(*arguments, **options)
 
-    class Waiting:
-        def wait(self, seconds: float) -> None:
-            if (to / "_plait").exists():
-                raise KeyboardInterrupt
+    def pause(seconds: float) -> None:
+        if (to / "_plait").exists():
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(archiving, "archive", faster)
-    monkeypatch.setattr(threading, "Event", Waiting)
+    monkeypatch.setattr(spark_archive, "pause", pause)
     ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "-o", "json")
     assert json.loads(ended.stdout)["messages"] == 360
     assert ended.stderr == "warning: another archiver was faster; the next run comes in 60 s\n"
@@ -127,13 +122,12 @@ def test_it_follows_until_it_is_stopped(call: Call, data: Path, tmp_path: Path, 
     to = tmp_path / "archive"
     waits: list[float] = []
 
-    class Waiting:
-        def wait(self, seconds: float) -> None:
-            waits.append(seconds)
-            if len(waits) == 3:
-                raise KeyboardInterrupt
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 3:
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading, "Event", Waiting)
+    monkeypatch.setattr(spark_archive, "pause", pause)
     ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "--every", "5m", "-o", "json")
     assert ended.returncode == 130
     reports = [json.loads(line) for line in ended.stdout.splitlines()]

@@ -1,0 +1,111 @@
+"""Spark writing to a subject against Spark writing the same rows to a sink that does nothing, on local[2].
+
+``python -m benchmarks sink``, or this module alone. The rows, 100-byte bodies with order keys, are in Spark's memory.
+Both sides get them as Arrow batches in Python tasks; the other one counts them. Ours encodes them, stages them at a
+server on the same machine, which has to share the cores, and publishes them: the clock stops when all are visible.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import plait.spark
+import plait.sync
+from benchmarks.plait_server import PlaitServer
+from benchmarks.result import Result, median_ratio
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+BAR = 0.6
+WARM_UPS = 2
+ROW = [
+    "concat('order-', lpad(cast(id % 100000 as string), 6, '0')) as key",
+    "cast(rpad(cast(id as string), 100, 'x') as binary) as body",
+]
+
+
+def register_nothing(spark: SparkSession) -> None:
+    """``format("nothing")``: a sink that looks at each batch's size."""
+    from pyspark.sql.datasource import DataSource, DataSourceArrowWriter, WriterCommitMessage
+
+    class NothingWriter(DataSourceArrowWriter):
+        def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+            self.rows = sum(batch.num_rows for batch in iterator)
+            return WriterCommitMessage()
+
+    class Nothing(DataSource):
+        @classmethod
+        def name(cls) -> str:
+            return "nothing"
+
+        def writer(self, schema: Any, overwrite: bool) -> DataSourceArrowWriter:
+            return NothingWriter()
+
+    spark.dataSource.register(Nothing)
+
+
+class Writes:
+    """The same rows, written by turns; every write of ours goes to a subject of its own."""
+
+    def __init__(self, spark: SparkSession, server: PlaitServer, count: int) -> None:
+        self._server = server
+        self._count = count
+        self._turn = 0
+        register_nothing(spark)
+        self._rows: DataFrame = spark.range(0, count, 1, 4).selectExpr(*ROW).cache()
+        self._rows.count()
+
+    def nothing(self) -> float:
+        started = time.perf_counter()
+        self._rows.write.format("nothing").mode("append").save()
+        return self._count / (time.perf_counter() - started)
+
+    def plait(self) -> float:
+        self._turn += 1
+        subject = f"bench.{self._turn}"
+        started = time.perf_counter()
+        writer = self._rows.write.format("plait").mode("append").option("server", self._server.address)
+        writer.option("subject", subject).save()
+        rate = self._count / (time.perf_counter() - started)
+        with plait.sync.connect(self._server.address) as client:
+            found = client.admin.subject(subject).subject.count
+            client.admin.delete_subject(subject)
+        if found != self._count:
+            raise RuntimeError(f"{found} messages are visible, {self._count} were written")
+        return rate
+
+
+def run(count: int = 2_000_000, pairs: int = 7) -> dict[str, Any]:
+    """Measure; the ratio is our rows a second by theirs."""
+    spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
+    try:
+        with PlaitServer() as server:
+            writes = Writes(spark, server, count)
+            for _ in range(WARM_UPS):
+                writes.plait()
+                writes.nothing()
+            ratio, ours, theirs = median_ratio(writes.plait, writes.nothing, pairs)
+    finally:
+        spark.stop()
+    return {
+        "count": count,
+        "ratio": ratio,
+        "ratios": [a / b for a, b in zip(ours, theirs, strict=True)],
+        "rows_per_second": statistics.median(ours),
+        "nothing_rows_per_second": statistics.median(theirs),
+    }
+
+
+def results(smoke: bool) -> Iterator[Result]:
+    """The bar."""
+    figures = run(20_000, 1) if smoke else run()
+    yield Result("Spark sink / sink that does nothing, 100 B", figures["ratio"], BAR, details=figures)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(), indent=1))

@@ -1,0 +1,401 @@
+"""Stages: what the tasks of a batch wrote, which nobody sees before the batch is committed (R23).
+
+A *stage* holds what one attempt of a task wrote for one partition: a hidden partition of its own in the message log,
+with one producer. To publish it, its frames are appended once more as they are, stamped as rows of the partition they
+are for. The catalog says before the first of them that this has begun, and after the last that the stage is gone. All
+of it is in line in the message log, so that after a crash the frames that follow the first of the two rows say how far
+it has come; from there it goes on by itself. A stage that has begun is published whole, before its partition takes no
+more rows of some keys.
+
+Which stages are published is decided elsewhere, once for all of a batch: asking again changes nothing, and of a stage
+that is not known any more nothing is left to be done. That is why one that expired stays known for a while.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from plait.broker.partition import Partition
+from plait.broker.sends import Appended
+from plait.broker.subjects import create_partition, drop_partition
+from plait.errors import (
+    DamageError,
+    DiskFull,
+    Expired,
+    FlowControl,
+    FrameError,
+    InvalidArgument,
+    LimitExceeded,
+    PlaitError,
+    ReadOnly,
+    StaleRoute,
+    StorageFailed,
+)
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.storage.catalog import STAGE, PartitionRow, Stage
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+
+PUBLISHING: Final = "publishing"
+EXPIRED: Final = "expired"
+#: Bytes that are published in one turn: the loop has others to serve.
+PUBLISH_SIZE_MAX: Final = 8 * MIB
+#: Time before what the disk had no room for is tried again.
+RETRY_SECONDS: Final = 1.0
+
+#: Called once: the stages are published, durably, or why they are not.
+Reply = Callable[[PlaitError | None], None]
+
+
+class _Waiter:
+    """Somebody waits for stages to be published."""
+
+    __slots__ = ("producers", "reply")
+
+    def __init__(self, producers: set[int], reply: Reply) -> None:
+        self.producers = producers
+        self.reply = reply
+
+
+class Stages:
+    """All stages of a broker, by their producers."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._all: dict[int, Partition] = {}
+        self._queries: dict[str, dict[int, Partition]] = {}
+        #: Those that are being published, the first at present.
+        self._queue: deque[Partition] = deque()
+        self._waiters: list[_Waiter] = []
+        #: The next commit goes on with it.
+        self.ready = False
+        #: On the monotonic clock: until then it does not.
+        self._held_until = 0.0
+
+    # --- which there are ------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, producer: int) -> bool:
+        return producer in self._all
+
+    def add(self, partition: Partition) -> None:
+        """A stage is known."""
+        stage = _stage(partition)
+        self._all[stage.producer] = partition
+        self._queries.setdefault(stage.query, {})[stage.producer] = partition
+
+    def remove(self, partition: Partition) -> None:
+        """A stage is gone."""
+        stage = _stage(partition)
+        if self._all.pop(stage.producer, None) is not None:
+            of_query = self._queries[stage.query]
+            del of_query[stage.producer]
+            if not of_query:
+                del self._queries[stage.query]
+
+    def open(self, name: str, stage: Stage) -> Partition:
+        """The stage of this producer for the partition ``name``; made now, if it is not there."""
+        broker = self._broker
+        known = self._all.get(stage.producer)
+        if known is not None:
+            if known.row.name != name or known.row.stage != stage:
+                raise InvalidArgument(f"producer {stage.producer:016x} has another stage, or has closed this one")
+            return known
+        target = broker.partition_of(name)
+        limit = broker.limits.stages
+        if len(self._all) >= limit:
+            raise LimitExceeded(f"this broker has its {limit} stages; commit or drop some, or raise the limit")
+        broker.refuse_when_full()
+        row = PartitionRow(broker.next_partition, target.row.subject, name, broker.clock.now(), kind=STAGE, stage=stage)
+        return create_partition(broker, row)
+
+    # --- rows come ------------------------------------------------------------------------------
+
+    def check(self, partition: Partition, frame: FrameView) -> None:
+        """A frame that was sent is one of this stage."""
+        stage = _stage(partition)
+        if stage.state:
+            raise InvalidArgument(
+                f"the stage of producer {stage.producer:016x} takes no more rows: it is {stage.state}"
+            )
+        if not frame.flags & FLAG_UNSEQUENCED or frame.producer != stage.producer:
+            raise FrameError("a stage takes unsequenced frames of its own producer only")
+        if frame.has(Column.DELIVER_AT) != stage.delayed:
+            raise FrameError("frames with and without delivery times have stages of their own")
+        if stage.delayed:
+            self._broker.schedules.check_time(int(frame.values(Column.DELIVER_AT).max()))
+
+    def complete(self, producers: Iterable[tuple[int, int]], reply: Reply) -> None:
+        """(producer, rows) of stages that are whole; ``reply`` is called when they are so on the disk."""
+        for producer, count in producers:
+            self._checked(producer, count)
+        self._broker.answer_when_durable(lambda: reply(None))
+
+    def read(self, producer: int, start: int, size: int) -> tuple[str, list[bytes], int]:
+        """A stage's subject, frames from row ``start`` on, about ``size`` bytes, and where the next one begins."""
+        partition = self._all.get(producer)
+        frames: list[bytes] = []
+        if partition is None:
+            raise Expired(f"there is no stage of producer {producer:016x} here (any more)")
+        self._write()
+        for frame, end in self._frames(partition, start):
+            frames.append(bytes(frame.buffer))
+            start = end
+            size -= frame.size
+            if size <= 0:
+                break
+        return partition.row.subject, frames, start
+
+    def _checked(self, producer: int, count: int) -> Partition:
+        """A stage that somebody counts on, with so many rows."""
+        partition = self._all.get(producer)
+        if partition is None or _stage(partition).state == EXPIRED:
+            raise Expired(f"the stage of producer {producer:016x} has expired, or was dropped; its rows are gone")
+        if partition.next != count:
+            raise DamageError(
+                f"the stage of producer {producer:016x} has {partition.next} rows, not {count}: the others were lost "
+                "before they were on the disk; write the batch again"
+            )
+        return partition
+
+    # --- rows are published ---------------------------------------------------------------------
+
+    def publish(self, producers: Iterable[tuple[int, int]], reply: Reply) -> None:
+        """(producer, rows) of stages that consumers are to see; ``reply`` is called when that is so, durably.
+
+        Those that are not known have been published before. Raises, and nothing has begun, if one of the others has
+        expired, or its partition does not take its keys any more (``StaleRoute``): those rows go elsewhere.
+        """
+        broker = self._broker
+        broker.refuse_when_full()
+        broker.commit()
+        wanted = {producer: self._checked(producer, rows) for producer, rows in producers if producer in self._all}
+        begun = [partition for partition in wanted.values() if not _stage(partition).state]
+        for partition in begun:
+            self._check_route(partition)
+        if begun:
+            self._change(begun, PUBLISHING)
+        if not wanted:
+            broker.answer_when_durable(lambda: reply(None))
+            return
+        # In the order in which they were named; one that was held up by damage is tried again.
+        queued = set(self._queue)
+        self._queue.extend(partition for partition in wanted.values() if partition not in queued)
+        self._waiters.append(_Waiter(set(wanted), reply))
+        self.ready = True
+        broker.answer_after_commit(None)
+
+    def drop(self, producers: Iterable[int]) -> int:
+        """Stages that shall never be published; how many of them there were. Counts once committed."""
+        self._broker.commit()
+        chosen = [self._all[producer] for producer in dict.fromkeys(producers) if producer in self._all]
+        return self._delete([partition for partition in chosen if _stage(partition).state != PUBLISHING])
+
+    def forget(self, query: str, batch: int) -> int:
+        """Every batch of the query up to this one is published: what else was written for them is dropped."""
+        self._broker.commit()
+        chosen = self._queries.get(query, {}).values()
+        return self._delete([p for p in chosen if _stage(p).batch <= batch and _stage(p).state != PUBLISHING])
+
+    def finish(self, target: Partition) -> None:
+        """Publish to its end what has begun to be published to a partition."""
+        broker = self._broker
+        while any(partition.row.name == target.row.name for partition in self._queue):
+            if broker.clock.monotonic() < self._held_until:
+                raise FlowControl(
+                    f"messages are being published to {target.row.name!r}, and the disk is full; try again"
+                )
+            self.ready = True
+            broker.answer_after_commit(None)
+            broker.commit()
+            if broker.failed is not None:
+                raise broker.failed
+
+    def look(self) -> bool:
+        """Whether there is something to do for ``run``."""
+        self.ready = bool(self._queue) and self._broker.clock.monotonic() >= self._held_until
+        return self.ready
+
+    def run(self, now: int, appended: Appended) -> None:
+        """Publish a turn's worth; what there is no room for stays, and is tried again."""
+        self.ready = False
+        broker = self._broker
+        try:
+            broker.refuse_when_full()
+            self._write()
+            room = PUBLISH_SIZE_MAX
+            while self._queue and room > 0:
+                room -= self._publish(self._queue[0], now, appended, room)
+        except OSError as error:
+            self._held_until = broker.clock.monotonic() + RETRY_SECONDS
+            broker.disk_error(error)
+        except (DiskFull, ReadOnly, FlowControl):
+            self._held_until = broker.clock.monotonic() + RETRY_SECONDS
+        except StorageFailed:
+            # The broker knows, and stops.
+            return
+        else:
+            if self._queue:
+                self.ready = True
+                broker.answer_after_commit(None)
+
+    def _publish(self, partition: Partition, now: int, appended: Appended, room: int) -> int:
+        """Append some of a stage's frames to where they belong; their size."""
+        broker = self._broker
+        size = 0
+        stage = _stage(partition)
+        target = broker.subjects.get(partition.row.name)
+        if target is not None and stage.delayed:
+            target = broker.schedules.partition_of(partition.row.name)
+        if target is not None:
+            try:
+                for frame, end in self._frames(partition, partition.start):
+                    broker.appender.copy(target, frame, broker.epoch, now, appended)
+                    broker.touch(target)
+                    partition.start = end
+                    broker.touch(partition)
+                    size += frame.size
+                    if size >= room:
+                        break
+            except DamageError as error:
+                self._queue.popleft()
+                self._answer(stage.producer, error)
+                return size
+        # Where its subject was deleted meanwhile, its rows went with it.
+        if target is None or partition.start >= partition.next:
+            broker.append_own(broker.heads.catalog([msgspec.structs.replace(partition.row, deleted=True)]))
+            self._queue.popleft()
+            drop_partition(broker, partition)
+            self._answer(stage.producer, None)
+        return size
+
+    def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, int]]:
+        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each ends."""
+        log, records = self._broker.message_log, partition.consume_log
+        for index in range(records.find(start), len(records)):
+            record = records.record(index)
+            try:
+                frame = FrameView(log.view(record.offset, record.size))
+                if not trusted:
+                    frame.verify()
+                if (frame.partition, frame.base, frame.count) != (partition.id, start, record.count):
+                    raise FrameError("another one stands there")
+            except FrameError as error:
+                raise DamageError(
+                    f"row {start} of the stage of producer {_stage(partition).producer:016x} does not read back "
+                    f"({error}): the batch cannot be published; run 'plait doctor'"
+                ) from error
+            start = record.base + record.count
+            yield frame, start
+
+    def _answer(self, producer: int, error: PlaitError | None) -> None:
+        """A stage is published, or cannot be."""
+        for waiter in list(self._waiters):
+            if producer not in waiter.producers:
+                continue
+            waiter.producers.discard(producer)
+            if error is not None or not waiter.producers:
+                self._waiters.remove(waiter)
+                self._broker.answer_when_durable(lambda reply=waiter.reply: reply(error))  # type: ignore[misc]
+
+    def _check_route(self, partition: Partition) -> None:
+        target = self._broker.subjects.get(partition.row.name)
+        # Delayed rows are looked at when they are due.
+        takes = target is not None and (
+            _stage(partition).delayed
+            or target.accepts is None
+            # A look at the key hashes; what is wrong with a frame is found before it is published.
+            or all(target.takes(frame) for frame, _ in self._frames(partition, 0, trusted=True))
+        )
+        if not takes:
+            raise StaleRoute(
+                f"partition {partition.row.name!r} does not take these keys (any more); write them elsewhere",
+                producer=_stage(partition).producer,
+            )
+
+    def _write(self) -> None:
+        """Rows that came this turn can be read from here on."""
+        broker = self._broker
+        try:
+            broker.message_log.write()
+        except OSError as error:
+            broker.storage_failed(error)
+            assert broker.failed is not None
+            raise broker.failed from error
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Give up those that nobody has asked for in time, and forget those that were given up long ago."""
+        broker = self._broker
+        now, limits = broker.clock.now(), broker.limits
+        late = now - int(limits.stage_seconds * 1_000_000)
+        gone = late - int(limits.stage_forget_seconds * 1_000_000)
+        old = [partition for partition in self._all.values() if _last_time(partition) < late]
+        expired = [partition for partition in old if not _stage(partition).state]
+        if expired:
+            self._change(expired, EXPIRED)
+            for partition in expired:
+                partition.start = partition.next
+        self._delete([p for p in old if _stage(p).state == EXPIRED and _last_time(p) < gone])
+
+    def _change(self, partitions: list[Partition], state: str) -> None:
+        """The catalog says what becomes of stages."""
+        broker = self._broker
+        rows = [
+            msgspec.structs.replace(each.row, stage=msgspec.structs.replace(_stage(each), state=state))
+            for each in partitions
+        ]
+        broker.append_own(broker.heads.catalog(rows))
+        for partition, row in zip(partitions, rows, strict=True):
+            partition.row = row
+            broker.touch(partition)
+
+    def _delete(self, partitions: list[Partition]) -> int:
+        if partitions:
+            broker = self._broker
+            rows = [msgspec.structs.replace(each.row, deleted=True) for each in partitions]
+            broker.append_own(broker.heads.catalog(rows))
+            for partition in partitions:
+                drop_partition(broker, partition)
+        return len(partitions)
+
+    # --- recovery -------------------------------------------------------------------------------
+
+    def replay(self, target: Partition, frame: FrameView) -> None:
+        """A frame of the message log that may be one that was published."""
+        partition = self._all.get(frame.producer)
+        if partition is None or _stage(partition).state != PUBLISHING or frame.has(Column.SCHEDULE):
+            return
+        if target.row.name == partition.row.name:
+            partition.start = max(partition.start, frame.first + frame.count - 1)
+            self._broker.touch(partition)
+
+    def recovered(self) -> None:
+        """Both logs were replayed: what had begun goes on with the next look."""
+        self._queue = deque(p for p in self._all.values() if _stage(p).state == PUBLISHING)
+        for partition in self._all.values():
+            if _stage(partition).state == EXPIRED:
+                partition.start = partition.next
+
+
+def _stage(partition: Partition) -> Stage:
+    stage = partition.row.stage
+    assert stage is not None
+    return stage
+
+
+def _last_time(partition: Partition) -> int:
+    """When its last row was stored."""
+    records = partition.consume_log
+    return records.record(len(records) - 1).time if len(records) else partition.row.created

@@ -1,0 +1,238 @@
+"""A batch is committed: decided once at the meta server, then published by every broker that has stages of it (R23).
+
+Whatever breaks in between, the decision stands, and whoever comes next carries it out: publishing a stage that is
+published already changes nothing. A stage whose partition does not take its keys any more, because the route has
+changed, is written again to where the route leads now, and exchanged in the decision; so a key's rows stay in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, Final
+
+import msgspec
+
+from plait.client.client import Client
+from plait.client.stage_lane import ask
+from plait.client.staging import Staged, StageWriter
+from plait.errors import (
+    DiskFull,
+    Expired,
+    FlowControl,
+    MetaBusy,
+    MetaUnavailable,
+    PlaitError,
+    ReadOnly,
+    StaleRoute,
+    Timeout,
+    Unavailable,
+)
+from plait.frame.view import FrameView
+from plait.limits import STAGES_PAGE_MAX
+
+log = logging.getLogger("plait.client")
+
+#: How often a decision is carried out again after the route has changed, or others have.
+ATTEMPTS: Final = 20
+#: A broker, or the meta server, that is away comes back within this, or the commit fails and is repeated by whoever
+#: comes next.
+PATIENCE_SECONDS: Final = 60.0
+
+_PASSING: Final = (Unavailable, FlowControl, DiskFull, ReadOnly, MetaUnavailable, MetaBusy)
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The last batch of a query that was decided, as the meta server tells it."""
+
+    query: str
+    batch: int
+    version: int
+    stages: list[tuple[str, str, list[tuple[int, int]]]]
+    done: bool
+
+    @property
+    def staged(self) -> list[Staged]:
+        """Its stages."""
+        return [Staged(group, name, *each) for group, name, found in self.stages for each in found]
+
+
+class _Page(msgspec.Struct, array_like=True):
+    """Some frames of a stage, and where the next one begins."""
+
+    subject: str
+    frames: list[bytes]
+    end: int
+
+
+async def commit(client: Client, query: str, batch: int, stages: Iterable[Staged]) -> bool:
+    """These stages become visible, all of them; False: the batch was committed before, and these are dropped."""
+    mine = list(stages)
+    for _ in range(ATTEMPTS):
+        decision = await _decide(client, query, batch, mine)
+        if not decision.done:
+            await carry_out(client, decision)
+        if decision.batch >= batch:
+            ours = decision.batch == batch and {s.producer for s in decision.staged} == {s.producer for s in mine}
+            if not ours:
+                kept = {staged.producer for staged in decision.staged}
+                await _drop(client, [staged for staged in mine if staged.producer not in kept])
+            return ours
+    raise FlowControl(f"batch {batch} of query {query} cannot be committed: the one before it is not done; try again")
+
+
+async def abort(client: Client, query: str, batch: int, stages: Iterable[Staged]) -> None:
+    """The attempt that wrote these stages failed: nobody will see them, unless they are decided already."""
+    mine = list(stages)
+    if mine:
+        decision = await _patiently(
+            client, "commit.veto", Decision | None, query=query, batch=batch, producer=mine[0].producer
+        )
+        if decision is None:
+            await _drop(client, mine)
+        elif not decision.done:
+            await carry_out(client, decision)
+
+
+async def finish_others(client: Client) -> int:
+    """Carry out what drivers that are gone have decided and left undone; how many batches that was."""
+    decisions: list[Decision] = await ask(client._router.meta, "commit.undone", list[Decision])
+    for decision in decisions:
+        log.warning(
+            "batch %d of query %s was decided and left undone; it is published now", decision.batch, decision.query
+        )
+        await carry_out(client, decision)
+    return len(decisions)
+
+
+async def carry_out(client: Client, decision: Decision) -> None:
+    """Publish what was decided; returns when all of it is visible, durably."""
+    for _ in range(ATTEMPTS):
+        moved = await _publish(client, decision.staged)
+        if not moved:
+            if await _patiently(
+                client, "commit.done", bool, query=decision.query, batch=decision.batch, version=decision.version
+            ):
+                await _forget(client, decision)
+                return
+            # Somebody else has exchanged stages meanwhile, and may be gone.
+            decision = await _decide(client, decision.query, decision.batch, [])
+            if decision.done:
+                return
+        else:
+            decision = await _exchange(client, decision, moved)
+    raise FlowControl(f"batch {decision.batch} of query {decision.query}: its route changes again and again; try again")
+
+
+async def _publish(client: Client, stages: list[Staged]) -> list[Staged]:
+    """Publish stages, at all brokers at once; those whose keys have moved."""
+    groups = [(group, list(found)) for group, found in groupby(sorted(stages), key=lambda staged: staged.group)]
+    answers = await asyncio.gather(*(_publish_at(client, group, found) for group, found in groups))
+    return [staged for moved in answers for staged in moved]
+
+
+async def _publish_at(client: Client, group: str, stages: list[Staged]) -> list[Staged]:
+    moved: list[Staged] = []
+    left = stages
+    while left:
+        page, left = left[:STAGES_PAGE_MAX], left[STAGES_PAGE_MAX:]
+        try:
+            named = [(staged.producer, staged.rows) for staged in page]
+            await _patiently(client, "stage.publish", None, group=group, stages=named)
+        except StaleRoute as error:
+            gone = [staged for staged in page if staged.producer == error.details.get("producer")]
+            if not gone:
+                raise
+            moved += gone
+            left = [staged for staged in page if staged not in gone] + left
+    return moved
+
+
+async def _exchange(client: Client, decision: Decision, moved: list[Staged]) -> Decision:
+    """Write stages anew to where the route leads now, and let them count in the place of the old ones."""
+    new: list[Staged] = []
+    for staged in moved:
+        new += await _copy(client, decision, staged)
+    kept = [staged for staged in decision.staged if staged not in moved]
+    exchanged = await _patiently(
+        client,
+        "commit.exchange",
+        Decision | None,
+        query=decision.query,
+        batch=decision.batch,
+        version=decision.version,
+        stages=_by_place(kept + new),
+    )
+    # Either way one of the two is of no use: the old ones now, or the new ones because others have exchanged them.
+    await _drop(client, new if exchanged is None else moved)
+    return exchanged or await _decide(client, decision.query, decision.batch, [])
+
+
+async def _copy(client: Client, decision: Decision, staged: Staged) -> list[Staged]:
+    writer: StageWriter | None = None
+    start = 0
+    while start < staged.rows:
+        found: _Page = await _patiently(
+            client, "stage.read", _Page, group=staged.group, producer=staged.producer, start=start
+        )
+        if found.end <= start:
+            raise Expired(f"row {start} of the stage of producer {staged.producer:016x} is gone")
+        writer = writer or StageWriter(client, found.subject, decision.query, decision.batch)
+        for data in found.frames:
+            await writer.copy(FrameView(data).verify())
+        start = found.end
+    return await writer.complete() if writer is not None else []
+
+
+async def _decide(client: Client, query: str, batch: int, stages: list[Staged]) -> Decision:
+    decision: Decision = await _patiently(
+        client, "commit.decide", Decision, query=query, batch=batch, stages=_by_place(stages)
+    )
+    return decision
+
+
+async def _drop(client: Client, stages: list[Staged]) -> None:
+    """These are of no use any more. Where a broker does not answer, they expire."""
+    for group, found in groupby(sorted(stages), key=lambda staged: staged.group):
+        producers = [staged.producer for staged in found]
+        for start in range(0, len(producers), STAGES_PAGE_MAX):
+            await _try(client, group, "stage.drop", producers=producers[start : start + STAGES_PAGE_MAX])
+
+
+async def _forget(client: Client, decision: Decision) -> None:
+    """What failed attempts have left goes. Where a broker does not answer, it expires."""
+    for group in sorted({staged.group for staged in decision.staged}):
+        await _try(client, group, "stage.forget", query=decision.query, batch=decision.batch)
+
+
+async def _try(client: Client, group: str, operation: str, **arguments: Any) -> None:
+    try:
+        await ask(await client._router.group_node(group), operation, Any, **arguments)
+    except PlaitError as error:
+        log.info("%s at %s: %s", operation, group, error)
+
+
+async def _patiently(client: Client, operation: str, kind: Any, *, group: str | None = None, **arguments: Any) -> Any:
+    """Ask a broker group, or the meta server, again and again while it is away: every request here may be repeated."""
+    loop = asyncio.get_running_loop()
+    patience = loop.time() + PATIENCE_SECONDS
+    pause = client.limits.send_retry_first_seconds
+    while True:
+        try:
+            node = client._router.meta if group is None else await client._router.group_node(group)
+            return await ask(node, operation, kind, **arguments)
+        except Timeout:
+            # It is there, and busy with it.
+            patience = loop.time() + PATIENCE_SECONDS
+        except _PASSING:
+            if loop.time() > patience:
+                raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, client.limits.send_retry_max_seconds)
+
+
+def _by_place(stages: list[Staged]) -> list[tuple[str, str, list[tuple[int, int]]]]:
+    places = groupby(sorted(stages), key=lambda staged: (staged.group, staged.name))
+    return [(group, name, [(s.producer, s.rows) for s in found]) for (group, name), found in places]

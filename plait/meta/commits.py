@@ -1,0 +1,187 @@
+"""Which batches of Spark's sinks are committed: decided here, once, before any broker publishes a row of them (R23).
+
+A query writes batch after batch, and a batch that was not finished is written again, perhaps with other rows. Of each
+query the last batch that was decided is kept, with the stages that hold its rows. Whoever asks for the same batch again
+is told what was decided the first time; its own rows do not count. The next batch is decided when the last one is done:
+published by all brokers that have stages of it. Where rows have to go elsewhere, the stages are exchanged for others,
+under a new version; who goes by an old version cannot say that the batch is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+import msgspec
+import sqlalchemy as sa
+
+from plait.errors import InvalidArgument, MetaBusy, StaleSession, TooLarge
+from plait.limits import COMMIT_STAGES_MAX
+from plait.meta.core import Core
+from plait.meta.database import Lost
+from plait.meta.schema import COMMITS
+
+_T = TypeVar("_T")
+
+#: (broker group, partition, [(producer of the stage, rows)]).
+Stages = list[tuple[str, str, list[tuple[int, int]]]]
+#: Attempts that were called off and are remembered, the newest: their own decision may still be under way.
+VETOES_MAX: Final = 16
+#: Before the first batch of a query.
+NO_BATCH: Final = -1
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The last batch of a query that was decided."""
+
+    query: str
+    batch: int
+    version: int
+    stages: Stages
+    #: It is published.
+    done: bool
+
+
+class _Body(msgspec.Struct):
+    stages: Stages = []
+    #: One producer of each attempt that was called off.
+    vetoed: list[int] = []
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Body)
+
+
+class Commits:
+    """See the module. Every call is one transaction."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def decide(self, query: str, batch: int, stages: Stages) -> Decision:
+        """The batch is committed with these stages, unless one is already, or an earlier one is not done yet.
+
+        What stands afterwards: the same batch, a later one, or the earlier one that has to be done first.
+        ``StaleSession``: this attempt was called off.
+        """
+        _check(stages)
+        if batch < 0:
+            raise InvalidArgument(f"batch {batch} is not possible; batches count from 0")
+
+        def decide(connection: sa.Connection) -> Decision:
+            known, body = _find(connection, query)
+            if known is not None and (known.batch >= batch or not known.done):
+                return known
+            if any(producer in body.vetoed for producer in _producers(stages)):
+                raise StaleSession(f"batch {batch} of query {query} was called off by its driver; it writes it again")
+            decision = Decision(query, batch, 1 if known is None else known.version + 1, stages, not stages)
+            self._put(connection, decision, _Body(stages, body.vetoed), new=known is None)
+            return decision
+
+        return self._carry_out(decide)
+
+    def veto(self, query: str, batch: int, producer: int) -> Decision | None:
+        """The attempt that this producer belongs to was called off: it will not be decided.
+
+        The decision, if there is one for it already: then it counts.
+        """
+
+        def veto(connection: sa.Connection) -> Decision | None:
+            known, body = _find(connection, query)
+            if known is not None and producer in _producers(known.stages):
+                return known
+            body.vetoed = [*body.vetoed, producer][-VETOES_MAX:]
+            none_yet = Decision(query, NO_BATCH, 0, [], True)
+            self._put(connection, known or none_yet, body, new=known is None)
+            return None
+
+        return self._carry_out(veto)
+
+    def exchange(self, query: str, batch: int, version: int, stages: Stages) -> Decision | None:
+        """The batch's rows are in these stages now. None: it is not decided in that version, or it is done."""
+        _check(stages)
+
+        def exchange(connection: sa.Connection) -> Decision | None:
+            known, body = _find(connection, query)
+            if known is None or (known.batch, known.version, known.done) != (batch, version, False):
+                return None
+            decision = Decision(query, batch, version + 1, stages, False)
+            self._put(connection, decision, _Body(stages, body.vetoed), new=False)
+            return decision
+
+        return self._carry_out(exchange)
+
+    def done(self, query: str, batch: int, version: int) -> bool:
+        """The batch is published; False: other stages have to be."""
+
+        def done(connection: sa.Connection) -> bool:
+            known, body = _find(connection, query)
+            if known is None or known.batch > batch:
+                return True
+            if (known.batch, known.version) != (batch, version):
+                return False
+            self._put(connection, msgspec.structs.replace(known, done=True), body, new=False)
+            return True
+
+        return self._carry_out(done)
+
+    def undone(self, limit: int) -> list[Decision]:
+        """Batches that were decided a while ago and are not done: their drivers are gone, or in trouble."""
+        late = self._core.clock.now() - int(self._core.limits.commit_late_seconds * 1_000_000)
+        statement = sa.select(COMMITS.c.query).where(~COMMITS.c.done, COMMITS.c.time < late).limit(limit)
+
+        def undone(connection: sa.Connection) -> list[Decision]:
+            queries = connection.execute(statement.order_by(COMMITS.c.query)).scalars().all()
+            found = [_find(connection, query)[0] for query in queries]
+            return [decision for decision in found if decision is not None]
+
+        return self._carry_out(undone)
+
+    def _put(self, connection: sa.Connection, decision: Decision, body: _Body, *, new: bool) -> None:
+        now = self._core.clock.now()
+        values = {
+            "batch": decision.batch,
+            "version": decision.version,
+            "done": decision.done,
+            "time": now,
+            "body": _encoder.encode(body),
+        }
+        if new:
+            connection.execute(sa.insert(COMMITS).values(query=decision.query, **values))
+        else:
+            connection.execute(sa.update(COMMITS).where(COMMITS.c.query == decision.query).values(**values))
+        old = now - int(self._core.limits.commit_seconds * 1_000_000)
+        connection.execute(sa.delete(COMMITS).where(COMMITS.c.time < old))
+
+    def _carry_out(self, call: Callable[[sa.Connection], _T]) -> _T:
+        for _ in range(self._core.limits.attempts):
+            try:
+                with self._core.noted(), self._core.store.database.writing() as connection:
+                    return call(connection)
+            except Lost:
+                # Somebody else made the row.
+                continue
+        raise MetaBusy(f"others committed the same batch {self._core.limits.attempts} times; ask again")
+
+
+def _find(connection: sa.Connection, query: str) -> tuple[Decision | None, _Body]:
+    """What is known of a query; nobody else changes it before this transaction ends."""
+    columns = (COMMITS.c.batch, COMMITS.c.version, COMMITS.c.done, COMMITS.c.body)
+    row = connection.execute(sa.select(*columns).where(COMMITS.c.query == query).with_for_update()).first()
+    if row is None:
+        return None, _Body()
+    body = _decoder.decode(row.body)
+    return Decision(query, row.batch, row.version, body.stages, row.done), body
+
+
+def _producers(stages: Stages) -> list[int]:
+    return [producer for _, _, each in stages for producer, _ in each]
+
+
+def _check(stages: Stages) -> None:
+    count = len(_producers(stages))
+    if count > COMMIT_STAGES_MAX:
+        raise TooLarge(
+            f"a batch of {count} stages is over the limit of {COMMIT_STAGES_MAX}: a task has one for each partition "
+            "that its rows are for; write with fewer tasks, as with coalesce()"
+        )

@@ -1,0 +1,99 @@
+"""A broker in a test's hands that stages rows: tasks that write, commits that publish."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from plait.broker.partition import Partition
+from plait.errors import PlaitError
+from plait.frame.builder import build_frame
+from plait.frame.header import FLAG_UNSEQUENCED
+from plait.storage.catalog import Stage
+from tests.support.broker_node import Node, Sent
+
+
+class Task:
+    """One attempt of a task: what it wrote for one partition."""
+
+    def __init__(
+        self, producer: int, *, subject: str = "orders", query: str = "q", batch: int = 1, delayed: bool = False
+    ) -> None:
+        self.stage = Stage(producer, query, batch, delayed)
+        self.subject = subject
+        self.count = 0
+        self.bodies: list[bytes] = []
+
+    @property
+    def named(self) -> tuple[int, int]:
+        """As a commit names it."""
+        return self.stage.producer, self.count
+
+    def open(self, node: Node) -> Partition:
+        partition = node.broker.stages.open(self.subject, self.stage)
+        node.turn()
+        return partition
+
+    def frame(self, *bodies: bytes, **columns: Any) -> Sent:
+        """The next frame."""
+        parts = build_frame(
+            bodies, producer=self.stage.producer, first=self.count + 1, flags=FLAG_UNSEQUENCED, **columns
+        )
+        self.count += len(bodies)
+        self.bodies += bodies
+        return Sent(self.subject, parts.tobytes(), bodies)
+
+    def submit(self, node: Node, sent: Sent) -> Sent:
+        """Send a frame; a refusal at the door is an answer too."""
+        try:
+            node.broker.submit(self.open(node), sent.view, sent.answer)
+        except PlaitError as error:
+            sent.answer(None, error)
+        node.turn()
+        return sent
+
+    def write(self, node: Node, *bodies: bytes, **columns: Any) -> Sent:
+        """Stage rows."""
+        sent = self.submit(node, self.frame(*bodies, **columns))
+        assert sent.acknowledged, sent.answers
+        return sent
+
+
+def complete(node: Node, *tasks: Task) -> None:
+    """The tasks are done, and what they wrote is on the disk."""
+    answers: list[PlaitError | None] = []
+    node.broker.stages.complete([task.named for task in tasks], answers.append)
+    node.turn()
+    assert answers == [None]
+
+
+def ask(node: Node, tasks: Iterable[Task]) -> list[PlaitError | None]:
+    """Ask for stages to be published; the list gets the answer."""
+    answers: list[PlaitError | None] = []
+    node.broker.stages.publish([task.named for task in tasks], answers.append)
+    return answers
+
+
+def publish(node: Node, *tasks: Task) -> None:
+    """Publish stages, however many turns that takes."""
+    answers = ask(node, tasks)
+    for _ in range(1000):
+        if answers:
+            break
+        node.turn()
+    assert answers == [None]
+
+
+def staged(node: Node) -> int:
+    """How many stages there are."""
+    return len(node.broker.stages)
+
+
+def settle(node: Node) -> None:
+    """What had begun goes on after a start, to its end."""
+    for _ in range(1000):
+        node.broker.run_timers()
+        node.turn()
+        if not node.broker.stages.ready:
+            return
+    raise AssertionError("it goes on for ever")

@@ -1,0 +1,427 @@
+"""Stages: nobody sees what is in them before they are published, and then everybody sees it once (R23)."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from plait.broker import sealing, staging
+from plait.errors import (
+    DamageError,
+    DiskFull,
+    Expired,
+    FrameError,
+    InvalidArgument,
+    LimitExceeded,
+    OutOfSequence,
+    PlaitError,
+    StaleRoute,
+)
+from plait.frame.lp import lp_of_key
+from plait.limits import ServerLimits
+from plait.storage.catalog import Fence, SubjectSettings
+from plait.storage.log import segment_name
+from plait.testing.disk import SimulatedCrash
+from tests.broker.schedule_node import SECOND, later, schedules
+from tests.broker.stage_node import Task, ask, complete, publish, settle, staged
+from tests.support.broker_node import Node, Producer, rows_of
+
+DAY = 86_400
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def task() -> Task:
+    return Task(11)
+
+
+def keyed(*keys: str) -> dict[str, object]:
+    """Columns of rows with these keys."""
+    from plait.client.rows import hash_keys
+
+    return {"keys": list(keys), "key_hashes": hash_keys(keys, len(keys))}
+
+
+# --- writing ----------------------------------------------------------------------------------------
+
+
+def test_what_is_staged_is_seen_by_nobody(node: Node, task: Task) -> None:
+    consumer = node.attach("orders", "g")
+    task.write(node, b"a", b"b")
+    assert node.bodies("orders") == []
+    assert node.pull(consumer).bodies == []
+    assert list(node.broker.subjects) == ["orders"]
+    assert staged(node) == 1
+
+
+def test_what_is_published_is_seen_once_with_its_ids_and_in_its_order(node: Node, task: Task) -> None:
+    consumer = node.attach("orders", "g")
+    node.send("orders", b"before")
+    task.write(node, b"a", b"b")
+    node.send("orders", b"between")
+    task.write(node, b"c")
+    pulled = node.pull(consumer)
+    complete(node, task)
+    publish(node, task)
+    assert [row.body for row in pulled.rows] == [b"before", b"between"]
+    rows = node.pull(consumer).rows
+    assert [(row.sequence, row.producer, row.number, row.body) for row in rows] == [
+        (2, 11, 1, b"a"),
+        (3, 11, 2, b"b"),
+        (4, 11, 3, b"c"),
+    ]
+    assert staged(node) == 0
+
+
+def test_who_waits_for_messages_gets_them_when_they_are_published(node: Node, task: Task) -> None:
+    consumer = node.attach("orders", "g")
+    pulled = node.pull(consumer, wait=30)
+    task.write(node, b"a")
+    assert not pulled.answered
+    publish(node, task)
+    assert pulled.bodies == [b"a"]
+
+
+def test_publishing_again_changes_nothing(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    first, second = ask(node, [task]), ask(node, [task])
+    settle(node)
+    publish(node, task)
+    assert (first, second) == ([None], [None])
+    assert node.bodies("orders") == [b"a"]
+
+
+def test_a_frame_that_is_sent_again_is_staged_once(node: Node, task: Task) -> None:
+    sent = task.write(node, b"a", b"b")
+    assert task.submit(node, sent).sequence == 0
+    task.write(node, b"c")
+    publish(node, task)
+    assert node.bodies("orders") == [b"a", b"b", b"c"]
+
+
+def test_a_gap_is_refused(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    task.frame(b"never sent")
+    refused = task.submit(node, task.frame(b"c"))
+    assert isinstance(refused.error, OutOfSequence)
+    assert refused.error.details["last"] == 1
+
+
+def test_many_frames_of_one_turn_stay_whole(node: Node, task: Task) -> None:
+    partition = task.open(node)
+    frames = [task.frame(b"%d" % n) for n in range(5)]
+    for sent in frames:
+        node.broker.submit(partition, sent.view, sent.answer)
+    node.turn()
+    assert [sent.sequence for sent in frames] == [0, 1, 2, 3, 4]
+    publish(node, task)
+    assert node.bodies("orders") == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_only_its_own_producer_writes_to_a_stage(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    stranger = Task(12)
+    stranger.count = 1
+    partition = task.open(node)
+    with pytest.raises(FrameError, match="own producer"):
+        node.broker.submit(partition, stranger.frame(b"b").view, None)
+    with pytest.raises(FrameError, match="unsequenced"):
+        node.broker.submit(partition, Producer(11).frame("orders", b"b").view, None)
+    with pytest.raises(FrameError, match="delivery times"):
+        node.broker.submit(partition, task.frame(b"b", deliver_at=1).view, None)
+
+
+def test_a_producer_has_one_stage(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    with pytest.raises(InvalidArgument, match="another stage"):
+        node.broker.stages.open("payments", task.stage)
+    with pytest.raises(InvalidArgument, match="another stage"):
+        node.broker.stages.open("orders", msgspec.structs.replace(task.stage, batch=2))
+
+
+def test_there_is_a_limit_to_stages() -> None:
+    node = Node(limits=ServerLimits(stages=2))
+    Task(1).write(node, b"a")
+    second = Task(2)
+    second.write(node, b"b")
+    with pytest.raises(LimitExceeded, match="its 2 stages"):
+        Task(3).open(node)
+    publish(node, second)
+    Task(3).open(node)
+
+
+def test_stages_leave_no_trace_in_the_producer_table(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    publish(node, task)
+    assert len(node.broker.producers) == 0
+    assert len(node.killed().broker.producers) == 0
+
+
+# --- committing -------------------------------------------------------------------------------------
+
+
+def test_a_stage_that_is_not_whole_is_not_published(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    task.frame(b"lost")
+    for call in (node.broker.stages.complete, node.broker.stages.publish):
+        with pytest.raises(DamageError, match="has 1 rows, not 2"):
+            call([task.named], lambda _: None)
+    assert staged(node) == 1
+
+
+@pytest.mark.parametrize("flush", ["async", "sync"])
+def test_a_complete_stage_survives_a_power_loss(flush: str, task: Task) -> None:
+    node = Node(flush=flush)
+    task.write(node, b"a", b"b")
+    complete(node, task)
+    node = node.power_lost()
+    publish(node, task)
+    assert node.bodies("orders") == [b"a", b"b"]
+    assert node.power_lost().bodies("orders") == [b"a", b"b"]
+
+
+def test_dropped_stages_are_gone_and_those_that_have_begun_stay(node: Node, task: Task) -> None:
+    other = Task(12)
+    task.write(node, b"a")
+    other.write(node, b"b")
+    answers = ask(node, [other])
+    assert node.broker.stages.drop([11, 12, 13]) == 1
+    settle(node)
+    assert answers == [None]
+    assert node.bodies("orders") == [b"b"]
+    assert staged(node.killed()) == 0
+
+
+def test_what_failed_attempts_left_goes_with_the_commit_of_its_batch(node: Node) -> None:
+    failed, good = Task(1, batch=7), Task(2, batch=7)
+    next_batch, other_query = Task(3, batch=8), Task(4, batch=7, query="another")
+    for each in (failed, good, next_batch, other_query):
+        each.write(node, b"%d" % each.stage.producer)
+    publish(node, good)
+    assert node.broker.stages.forget("q", 7) == 1
+    publish(node, next_batch, other_query)
+    assert sorted(node.bodies("orders")) == [b"2", b"3", b"4"]
+
+
+def test_frames_go_out_over_many_turns(monkeypatch: pytest.MonkeyPatch, node: Node, task: Task) -> None:
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
+    for n in range(5):
+        task.write(node, b"%d" % n)
+    answers = ask(node, [task])
+    node.commit()
+    assert node.bodies("orders") == [b"0"]
+    assert not answers
+    node.send("orders", b"meanwhile")
+    settle(node)
+    assert answers == [None]
+    assert node.bodies("orders") == [b"0", b"meanwhile", b"1", b"2", b"3", b"4"]
+
+
+def test_delayed_rows_begin_to_wait_when_they_are_published(node: Node) -> None:
+    task = Task(11, delayed=True)
+    now = node.clock.now()
+    task.write(node, b"far", b"near", deliver_at=np.array([now + 20 * SECOND, now + SECOND], np.int64))
+    later(node, 5)
+    assert node.bodies("orders") == []
+    publish(node, task)
+    later(node, 0.1)
+    assert node.bodies("orders") == [b"near"]
+    assert schedules(node).count == 1
+    node = node.killed()
+    later(node, 20)
+    assert node.bodies("orders") == [b"near", b"far"]
+
+
+def test_impossible_delivery_times_are_refused(node: Node) -> None:
+    task = Task(11, delayed=True)
+    refused = task.submit(node, task.frame(b"a", deliver_at=node.clock.now() + 10**15))
+    assert isinstance(refused.error, InvalidArgument)
+
+
+def test_a_full_disk_holds_publishing_up_and_nothing_is_lost(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    answers = ask(node, [task])
+    node.broker.low_space = "full"
+    node.turn()
+    assert not answers
+    with pytest.raises(DiskFull):
+        ask(node, [task])
+    node.broker.low_space = ""
+    node.later(2)
+    assert answers == [None]
+    assert node.bodies("orders") == [b"a"]
+
+
+def test_damage_is_told_and_holds_up_nothing_else(node: Node, task: Task) -> None:
+    other = Task(12)
+    task.write(node, b"spoilt")
+    partition = task.open(node)
+    other.write(node, b"b")
+    record = partition.consume_log.record(0)
+    node.disk.flip_bit(f"message/{segment_name(0)}", record.offset + record.size - 1, 0)
+    answers = ask(node, [task, other])
+    settle(node)
+    [error] = answers
+    assert isinstance(error, DamageError)
+    assert node.bodies("orders") == [b"b"]
+    assert isinstance(ask_and_settle(node, task), DamageError)
+
+
+def ask_and_settle(node: Node, *tasks: Task) -> PlaitError | None:
+    answers = ask(node, tasks)
+    settle(node)
+    [error] = answers
+    return error
+
+
+# --- routes -----------------------------------------------------------------------------------------
+
+
+def sealed(node: Node, lps: list[tuple[int, int]], version: int = 2) -> list[Fence]:
+    fences: list[Fence] = []
+    sealing.seal(node.broker, "orders", lps, version, fences.extend)
+    node.turn()
+    return fences
+
+
+def test_keys_that_have_moved_are_not_published_here(node: Node) -> None:
+    staying, moving = Task(1), Task(2)
+    lp = lp_of_key("gone")
+    staying.write(node, b"s", **keyed("stays"))
+    moving.write(node, b"m", b"n", **keyed("stays", "gone"))
+    sealed(node, [(lp, lp + 1)])
+    with pytest.raises(StaleRoute) as refused:
+        ask(node, [staying, moving])
+    assert refused.value.details["producer"] == 2
+    assert node.bodies("orders") == []
+    subject, frames, end = node.broker.stages.read(2, 0, 1 << 20)
+    assert (subject, [row.body for row in rows_of(frames)], end) == ("orders", [b"m", b"n"], 2)
+    publish(node, staying)
+    assert node.bodies("orders") == [b"s"]
+
+
+def test_what_has_begun_is_published_before_keys_move(monkeypatch: pytest.MonkeyPatch, node: Node, task: Task) -> None:
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
+    for n in range(3):
+        task.write(node, b"%d" % n, **keyed("gone"))
+    answers = ask(node, [task])
+    node.commit()
+    lp = lp_of_key("gone")
+    assert sealed(node, [(lp, lp + 1)]) == [(lp, lp + 1, 3)]
+    assert answers == [None]
+    assert node.bodies("orders") == [b"0", b"1", b"2"]
+
+
+def test_a_stage_outlives_the_partition_it_is_for(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    node.broker.delete_subject("orders")
+    node.turn()
+    with pytest.raises(StaleRoute):
+        ask(node, [task])
+    node = node.killed()
+    _, frames, _ = node.broker.stages.read(11, 0, 1 << 20)
+    assert [row.body for row in rows_of(frames)] == [b"a"]
+
+
+def test_a_subject_that_is_deleted_takes_what_was_on_its_way_along(
+    monkeypatch: pytest.MonkeyPatch, node: Node, task: Task
+) -> None:
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
+    task.write(node, b"a")
+    task.write(node, b"b")
+    answers = ask(node, [task])
+    node.commit()
+    node.broker.delete_subject("orders")
+    settle(node)
+    assert answers == [None]
+    assert staged(node) == 0
+
+
+# --- the end of what nobody wants -------------------------------------------------------------------
+
+
+def test_a_stage_that_nobody_publishes_expires_and_is_remembered(node: Node, task: Task) -> None:
+    task.write(node, *[b"x" * 1000] * 20)
+    start = node.broker.message_log.start
+    node.clock.advance(6 * DAY)
+    node.retention.run()
+    complete(node, task)
+    node.clock.advance(2 * DAY)
+    node.retention.run()
+    for _ in range(6):
+        node.send("orders", *[b"y" * 1000] * 6)
+        node.broker.delete_subject("orders")
+        node.checkpoint()
+        node.retention.run()
+    assert node.broker.message_log.start > start
+    node = node.killed()
+    for call in (node.broker.stages.complete, node.broker.stages.publish):
+        with pytest.raises(Expired, match="expired"):
+            call([task.named], lambda _: None)
+    node.clock.advance(31 * DAY)
+    node.retention.run()
+    assert staged(node) == 0
+
+
+def test_a_stage_that_waits_holds_its_part_of_the_log(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    node.broker.create_subject("other", SubjectSettings(retention_seconds=1))
+    for _ in range(4):
+        node.send("other", *[b"y" * 1000] * 6)
+        node.clock.advance(5)
+        node.checkpoint()
+        node.retention.run()
+    assert node.broker.message_log.start == 0
+    publish(node, task)
+    assert node.bodies("orders") == [b"a"]
+
+
+# --- crashes ----------------------------------------------------------------------------------------
+
+
+def life(node: Node, tasks: list[Task], passed: list[str]) -> None:
+    """Two tasks write, and their batch is published over several turns, with a checkpoint in the middle."""
+    for task in tasks:
+        for n in range(3):
+            task.write(node, b"%d-%d" % (task.stage.producer, n), **keyed("k"))
+    complete(node, *tasks)
+    passed.append("complete")
+    ask(node, tasks)
+    node.turn()
+    node.checkpoint()
+    settle(node)
+
+
+def test_a_crash_at_any_disk_operation_publishes_all_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 400)
+    wanted = [b"%d-%d" % (producer, n) for producer in (1, 2) for n in range(3)]
+    whole = Node(flush="sync")
+    first = whole.disk.operations
+    life(whole, [Task(1), Task(2)], [])
+    assert whole.bodies("orders") == wanted
+    partial = 0
+    for operation in range(first, whole.disk.operations):
+        for power in (False, True):
+            node, tasks, passed = Node(flush="sync"), [Task(1), Task(2)], list[str]()
+            node.disk.crash_at(operation)
+            with pytest.raises(SimulatedCrash):
+                life(node, tasks, passed)
+            node = node.power_lost() if power else node.killed()
+            seen = node.bodies("orders")
+            assert seen == wanted[: len(seen)]
+            partial += 0 < len(seen) < len(wanted)
+            settle(node)
+            assert node.bodies("orders") in ([], wanted)
+            if passed:
+                # Whoever decided that the batch counts asks again.
+                publish(node, *tasks)
+                assert node.bodies("orders") == wanted
+                assert staged(node) == 0
+            else:
+                assert node.bodies("orders") == []
+    assert partial > 2

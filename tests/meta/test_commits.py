@@ -1,0 +1,129 @@
+"""Batches of sinks: each is decided once, whoever asks how often, and the next one only when it is done (R23)."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, StaleSession, TooLarge
+from plait.limits import COMMIT_STAGES_MAX, MetaLimits
+from plait.meta.commits import VETOES_MAX, Stages
+from plait.meta.service import MetaService
+from tests.meta.support import Stores
+
+DAY = 86_400
+
+
+def stages(*producers: int) -> Stages:
+    return [("g1", "orders", [(producer, 10) for producer in producers])]
+
+
+def test_the_first_decision_on_a_batch_stands(service: MetaService):
+    commits = service.commits
+    first = commits.decide("q", 0, stages(1, 2))
+    assert (first.batch, first.stages, first.done) == (0, stages(1, 2), False)
+    assert commits.decide("q", 0, stages(3)) == first
+    assert commits.done("q", 0, first.version)
+    assert commits.decide("q", 0, stages(4)).done
+    assert commits.decide("q", 0, stages(4)).stages == stages(1, 2)
+
+
+def test_a_batch_waits_for_the_one_before_it(service: MetaService):
+    commits = service.commits
+    first = commits.decide("q", 0, stages(1))
+    assert commits.decide("q", 1, stages(2)) == first
+    assert commits.done("q", 0, first.version)
+    second = commits.decide("q", 1, stages(2))
+    assert (second.batch, second.stages) == (1, stages(2))
+
+
+def test_an_old_batch_is_committed_already(service: MetaService):
+    commits = service.commits
+    decision = commits.decide("q", 5, stages(1))
+    assert commits.decide("q", 4, stages(2)) == decision
+    assert commits.done("q", 4, 17)
+    assert not commits.decide("q", 5, stages(3)).done
+
+
+def test_queries_do_not_know_each_other(service: MetaService):
+    assert service.commits.decide("q", 3, stages(1)).stages == stages(1)
+    assert service.commits.decide("r", 3, stages(2)).stages == stages(2)
+
+
+def test_a_batch_without_rows_is_done_at_once(service: MetaService):
+    assert service.commits.decide("q", 0, []).done
+    assert service.commits.decide("q", 1, stages(1)).batch == 1
+
+
+def test_an_attempt_that_was_called_off_is_not_decided_later(service: MetaService):
+    commits = service.commits
+    assert commits.veto("q", 0, 1) is None
+    with pytest.raises(StaleSession, match="batch 0 of query q was called off"):
+        commits.decide("q", 0, stages(1, 2))
+    assert commits.decide("q", 0, stages(3)).stages == stages(3)
+
+
+def test_calling_off_what_is_decided_changes_nothing(service: MetaService):
+    commits = service.commits
+    decision = commits.decide("q", 0, stages(1, 2))
+    assert commits.veto("q", 0, 2) == decision
+    assert commits.veto("q", 0, 3) is None
+    assert commits.decide("q", 0, stages(4)) == decision
+
+
+def test_only_the_newest_vetoes_are_remembered(service: MetaService):
+    for producer in range(VETOES_MAX + 1):
+        service.commits.veto("q", 0, producer)
+    with pytest.raises(StaleSession):
+        service.commits.decide("q", 0, stages(VETOES_MAX))
+    assert service.commits.decide("q", 0, stages(0)).stages == stages(0)
+
+
+def test_who_goes_by_old_stages_cannot_say_that_a_batch_is_done(service: MetaService):
+    commits = service.commits
+    old = commits.decide("q", 0, stages(1))
+    new = commits.exchange("q", 0, old.version, stages(2))
+    assert new is not None
+    assert not commits.done("q", 0, old.version)
+    assert commits.exchange("q", 0, old.version, stages(3)) is None
+    assert commits.decide("q", 0, stages(4)).stages == stages(2)
+    assert commits.done("q", 0, new.version)
+    assert commits.exchange("q", 0, new.version, stages(3)) is None
+
+
+def test_a_query_is_forgotten_30_days_after_its_last_word(service: MetaService, clock: ManualClock):
+    commits = service.commits
+    commits.done("q", 0, commits.decide("q", 0, stages(1)).version)
+    clock.advance(29 * DAY)
+    commits.decide("other", 0, [])
+    assert commits.decide("q", 0, stages(2)).stages == stages(1)
+    clock.advance(31 * DAY)
+    commits.decide("other", 1, [])
+    assert commits.decide("q", 0, stages(2)).stages == stages(2)
+
+
+def test_what_is_left_undone_is_found_after_a_minute(service: MetaService, clock: ManualClock):
+    commits = service.commits
+    left = commits.decide("q", 0, stages(1))
+    commits.done("r", 0, commits.decide("r", 0, stages(2)).version)
+    assert commits.undone(10) == []
+    clock.advance(61)
+    assert commits.undone(10) == [left]
+    commits.done("q", 0, left.version)
+    assert commits.undone(10) == []
+
+
+def test_impossible_batches_are_refused(service: MetaService):
+    with pytest.raises(InvalidArgument, match="batch -1"):
+        service.commits.decide("q", -1, [])
+    with pytest.raises(TooLarge, match=r"coalesce\(\)"):
+        service.commits.decide("q", 0, stages(*range(COMMIT_STAGES_MAX + 1)))
+
+
+def test_of_many_who_decide_at_once_one_does(stores: Stores, clock: ManualClock):
+    services = [MetaService(stores(), clock, MetaLimits()) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda n: services[n].commits.decide("q", 0, stages(n)), range(4)))
+    assert len({str(decision.stages) for decision in found}) == 1

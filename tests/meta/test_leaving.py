@@ -1,0 +1,138 @@
+"""Clients that leave are written beside the meta server's decisions, many at a time."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import MetaUnavailable
+from plait.limits import LOGICAL_PARTITIONS, MetaLimits
+from plait.meta.service import MetaService
+from tests.meta.support import Stores, join, lps, register, settle, share
+
+
+@pytest.fixture
+def subject(service: MetaService) -> MetaService:
+    service.create_subject("s")
+    return service
+
+
+def members(service: MetaService) -> set[str]:
+    return set(service.allocation("s", "g").members)
+
+
+def test_leaves_that_come_together_are_one_change(subject: MetaService):
+    for client in ("c1", "c2", "c3", "c4"):
+        join(subject, client)
+    settle(subject)
+    before = subject._core.mirror.seen
+    leaves = [subject.leave_client(client) for client in ("c1", "c2", "c3")]
+    subject.carry_out(leaves[0])
+    assert all(leave.done for leave in leaves)
+    for leave in leaves:
+        assert subject.left_client(leave).shares == []
+    assert subject._core.mirror.seen == before + 1
+    assert members(subject) == {"c4"}
+    settle(subject)
+    assert lps(share(join(subject, "c4")).lps) == LOGICAL_PARTITIONS
+
+
+def test_not_more_at_a_time_than_is_taken_in_quickly(stores: Stores, clock: ManualClock):
+    service = MetaService(stores(), clock, MetaLimits(write_members=2))
+    register(service, "g1")
+    service.create_subject("s")
+    for client in ("c1", "c2", "c3", "c4"):
+        join(service, client)
+    leaves = [service.leave_client(client) for client in ("c1", "c2", "c3", "c4")]
+    service.carry_out(leaves[0])
+    assert [leave.done for leave in leaves] == [True, True, False, False]
+    # Whoever asks for the last one gets those before it too.
+    service.left_client(leaves[3])
+    assert all(leave.done for leave in leaves)
+    assert members(service) == set()
+
+
+def test_heartbeats_are_answered_while_another_thread_writes(subject: MetaService):
+    join(subject, "c1")
+    join(subject, "c2")
+    settle(subject)
+    before = join(subject, "c1")
+    leave = subject.leave_client("c2")
+    begun, answered = threading.Event(), threading.Event()
+    in_time = []
+
+    def write() -> None:
+        with subject._core.store.change():
+            begun.set()
+            in_time.append(answered.wait(3))
+        subject.carry_out(leave)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert begun.wait(30)
+    assert join(subject, "c1") == before
+    answered.set()
+    thread.join()
+    assert in_time == [True]
+    subject.left_client(leave)
+    settle(subject)
+    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["before", "after"])
+def test_a_client_that_is_back_before_its_leave_is_through_is_a_member(subject: MetaService, written: bool):
+    join(subject, "c1")
+    settle(subject)
+    leave = subject.leave_client("c1")
+    if written:
+        subject.carry_out(leave)
+    join(subject, "c1")
+    subject.carry_out(leave)
+    subject.left_client(leave)
+    settle(subject)
+    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
+
+
+def test_what_was_written_is_known_though_nobody_ends_it(subject: MetaService):
+    join(subject, "c1")
+    join(subject, "c2")
+    settle(subject)
+    subject.carry_out(subject.leave_client("c2"))
+    settle(subject)
+    assert members(subject) == {"c1"}
+    assert lps(share(join(subject, "c1")).lps) == LOGICAL_PARTITIONS
+
+
+def test_who_says_it_twice_is_told_twice(subject: MetaService):
+    join(subject, "c1")
+    leaves = [subject.leave_client("c1"), subject.leave_client("c1")]
+    for leave in leaves:
+        assert subject.left_client(leave).seen == 0
+    assert subject.left_client(subject.leave_client("c1")).seen == 0
+    assert members(subject) == set()
+
+
+def test_a_leave_that_could_not_be_written_is_told_to_all_and_may_be_tried_again(
+    subject: MetaService, monkeypatch: pytest.MonkeyPatch
+):
+    join(subject, "c1")
+    join(subject, "c2")
+    leaves = [subject.leave_client("c1"), subject.leave_client("c1"), subject.leave_client("c2")]
+
+    def down() -> None:
+        raise MetaUnavailable("the database is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subject._core.store.database, "writing", down)
+        subject.carry_out(leaves[0])
+    for leave in leaves:
+        with pytest.raises(MetaUnavailable, match="is down"):
+            subject.left_client(leave)
+    with pytest.raises(MetaUnavailable, match="is down"):
+        subject.leave_client("c1")
+    subject.tick()
+    assert members(subject) == {"c1", "c2"}
+    subject.beat_client("c1", [], leaving=True)
+    assert members(subject) == {"c2"}

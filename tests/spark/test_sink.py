@@ -1,0 +1,225 @@
+"""``df.write.format("plait")`` and ``writeStream``: every row once, in order, all of a batch or nothing."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pytest
+
+import plait.sync
+from plait.errors import InvalidArgument
+from plait.testing import BlockingBroker, EmbeddedBroker
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming import StreamingQuery
+
+#: The same for each of three tasks.
+ROWS = 2_100
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlockingBroker]:
+    with EmbeddedBroker(tmp_path_factory.mktemp("broker")) as running:
+        yield running
+
+
+def orders(spark: SparkSession, rows: int = ROWS, tasks: int = 3) -> DataFrame:
+    """Rows whose keys count up within each task."""
+    numbers = spark.range(0, rows, 1, tasks)
+    return numbers.selectExpr("concat('k', id % 7) as key", "cast(id as string) as body")
+
+
+def save(frame: DataFrame, broker: BlockingBroker, subject: str | None = None, **options: Any) -> None:
+    writer = frame.write.format("plait").mode("append").option("server", broker.address).options(**options)
+    (writer.option("subject", subject) if subject else writer).save()
+
+
+def messages(broker: BlockingBroker, subject: str) -> list[plait.Message]:
+    """All that are visible."""
+    found: list[plait.Message] = []
+    with (
+        plait.sync.connect(broker.address) as client,
+        client.reader(subject, start="earliest") as reader,
+    ):
+        while batch := reader.fetch(10_000, wait=0.0):
+            found += batch
+    return found
+
+
+def stages(broker: BlockingBroker) -> int:
+    return len(broker._broker.server.broker.stages)
+
+
+def check_order(found: list[plait.Message], tasks: int = 3, rows: int = ROWS) -> None:
+    """Within what one task wrote, a key's numbers count up."""
+    seen: dict[tuple[str | None, int], int] = defaultdict(lambda: -1)
+    for message in found:
+        number = int(message.body)
+        place = message.key, number * tasks // rows
+        assert number > seen[place]
+        seen[place] = number
+
+
+# --- batch ------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_sent_once_and_keys_keep_their_order(spark: SparkSession, broker: BlockingBroker):
+    save(orders(spark), broker, "batch.orders")
+    found = messages(broker, "batch.orders")
+    assert sorted(int(message.body) for message in found) == list(range(ROWS))
+    assert {message.key for message in found} == {f"k{n}" for n in range(7)}
+    check_order(found)
+    assert stages(broker) == 0
+
+
+def test_all_columns_arrive(spark: SparkSession, broker: BlockingBroker):
+    frame = spark.createDataFrame(
+        [
+            ("batch.columns", bytearray(b"\x00\xff"), 42, ["new", "vip"], {"city": "BJS", "n": "5"}),
+            (None, bytearray(b"plain"), None, None, None),
+        ],
+        "subject string, body binary, key bigint, tags array<string>, headers map<string,string>",
+    )
+    save(frame.coalesce(1), broker, "batch.other")
+    [message] = messages(broker, "batch.columns")
+    assert (message.body, message.key, message.tags) == (b"\x00\xff", "42", ["new", "vip"])
+    assert message.headers == {"city": "BJS", "n": "5"}
+    [plain] = messages(broker, "batch.other")
+    assert (plain.body, plain.key, plain.tags, plain.headers) == (b"plain", None, [], {})
+
+
+def test_delayed_rows_wait(spark: SparkSession, broker: BlockingBroker):
+    frame = spark.createDataFrame(
+        [("late", timedelta(hours=1)), ("now", None)], "body string, delay interval day to second"
+    )
+    save(frame, broker, "batch.delayed")
+    assert [message.body for message in messages(broker, "batch.delayed")] == [b"now"]
+    with plait.sync.connect(broker.address) as client:
+        assert len(client.admin.scheduled("batch.delayed")) == 1
+
+
+def test_nothing_is_seen_of_a_save_that_fails(spark: SparkSession, broker: BlockingBroker):
+    bad = orders(spark).selectExpr("key", f"if(body = '{ROWS - 1}', null, body) as body")
+    with pytest.raises(Exception, match="column 'body' has 1 null"):
+        save(bad, broker, "batch.failed")
+    with plait.sync.connect(broker.address) as client:
+        client.send("batch.failed", b"after")
+    assert [message.body for message in messages(broker, "batch.failed")] == [b"after"]
+    assert stages(broker) == 0
+
+
+def test_a_save_without_rows_is_a_save(spark: SparkSession, broker: BlockingBroker):
+    save(orders(spark).where("false"), broker, "batch.nothing")
+    assert stages(broker) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "option 'server' is missing"),
+        ({"server": "plait://127.0.0.1:1"}, "option 'subject' is missing"),
+        ({"server": "plait://127.0.0.1:1", "subject": "no spaces"}, "subject name"),
+        ({"server": "plait://127.0.0.1:1", "subject": "s", "topic": "t"}, "option 'topic' is not known"),
+        ({"server": "plait://127.0.0.1:1", "subject": "s", "compression": "zip"}, "compression 'zip'"),
+        ({"server": "plait://127.0.0.1:1", "subject": "s", "path": "/data"}, "not to a path"),
+    ],
+)
+def test_options_that_are_wrong_are_said_at_once(options: dict[str, str], text: str):
+    pytest.importorskip("pyspark")
+    from plait.spark.sink import WriteOptions
+
+    with pytest.raises(InvalidArgument, match=text):
+        WriteOptions.parse(options, pa.schema({"body": pa.binary()}), overwrite=False)
+
+
+def test_overwriting_is_refused(spark: SparkSession, broker: BlockingBroker):
+    with pytest.raises(Exception, match="only ever added"):
+        orders(spark).write.format("plait").mode("overwrite").option("server", broker.address).option(
+            "subject", "batch.orders"
+        ).save()
+
+
+# --- streaming --------------------------------------------------------------------------------------
+
+
+def stream(spark: SparkSession, source: Path, broker: BlockingBroker, subject: str, checkpoint: Path) -> StreamingQuery:
+    """Parquet files, two a batch, to a subject."""
+    frame = spark.readStream.schema("key string, body string").option("maxFilesPerTrigger", 2).parquet(str(source))
+    return (
+        frame.writeStream.format("plait")
+        .option("server", broker.address)
+        .option("subject", subject)
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(availableNow=True)
+        .start()
+    )
+
+
+def finish(query: StreamingQuery) -> None:
+    assert query.awaitTermination(60)
+    error = query.exception()
+    assert error is None, error
+
+
+def add(spark: SparkSession, source: Path, start: int, stop: int) -> None:
+    frame = spark.range(start, stop, 1, 1)
+    frame.selectExpr("concat('k', id % 7) as key", "cast(id as string) as body").write.mode("append").parquet(
+        str(source)
+    )
+
+
+def test_a_stream_goes_on_where_it_was(spark: SparkSession, broker: BlockingBroker, tmp_path: Path):
+    source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
+    for n in range(3):
+        add(spark, source, 100 * n, 100 * n + 100)
+    finish(stream(spark, source, broker, "stream.on", checkpoint))
+    add(spark, source, 300, 400)
+    finish(stream(spark, source, broker, "stream.on", checkpoint))
+    found = messages(broker, "stream.on")
+    assert Counter(int(message.body) for message in found) == Counter(range(400))
+    assert stages(broker) == 0
+
+
+def test_a_batch_that_was_committed_is_not_committed_again_whatever_it_holds(
+    spark: SparkSession, broker: BlockingBroker, tmp_path: Path
+):
+    source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
+    add(spark, source, 0, 100)
+    finish(stream(spark, source, broker, "stream.again", checkpoint))
+    # As if the driver had died before it noted that batch 0 is committed, and the file had changed since.
+    for name in ("0", ".0.crc"):
+        (checkpoint / "commits" / name).unlink(missing_ok=True)
+    for part in source.glob("*.parquet"):
+        spark.range(500, 510).selectExpr("'x' as key", "cast(id as string) as body").toPandas().to_parquet(part)
+        part.with_name(f".{part.name}.crc").unlink(missing_ok=True)
+    add(spark, source, 100, 150)
+    finish(stream(spark, source, broker, "stream.again", checkpoint))
+    found = messages(broker, "stream.again")
+    assert Counter(int(message.body) for message in found) == Counter(range(150))
+    assert stages(broker) == 0
+
+
+def test_a_decision_that_was_not_carried_out_is(spark: SparkSession, broker: BlockingBroker, tmp_path: Path):
+    source, checkpoint = tmp_path / "in", tmp_path / "checkpoint"
+    add(spark, source, 0, 100)
+    # Brokers refuse to publish: the driver fails after the decision.
+    stages_of = broker._broker.server.broker.stages
+    publish = stages_of.publish
+
+    def refuse(*_: Any) -> None:
+        raise InvalidArgument("not now")
+
+    stages_of.publish = refuse  # type: ignore[method-assign]
+    query = stream(spark, source, broker, "stream.decided", checkpoint)
+    with pytest.raises(Exception, match="not now"):
+        query.awaitTermination(60)
+    stages_of.publish = publish  # type: ignore[method-assign]
+    finish(stream(spark, source, broker, "stream.decided", checkpoint))
+    assert Counter(int(message.body) for message in messages(broker, "stream.decided")) == Counter(range(100))
+    assert stages(broker) == 0

@@ -1,0 +1,159 @@
+"""A streaming query into a subject, whose driver and whose broker are killed at any moment; and what comes of it.
+
+Two files make a batch, and each has keys of its own, so that the order of every key is known for the whole run. At the
+end everything has to be there once, and each key in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import plait.sync
+from tests.support.process import ServerProcess
+
+SUBJECT = "sink"
+#: Only a driver that hangs takes longer for its part of the run.
+LIFE_SECONDS = 240.0
+KEYS = 5
+
+
+class Driver:
+    """One life of the driver."""
+
+    def __init__(self, address: str, directory: Path) -> None:
+        command = [sys.executable, "-P", "-m", "tests.support.sink_driver", address, SUBJECT]
+        command += [str(directory / "in"), str(directory / "checkpoint")]
+        self._log = (directory / "driver.log").open("ab")
+        # A group of its own: Java goes with it, and the Python workers follow Java.
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True)
+
+    @property
+    def code(self) -> int | None:
+        """How it ended; None: it runs."""
+        return self._process.poll()
+
+    def wait(self, seconds: float) -> int | None:
+        """How it ended; None: it has not, after so long."""
+        try:
+            return self._process.wait(max(seconds, 0))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+class SinkChaos:
+    """One run with so many kills, from a seed."""
+
+    def __init__(self, directory: Path, seed: int, *, kills: int, batches: int = 12, rows: int = 400) -> None:
+        self._directory = directory
+        self._draw = random.Random(seed)
+        self._kills = kills
+        self._files = 2 * batches
+        self._rows = rows
+        self.killed: Counter[str] = Counter()
+        self.lives = 0
+
+    def run(self) -> None:
+        """Raises when a message is missing, is there twice, or out of order."""
+        self._write_files()
+        with ServerProcess(self._directory / "data", flush="sync") as server:
+            server.start()
+            with plait.sync.connect(server.address) as client:
+                client.admin.create_subject(SUBJECT, partitions=2)
+                # The moments differ in how far the run has come, and in what the driver does just then.
+                marks = sorted(self._draw.randrange(self._files * self._rows) for _ in range(self._kills))
+                driver = self._driver(server)
+                try:
+                    for mark in marks:
+                        driver = self._strike(server, client, driver, mark)
+                    self._finish(server, driver)
+                finally:
+                    driver.kill()
+                self._check(client)
+
+    def _driver(self, server: ServerProcess) -> Driver:
+        self.lives += 1
+        return Driver(server.address, self._directory)
+
+    def _strike(self, server: ServerProcess, client: plait.sync.Client, driver: Driver, mark: int) -> Driver:
+        """Kill the driver or the broker when about so many messages are visible."""
+        if self._wait(client, driver, mark):
+            if self._draw.random() < 0.6:
+                driver.kill()
+                self.killed["driver"] += 1
+            else:
+                server.kill()
+                server.start()
+                self.killed["broker"] += 1
+        if driver.code is not None:
+            # Killed, or its query failed because the broker was away: somebody starts it again.
+            driver.kill()
+            return self._driver(server)
+        return driver
+
+    def _wait(self, client: plait.sync.Client, driver: Driver, mark: int) -> bool:
+        """Until so many messages are visible; False: the driver has ended before."""
+        deadline = time.monotonic() + LIFE_SECONDS
+        seen = 0
+        with client.reader(SUBJECT, start="earliest") as reader:
+            while driver.code is None:
+                assert time.monotonic() < deadline, self._log()
+                if seen >= mark:
+                    # Just then a batch was published; what comes next is planning, writing and staging.
+                    reader.fetch(1, wait=self._draw.uniform(0.0, 0.6))
+                    return driver.code is None
+                with contextlib.suppress(plait.PlaitError):
+                    seen += len(reader.fetch(10_000, wait=0.5))
+        return False
+
+    def _finish(self, server: ServerProcess, driver: Driver) -> None:
+        """Start it as often as it takes to come to the end."""
+        deadline = time.monotonic() + LIFE_SECONDS
+        while (code := driver.wait(deadline - time.monotonic())) != 0:
+            assert code is not None, self._log()
+            driver.kill()
+            driver = self._driver(server)
+        driver.kill()
+
+    def _log(self) -> str:
+        return (self._directory / "driver.log").read_text()[-6000:]
+
+    def _write_files(self) -> None:
+        source = self._directory / "in"
+        source.mkdir()
+        for number in range(self._files):
+            keys = [f"{'even' if number % 2 == 0 else 'odd'}{n % KEYS}" for n in range(self._rows)]
+            bodies = [f"{number}:{n}" for n in range(self._rows)]
+            path = source / f"{number:04d}.parquet"
+            pq.write_table(pa.table({"key": keys, "body": bodies}), path)
+            # Spark takes the oldest first.
+            os.utime(path, (1_700_000_000 + number, 1_700_000_000 + number))
+
+    def _check(self, client: plait.sync.Client) -> None:
+        found: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
+        with client.reader(SUBJECT, start="earliest") as reader:
+            while batch := reader.fetch(10_000, wait=0.0):
+                for message in batch:
+                    found[message.key].append(tuple(map(int, message.body.decode().split(":"))))
+        all_rows = Counter(row for rows in found.values() for row in rows)
+        wanted = {(number, n) for number in range(self._files) for n in range(self._rows)}
+        assert set(all_rows) == wanted, f"{len(wanted - set(all_rows))} messages are missing"
+        assert max(all_rows.values()) == 1, f"{all_rows.most_common(3)} came more than once"
+        for key, rows in found.items():
+            assert rows == sorted(rows), f"the messages of {key} are out of order"
