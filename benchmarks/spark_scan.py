@@ -1,15 +1,21 @@
-"""Spark scanning segment files against Spark reading the same rows from Parquet, on local[2].
+"""Spark scanning segment files against Spark reading the same rows from Parquet, on local[2]; and through a broker.
 
-``python -m benchmarks spark``, or this module alone. The rows are what a client sent to a real server, with 100-byte
-bodies and order keys; the Parquet files are written from them by Spark (zstd, as the archive's). Both sides run the
-same query in one session by turns, everything in the page cache.
+``python -m benchmarks spark``, or this module alone. The rows are what a client sent to a real server, with order keys
+and bodies of 100 bytes and of 1 KB; the Parquet files are written from them by Spark (zstd, as the archive's). Both
+sides run the same query in one session by turns, everything in the page cache.
 
-Three comparisons:
+The comparisons with Parquet:
 
 - *body*: ``count(*), sum(length(body))``. Parquet reads one column, because Spark tells it which; a Python source is
   not told, so the user says ``columns=body``. This is the one that has a bar.
 - *body, unsaid*: the same query without that option; the source hands over all eleven columns.
 - *all*: a query that needs every column of either side.
+
+And of the source with itself:
+
+- *broker*: the query of *body* through the broker against the same from its files.
+- *beside*: how fast another client sends to the broker while a scan with ``bytesPerSecond`` goes on, against how fast
+  it does alone.
 """
 
 from __future__ import annotations
@@ -19,8 +25,9 @@ import json
 import random
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +36,7 @@ import uvloop
 
 import plait
 import plait.spark
+import plait.sync
 from benchmarks.plait_server import PlaitServer
 from benchmarks.result import Result, median_ratio
 
@@ -37,8 +45,15 @@ if TYPE_CHECKING:
 
 SUBJECT = "order.book"
 BODY_SIZE = 100
+LARGE_BODY_SIZE = 1_000
 KEYS = 100_000
-BAR = 0.7
+#: Of the scan from files against Parquet, by the size of bodies.
+BARS = {BODY_SIZE: 0.7, LARGE_BODY_SIZE: 0.8}
+BROKER_BAR = 0.5
+BESIDE_BAR = 0.8
+#: What a scan beside other traffic may read, and how long one measurement of that traffic takes.
+BYTES_PER_SECOND = 10_000_000
+BESIDE_SECONDS = 3.0
 WARM_UPS = 5
 
 BODY_QUERY = ["count(*)", "sum(length(body))"]
@@ -57,41 +72,42 @@ ALL_QUERY = [
 ]
 
 
-def bodies_and_keys(count: int) -> Iterator[tuple[list[bytes], list[str]]]:
-    """Order events of 100 bytes, a hundred thousand at a time."""
+def bodies_and_keys(count: int, size: int = BODY_SIZE) -> Iterator[tuple[list[bytes], list[str]]]:
+    """Order events of so many bytes, a hundred thousand at a time."""
     chance = random.Random(1)
     for start in range(0, count, 100_000):
         bodies, keys = [], []
         for number in range(start, min(start + 100_000, count)):
             key = f"order-{chance.randrange(KEYS):06d}"
-            noise = f"{chance.getrandbits(256):064x}"
+            noise = f"{chance.getrandbits(4 * size):0{size}x}"
             event = f'{{"order":"{key}","line":{number},"amount":{chance.random() * 1000:.2f},"note":"{noise}'
-            bodies.append(event[: BODY_SIZE - 2].encode() + b'"}')
+            bodies.append(event[: size - 2].encode() + b'"}')
             keys.append(key)
         yield bodies, keys
 
 
-async def _send(address: str, count: int) -> None:
+async def _send(address: str, count: int, size: int) -> None:
     async with plait.connect(address) as client:
-        for bodies, keys in bodies_and_keys(count):
+        for bodies, keys in bodies_and_keys(count, size):
             await client.send_many(SUBJECT, bodies, keys=keys)
 
 
 class Scans:
     """One session, one log, one set of Parquet files, and queries on either."""
 
-    def __init__(self, spark: SparkSession, data: Path, parquet: Path, count: int) -> None:
+    def __init__(self, spark: SparkSession, server: PlaitServer, parquet: Path, count: int, size: int) -> None:
         self._spark = spark
-        self._data = data
+        self._server = server
         self._parquet = parquet
         self._count = count
+        self._size = size
         self.load().write.option("compression", "zstd").parquet(str(parquet))
 
-    def load(self, columns: str | None = None) -> DataFrame:
-        source = self._spark.read.format("plait").option("subject", SUBJECT)
+    def load(self, columns: str | None = None, **options: Any) -> DataFrame:
+        source = self._spark.read.format("plait").option("subject", SUBJECT).options(**options)
         if columns is not None:
             source = source.option("columns", columns)
-        return source.load(str(self._data))
+        return source.load() if "server" in options else source.load(str(self._server.data))
 
     def stored(self) -> DataFrame:
         return self._spark.read.parquet(str(self._parquet))
@@ -102,19 +118,37 @@ class Scans:
         row = frame.selectExpr(*query).collect()[0]
         seconds = time.perf_counter() - started
         used.append(_cpu_seconds() - before)
-        if row[0] != self._count or row[1] != self._count * BODY_SIZE:
-            raise RuntimeError(f"counted {row[0]} rows of {row[1]} bytes, sent {self._count} of {BODY_SIZE} each")
+        if row[0] != self._count or row[1] != self._count * self._size:
+            raise RuntimeError(f"counted {row[0]} rows of {row[1]} bytes, sent {self._count} of {self._size} each")
         return self._count / seconds
 
     def compare(self, columns: str | None, query: list[str], pairs: int) -> dict[str, Any]:
+        """The files against Parquet."""
+        return self._by_turns(lambda: self.load(columns), self.stored, query, pairs, ("source", "parquet"))
+
+    def through_broker(self, pairs: int) -> dict[str, Any]:
+        """The broker against its files."""
+        address = self._server.address
+        return self._by_turns(
+            lambda: self.load("body", server=address), lambda: self.load("body"), BODY_QUERY, pairs, ("broker", "files")
+        )
+
+    def _by_turns(
+        self,
+        one: Callable[[], DataFrame],
+        another: Callable[[], DataFrame],
+        query: list[str],
+        pairs: int,
+        names: tuple[str, str],
+    ) -> dict[str, Any]:
         our_cpu: list[float] = []
         their_cpu: list[float] = []
 
         def ours() -> float:
-            return self.rate(self.load(columns), query, our_cpu)
+            return self.rate(one(), query, our_cpu)
 
         def theirs() -> float:
-            return self.rate(self.stored(), query, their_cpu)
+            return self.rate(another(), query, their_cpu)
 
         for _ in range(WARM_UPS):
             ours()
@@ -126,11 +160,52 @@ class Scans:
         return {
             "ratio": ratio,
             "ratios": [a / b for a, b in zip(mine, other, strict=True)],
-            "source_rows_per_second": statistics.median(mine),
-            "parquet_rows_per_second": statistics.median(other),
+            f"{names[0]}_rows_per_second": statistics.median(mine),
+            f"{names[1]}_rows_per_second": statistics.median(other),
             # What else runs on the machine can change the ratio of times, hardly that of the work done.
             "cpu_ratio": statistics.median(b / a for a, b in pairs_of_cpu),
             "machine_busy": 1 - (after.idle - before.idle) / (sum(after) - sum(before)),
+        }
+
+    def beside(self, pairs: int) -> dict[str, Any]:
+        """What another client sends in a second while a paced scan goes on, against what it sends alone."""
+        bodies = next(bodies_and_keys(10_000, LARGE_BODY_SIZE))[0]
+        # Slow enough that it goes on for longer than is measured.
+        rate = int(min(BYTES_PER_SECOND, self._count * self._size / (4 * BESIDE_SECONDS)))
+
+        def scan() -> None:
+            # Cancelled when the measurement is over.
+            with contextlib.suppress(Exception):
+                paced = self.load("body", server=self._server.address, bytesPerSecond=rate)
+                paced.selectExpr("sum(length(body))").collect()
+
+        with plait.sync.connect(self._server.address) as client:
+
+            def sent() -> float:
+                count, started = 0, time.perf_counter()
+                while time.perf_counter() - started < BESIDE_SECONDS:
+                    client.send_many("other", bodies)
+                    count += len(bodies)
+                return count / (time.perf_counter() - started)
+
+            def sent_beside() -> float:
+                scanning = threading.Thread(target=scan)
+                scanning.start()
+                try:
+                    # Planning a query and starting its tasks is Spark's affair.
+                    sent()
+                    return sent()
+                finally:
+                    self._spark.sparkContext.cancelAllJobs()
+                    scanning.join()
+
+            sent()
+            ratio, mine, other = median_ratio(sent_beside, sent, pairs)
+        return {
+            "ratio": ratio,
+            "bytes_per_second": rate,
+            "messages_per_second_beside": statistics.median(mine),
+            "messages_per_second_alone": statistics.median(other),
         }
 
 
@@ -144,33 +219,42 @@ def _cpu_seconds() -> float:
     return seconds
 
 
-def run(count: int = 4_000_000, pairs: int = 7) -> dict[str, Any]:
-    """Measure all three; ratios above one mean that the segment files are faster."""
-    with tempfile.TemporaryDirectory(prefix="plait-bench-") as root:
-        data = Path(root, "data")
-        with PlaitServer(data=data) as server:
-            uvloop.run(_send(server.address, count))
+def run(count: int = 4_000_000, pairs: int = 7, size: int = BODY_SIZE) -> dict[str, Any]:
+    """Measure all of them; ratios above one mean that the first side is faster."""
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as root, PlaitServer(data=Path(root, "data")) as server:
+        uvloop.run(_send(server.address, count, size))
         spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
         try:
-            scans = Scans(spark, data, Path(root, "parquet"), count)
-            return {
+            scans = Scans(spark, server, Path(root, "parquet"), count, size)
+            figures = {
                 "count": count,
-                "body_size": BODY_SIZE,
+                "body_size": size,
                 "parquet_codec": "zstd",
                 "parquet_bytes": sum(path.stat().st_size for path in Path(root, "parquet").iterdir()),
                 "body": scans.compare("body", BODY_QUERY, pairs),
-                "body_unsaid": scans.compare(None, BODY_QUERY, pairs),
-                "all": scans.compare(None, ALL_QUERY, pairs),
+                "broker": scans.through_broker(pairs),
             }
+            if size == BODY_SIZE:
+                figures["body_unsaid"] = scans.compare(None, BODY_QUERY, pairs)
+                figures["all"] = scans.compare(None, ALL_QUERY, pairs)
+                figures["beside"] = scans.beside(pairs)
+            return figures
         finally:
             spark.stop()
 
 
 def results(smoke: bool) -> Iterator[Result]:
-    """The bar, with the other comparisons beside it."""
-    figures = run(20_000, 1) if smoke else run()
-    yield Result("Spark scan of segment files / Parquet, 100 B", figures["body"]["ratio"], BAR, details=figures)
+    """The bars, with the other comparisons beside them."""
+    for size, name in ((BODY_SIZE, "100 B"), (LARGE_BODY_SIZE, "1 KB")):
+        full = 4_000_000 * BODY_SIZE // size
+        figures = run(20_000, 1, size) if smoke else run(full, size=size)
+        files, broker = figures["body"]["ratio"], figures["broker"]["ratio"]
+        yield Result(f"Spark scan of segment files / Parquet, {name}", files, BARS[size], details=figures)
+        yield Result(f"Spark scan through a broker / segment files, {name}", broker, BROKER_BAR)
+        if "beside" in figures:
+            beside = figures["beside"]
+            yield Result("sending beside a paced Spark scan / alone", beside["ratio"], BESIDE_BAR, details=beside)
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(), indent=1))
+    print(json.dumps([run(), run(400_000, size=LARGE_BODY_SIZE)], indent=1))

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "plait"
 
 #: The top of the package, ``plait/__init__.py``: what users import.
 FACADE = "plait"
-BASE = {"errors", "limits", "clock", "chance", "names", "reason", "retry", "version"}
+BASE = {"errors", "limits", "clock", "chance", "names", "reason", "retry", "version", "memory"}
 SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
 
 #: Part → the parts of ours it may import.
@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "chance": set(),
     "version": set(),
     "names": {"errors", "limits"},
+    "memory": {"limits"},
     "reason": {"errors"},
     "retry": {"errors"},
     "frame": {"errors", "limits"},

@@ -9,7 +9,6 @@ from cyclopts import Parameter
 from plait import names
 from plait.cli.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, check_port
 from plait.cli.loop import run_loop
-from plait.cli.memory import keep_buffers
 from plait.cli.options import Lease
 from plait.cli.running import (
     ArchiveBeforeDelete,
@@ -23,6 +22,7 @@ from plait.cli.running import (
     run_broker,
 )
 from plait.errors import InvalidArgument
+from plait.memory import keep_buffers
 from plait.server.host import Server
 from plait.storage.disk import RealDisk
 from plait.wire.dial import parse_address

@@ -8,7 +8,6 @@ from cyclopts import Parameter
 
 from plait.cli.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, check_port
 from plait.cli.loop import run_loop
-from plait.cli.memory import keep_buffers
 from plait.cli.options import Lease
 from plait.cli.running import (
     ArchiveBeforeDelete,
@@ -21,6 +20,7 @@ from plait.cli.running import (
     config_of,
     run_broker,
 )
+from plait.memory import keep_buffers
 from plait.server.host import Server
 from plait.server.standing import database_in
 from plait.storage.disk import RealDisk

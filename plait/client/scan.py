@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
-from plait.client.spans import PartitionSpan, SpanRange, Surveyor
+from plait.client.spans import AGAIN_SECONDS, PartitionSpan, SpanRange, Surveyor
 from plait.errors import DataLost, StaleRoute, Timeout, Unavailable
 from plait.frame.view import FrameView, frames_in
 from plait.limits import KIB, MIB
@@ -134,6 +134,7 @@ class RangeScan:
             except (Unavailable, StaleRoute):
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
+                await asyncio.sleep(AGAIN_SECONDS)
             except TimeoutError:
                 raise Timeout(f"no answer to a read of {self._span.place} at sequence {at}") from None
 

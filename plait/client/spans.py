@@ -16,7 +16,7 @@ import msgspec
 
 from plait import chance
 from plait.client.node import Node
-from plait.client.router import Router
+from plait.client.router import Router, SubjectRoute
 from plait.client.types import PartitionName
 from plait.errors import PlaitError, StaleRoute, SubjectNotFound, Timeout, Unavailable
 from plait.limits import ClientLimits
@@ -24,7 +24,8 @@ from plait.wire import messages as m
 
 T = TypeVar("T")
 
-#: Partitions that one request names: their names fit a management request whatever they are.
+#: Partitions that one request names, whose names fit a management request whatever they are; and routes that are asked
+#: for at a time.
 NAMES_MAX: Final = 200
 #: Names of subjects that an error message lists.
 SHOWN_MAX: Final = 20
@@ -88,8 +89,8 @@ class Surveyor:
         client = f"spans-{chance.process_number()}-{chance.token(6)}"
         self._meta = Node(list(addresses), client, self.limits)
         self._router = Router(self._meta, client, self.limits)
-        #: Who has each partition that was found, and of which subject it is.
-        self._places: dict[PartitionName, tuple[str, Node]] = {}
+        #: Who has each partition that was found.
+        self._places: dict[PartitionName, Node] = {}
 
     async def open(self) -> Self:
         """Connect; raises when no address answers in time."""
@@ -114,7 +115,7 @@ class Surveyor:
 
     def node(self, place: PartitionName) -> Node:
         """The broker of a partition that ``find`` has found."""
-        return self._places[place][1]
+        return self._places[place]
 
     async def find(self, subjects: Iterable[str], prefixes: Iterable[str] = ()) -> list[PartitionName]:
         """The partitions of these subjects, and of those that begin so; ``SubjectNotFound`` where there is none."""
@@ -128,12 +129,15 @@ class Surveyor:
                     raise _not_found(f"{prefix}*", known)
                 wanted.update(matching)
         found = []
-        for subject in sorted(wanted):
-            route = await self._patiently(functools.partial(self._router.refresh, subject, create=False))
-            for place in route.partitions:
-                self._places[place] = (subject, self._router.node(route, place.group))
-                found.append(place)
+        for some in _pages(sorted(wanted)):
+            for route in await asyncio.gather(*map(self._route, some)):
+                for place in route.partitions:
+                    self._places[place] = self._router.node(route, place.group)
+                    found.append(place)
         return found
+
+    async def _route(self, subject: str) -> SubjectRoute:
+        return await self._patiently(functools.partial(self._router.refresh, subject, create=False))
 
     async def _subjects(self) -> list[str]:
         """All there are."""

@@ -24,7 +24,6 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from plait.client.spans import PartitionSpan, SpanRange
-from plait.errors import SubjectNotFound
 from plait.spark.offsets import EARLIEST, TIME, OffsetJson, Position, check_start, report
 from plait.spark.options import ReadOptions
 from plait.spark.places import Place, place_of
@@ -45,6 +44,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._place: Place | None = None
         #: Where each partition ended when a query that is to end began.
         self._target: dict[str, int] | None = None
+        #: What there was at the last look.
+        self._latest: Offset | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Links and what is known of files stay where they are."""
@@ -86,6 +87,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         positions = _positions(start)
         place = self._there()
         spans = {str(span.place): span for span in place.spans()}
+        self._latest = _offset({name: Position.of(span, span.end) for name, span in spans.items()})
         ranges = self._unread(spans, positions)
         if not isinstance(limit, ReadAllAvailable):
             messages = limit.max_rows if isinstance(limit, ReadMaxRows) else self.options.messages_per_trigger
@@ -114,12 +116,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return ranges
 
     def reportLatestOffset(self) -> Offset | None:
-        """What there is, for the query's progress; None where it cannot be asked for now."""
-        try:
-            spans = self._there().spans()
-        except SubjectNotFound:
-            return None
-        return _offset({str(span.place): Position.of(span, span.end) for span in spans})
+        """What there was when the last batch was planned, for the query's progress."""
+        return self._latest
 
     def prepareForTriggerAvailableNow(self) -> None:
         """The query is to end with what is there now."""

@@ -10,6 +10,8 @@ import os
 import sys
 from typing import Any, Final
 
+from plait.memory import keep_buffers
+
 #: The module whose children Spark's workers are.
 _DAEMON: Final = "pyspark.daemon"
 
@@ -27,6 +29,8 @@ def prepare_worker() -> None:
     # 20 to 40 ms each time, a third of what a task of average size takes: none of that is garbage, now or later.
     gc.collect()
     gc.freeze()
+    # What brokers send comes in buffers of a MiB: memory that is mapped anew for each costs a third of reading it.
+    keep_buffers()
     if is_daemon:
         _end_quietly(main)
 

@@ -156,8 +156,8 @@ class StreamUnderFire:
             below = psutil.Process(self._driver.pid).children(recursive=True)
             workers = [p for p in below if "plait.spark" in " ".join(p.cmdline()) or "pyspark" in " ".join(p.cmdline())]
             leaves = [p for p in workers if p.name().startswith("python") and not p.children()]
-            if leaves:
-                self._rng.choice(sorted(leaves, key=lambda process: process.pid)).kill()
+            assert leaves, [process.cmdline() for process in below]
+            self._rng.choice(sorted(leaves, key=lambda process: process.pid)).kill()
 
     # --- the proof ------------------------------------------------------------------------------
 
