@@ -39,6 +39,7 @@ SUITES: dict[str, Suite] = {
     "spark": lambda smoke: _spark(smoke),
     "archive": lambda smoke: _archive(smoke),
     "sink": lambda smoke: _sink(smoke),
+    "audit": lambda smoke: _audit(smoke),
 }
 
 
@@ -59,6 +60,12 @@ def _sink(smoke: bool) -> Iterator[Result]:
     from benchmarks import spark_sink
 
     return spark_sink.results(smoke)
+
+
+def _audit(smoke: bool) -> Iterator[Result]:
+    from benchmarks import spark_audit
+
+    return spark_audit.results(smoke)
 
 
 def _scale(smoke: bool) -> throughput.Scale:
