@@ -208,11 +208,22 @@ def _tags(frames: Frames) -> pa.Array:
 
 
 def _headers(frames: Frames) -> pa.Array:
+    return header_maps(encoded_headers(frames))
+
+
+def encoded_headers(frames: Frames) -> pa.Array:
+    """Headers as they were sent, a msgpack map a row; null: none."""
     if not frames.has(Column.HEADERS):
-        return pa.nulls(frames.count, _MAP)
-    encoded = _binary(*frames.variable(Column.HEADERS)).to_pylist()
+        return pa.nulls(frames.count, pa.binary())
+    return _nullable(pa.binary(), *frames.variable(Column.HEADERS))
+
+
+def header_maps(encoded: pa.Array) -> pa.Array:
+    """The same as the source's column: names and the text of their values."""
+    if encoded.null_count == len(encoded):
+        return pa.nulls(len(encoded), _MAP)
     try:
-        rows = [_header_texts(_decode_headers(row)) if row else None for row in encoded]
+        rows = [None if row is None else _header_texts(_decode_headers(row)) for row in encoded.to_pylist()]
     except msgspec.MsgspecError as error:
         raise FrameError(f"headers do not decode: {error}") from None
     return pa.array(rows, _MAP)
