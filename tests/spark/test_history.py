@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,42 +13,11 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-import plait
-from plait.broker import BrokerConfig
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
-from plait.server import Server
 from plait.spark import history as history_module
 from plait.spark.history import History
 from plait.spark.live import SCHEMA
-from plait.storage.disk import RealDisk
-from tests.support.archived import archive
-from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS
-
-
-@asynccontextmanager
-async def serving(root: Path, **settings: Any) -> AsyncIterator[plait.Client]:
-    server = Server(RealDisk(root), BrokerConfig(**NO_WATERMARKS, **SMALL_SEGMENTS, **settings), port=0)
-    await server.start()
-    try:
-        async with plait.connect(server.address) as client:
-            yield client
-    finally:
-        await server.stop()
-
-
-async def sent(root: Path, count: int, *, start: int = 0, keys: int = 3) -> None:
-    """Messages n = start, start + 1, ... in frames of a few rows, with everything a message can have."""
-    async with serving(root) as client:
-        for number in range(start, start + count):
-            await client.send(
-                "orders",
-                f"body-{number}",
-                key=f"order-{number % keys}" if number % 5 else None,
-                tags=["even", "größer"] if number % 2 == 0 else None,
-                headers={"number": number, "half": number / 2, "odd": number % 2 == 1, "city": "BJS"},
-            )
-            if number % 7 == 0:
-                await client.send("others", b"other", key="order-1")
+from tests.support.archived import archive, sent, serving, thirty_messages
 
 
 def bodies(rows: pa.Table) -> list[int]:
@@ -61,12 +27,7 @@ def bodies(rows: pa.Table) -> list[int]:
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("template")
-    data, place = root / "data", root / "archive"
-    asyncio.run(sent(data, 12))
-    archive(data, place)
-    asyncio.run(sent(data, 8, start=12))
-    archive(data, place)
-    asyncio.run(sent(data, 10, start=20))
+    thirty_messages(root)
     return root
 
 
