@@ -88,6 +88,11 @@ class History:
         for directory in self._directories:
             _check_directory(directory)
 
+    @property
+    def place(self) -> str:
+        """The archive, as its user named it."""
+        return self._archive.place
+
     def __enter__(self) -> Self:
         return self
 
