@@ -22,6 +22,7 @@ from pyarrow import fs
 
 from plait.client.arguments import to_datetime
 from plait.errors import ArchiveError
+from plait.spark import header_types
 from plait.spark.live import ENCODED, SCHEMA
 from plait.spark.manifest import MESSAGES, Archive, ArchivedFile, Manifest
 from plait.spark.selection import Selection
@@ -50,7 +51,9 @@ class ArchivedPiece:
     def read(
         self, selection: Selection, *, encoded: bool = False, files: OpenFiles | None = None
     ) -> Iterator[pa.Table]:
-        """The rows that are meant; with ``encoded``, a column more, which is null here. ``files`` are kept open."""
+        """The rows that are meant; with ``encoded``, a column more: their headers as they were sent, null where all are
+        text. ``files`` are kept open.
+        """
         try:
             opened = (files or OpenFiles()).get(self.place, self.file)
             yield from opened.read(selection, encoded=encoded)
@@ -132,6 +135,7 @@ class _File:
         if missing:
             raise pa.ArrowInvalid(f"it has no column {', '.join(missing)}")
         self._columns = [name for name in self._parquet.schema_arrow.names if name in SCHEMA.names]
+        self._typed = header_types.COLUMN in self._parquet.schema_arrow.names
         self._bounds = {name: self._bounds_of(names.index(name)) for name in _CHOOSING}
         # Readers of one file take turns: its place in the file is shared.
         self._lock = threading.Lock()
@@ -168,17 +172,18 @@ class _File:
         return groups if None in high else range(bisect_left(high, key), groups.stop)
 
     def read(self, selection: Selection, *, encoded: bool) -> Iterator[pa.Table]:
-        looked_at = selection.columns
+        columns = [*self._columns, header_types.COLUMN] if encoded and self._typed else self._columns
         for group in self.groups(selection):
             with self._lock:
-                rows = self._matching(group, selection, looked_at)
+                rows = self._matching(group, selection, columns)
             if rows is not None and rows.num_rows:
                 yield _finished(rows, selection.subject, encoded)
 
-    def _matching(self, group: int, selection: Selection, looked_at: list[str]) -> pa.Table | None:
+    def _matching(self, group: int, selection: Selection, columns: list[str]) -> pa.Table | None:
         parquet = self._parquet
+        looked_at = selection.columns
         if not looked_at:
-            return parquet.read_row_group(group, columns=self._columns, use_threads=False)
+            return parquet.read_row_group(group, columns=columns, use_threads=False)
         # What decides first: most row groups that are looked at have nothing that is meant.
         index = "__row"
         rows = parquet.read_row_group(group, columns=looked_at, use_threads=False)
@@ -186,7 +191,7 @@ class _File:
         found = selection.matching(rows)
         if not found.num_rows:
             return None
-        rest = parquet.read_row_group(group, columns=self._columns, use_threads=False)
+        rest = parquet.read_row_group(group, columns=columns, use_threads=False)
         return rest if found.num_rows == rest.num_rows else rest.take(found[index])
 
 
@@ -198,8 +203,14 @@ def _numbers(count: int) -> pa.Array:
 
 def _finished(rows: pa.Table, subject: str, encoded: bool) -> pa.Table:
     subjects = pa.nulls(rows.num_rows, pa.string()).fill_null(subject)
-    rows = rows.append_column("subject", subjects).select(SCHEMA.names).cast(SCHEMA)
-    return rows.append_column(ENCODED, pa.nulls(rows.num_rows, pa.binary())) if encoded else rows
+    finished = rows.append_column("subject", subjects).select(SCHEMA.names).cast(SCHEMA)
+    if not encoded:
+        return finished
+    types = rows[header_types.COLUMN] if header_types.COLUMN in rows.column_names else None
+    original = (
+        pa.nulls(rows.num_rows, pa.binary()) if types is None else header_types.encoded_of(rows["headers"], types)
+    )
+    return finished.append_column(ENCODED, original)
 
 
 def _within(groups: list[int], bounds: _Bounds, low: Any, high: Any) -> list[int]:

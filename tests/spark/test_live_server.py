@@ -75,6 +75,6 @@ async def test_what_came_after_the_question_is_not_waited_for(place: Path):
 async def test_a_subject_that_nobody_knows_is_not_made(place: Path):
     async with serving(place.parent / "data") as client:
         history = History(place, server=client._node._addresses[0])
-        with pytest.raises(SubjectNotFound, match="'nobody'.*plait://"):
+        with pytest.raises(SubjectNotFound, match=r"'nobody'.*plait://"):
             await asyncio.to_thread(history.find, "nobody")
         assert "nobody" not in {subject.subject for subject in await client.admin.subjects()}

@@ -15,7 +15,8 @@ import pyarrow.parquet as pq
 import plait
 from plait.broker import BrokerConfig
 from plait.server import Server
-from plait.spark.columns import COLUMNS, record_batches
+from plait.spark import header_types
+from plait.spark.columns import COLUMNS, Frames, encoded_headers, record_batches
 from plait.spark.live import SCHEMA
 from plait.spark.manifest import MESSAGES, Archive, ArchivedFile, Manifest, Source, source_id, subject_directory
 from plait.storage.chunks import Wanted, plan, read_chunk
@@ -99,14 +100,15 @@ def _rows(data: Path, group: str) -> pa.Table:
     reader = open_log(str(data))
     wanted = Wanted(prefixes=("",))
     chunks = plan(reader, wanted).chunks
-    frames = (frame for chunk in chunks for frame in read_chunk(reader.disk, str(data), chunk, wanted))
-    return pa.Table.from_batches(record_batches(frames, SCHEMA, group), SCHEMA)
+    frames = [frame for chunk in chunks for frame in read_chunk(reader.disk, str(data), chunk, wanted)]
+    rows = pa.Table.from_batches(record_batches(frames, SCHEMA, group), SCHEMA)
+    return rows.append_column(header_types.COLUMN, header_types.types_of(encoded_headers(Frames(frames, group))))
 
 
 def _write(
     store: Archive, rows: pa.Table, subject: str, date: str, number: int, source: str, span: tuple[int, int], size: int
 ) -> ArchivedFile:
-    rows = rows.select([column for column in COLUMNS if column != "subject"])
+    rows = rows.select([column for column in (*COLUMNS, header_types.COLUMN) if column != "subject"])
     rows = rows.sort_by([("key", "ascending"), ("partition", "ascending"), ("sequence", "ascending")])
     path = f"{subject_directory(subject, date)}/{number:06d}.parquet"
     store.files.create_dir(str(Path(store.path(path)).parent), recursive=True)
