@@ -11,20 +11,16 @@ from typing import Any, Final
 
 import pyarrow as pa
 
-from plait.client.encoding import decode_headers, encode_headers
+from plait.client.encoding import encode_headers
 
 COLUMN: Final = "header_types"
 
 _LETTERS: Final = {str: "s", bool: "b", int: "i", float: "f"}
 
 
-def types_of(encoded: pa.Array) -> pa.Array:
-    """Of headers as frames have them."""
-    if encoded.null_count == len(encoded):
-        return pa.nulls(len(encoded), pa.string())
-    return pa.array(
-        [None if row is None else _letters(decode_headers(row)) for row in encoded.to_pylist()], pa.string()
-    )
+def letters_of(rows: Iterable[dict[str, Any] | None]) -> pa.Array:
+    """Of headers as they were sent."""
+    return pa.array([None if row is None else _letters(row) for row in rows], pa.string())
 
 
 def _letters(headers: dict[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.cli.commands import plait, serve
-from tests.support.archived import thirty_messages
+from tests.spark.histories import thirty_messages
 
 
 @pytest.fixture(scope="module")

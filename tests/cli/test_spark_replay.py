@@ -11,7 +11,7 @@ import pytest
 
 from plait.sync import connect
 from tests.cli.commands import environment, plait, serve
-from tests.support.archived import thirty_messages
+from tests.spark.histories import thirty_messages
 
 HEADER = "plait-replayed-from"
 

@@ -17,7 +17,7 @@ from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNot
 from plait.spark import history as history_module
 from plait.spark.history import History
 from plait.spark.live import SCHEMA
-from tests.support.archived import archive, sent, serving, thirty_messages
+from tests.spark.histories import archive, sent, serving, thirty_messages
 
 
 def bodies(rows: pa.Table) -> list[int]:
@@ -36,6 +36,11 @@ def both(template: Path, tmp_path: Path) -> tuple[Path, Path]:
     """20 messages archived in two runs, 10 more in the log, which still has them all."""
     shutil.copytree(template, tmp_path, dirs_exist_ok=True)
     return tmp_path / "data", tmp_path / "archive"
+
+
+def file_of(place: Path, number: int) -> Path:
+    """The file of orders that the manifest of this number added."""
+    return next(place.rglob(f"subject=orders/**/{number:020d}-*.parquet"))
 
 
 # --- archive and log as one ---------------------------------------------------------------------
@@ -92,7 +97,7 @@ async def test_a_subject_that_is_not_archived_comes_from_the_log_alone(both: tup
 
 async def test_files_that_the_manifest_does_not_name_do_not_exist(both: tuple[Path, Path]):
     data, place = both
-    named = next(place.rglob("000001.parquet"))
+    named = file_of(place, 1)
     named.with_name("stray.parquet").write_bytes(named.read_bytes())
     assert bodies(History(place, data=data).find("orders")) == list(range(30))
 
@@ -243,24 +248,24 @@ async def test_a_directory_that_is_no_data_directory(both: tuple[Path, Path], tm
 
 async def test_a_file_that_is_missing_is_named_with_what_is_missing(both: tuple[Path, Path]):
     data, place = both
-    next(place.rglob("subject=orders/**/000002.parquet")).unlink()
-    with pytest.raises(ArchiveError, match=r"subject=orders.*000002.parquet is not there.*8 messages"):
+    file_of(place, 2).unlink()
+    with pytest.raises(ArchiveError, match=r"subject=orders.*\.parquet is not there.*8 messages"):
         History(place, data=data).find("orders")
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
 async def test_a_damaged_file_is_named(both: tuple[Path, Path], damage: str):
     data, place = both
-    path = next(place.rglob("subject=orders/**/000002.parquet"))
+    path = file_of(place, 2)
     content = bytearray(path.read_bytes())
     if damage == "cut":
         content = content[: len(content) // 2]
     elif damage == "flipped":
         content[4:200] = bytes(196)
     else:
-        content = bytearray(next(place.rglob("subject=orders/**/000001.parquet")).read_bytes())
+        content = bytearray(file_of(place, 1).read_bytes())
     path.write_bytes(content)
-    with pytest.raises(ArchiveError, match=r"000002.parquet is damaged"):
+    with pytest.raises(ArchiveError, match=r"subject=orders.*\.parquet is damaged"):
         History(place, data=data).find("orders")
 
 

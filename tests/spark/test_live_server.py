@@ -12,7 +12,7 @@ import plait
 from plait.errors import SubjectNotFound
 from plait.spark import live_server
 from plait.spark.history import History
-from tests.support.archived import archive, sent, serving
+from tests.spark.histories import archive, sent, serving
 
 
 async def found(client: plait.Client, place: Path, **conditions: Any) -> list[dict[str, Any]]:

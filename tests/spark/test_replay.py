@@ -21,7 +21,7 @@ from plait.spark.history import History
 from plait.spark.replay import REPLAY, REPLAYED_FROM, Replay
 from plait.spark.replay_state import StateFile
 from plait.storage.disk import RealDisk
-from tests.support.archived import archive, serving, thirty_messages
+from tests.spark.histories import archive, serving, thirty_messages
 from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS
 
 

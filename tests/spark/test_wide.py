@@ -9,7 +9,7 @@ import pytest
 
 from plait.spark.history import History
 from plait.spark.live import SCHEMA
-from tests.support.archived import thirty_messages
+from tests.spark.histories import thirty_messages
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
