@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 #: Characters of a body in a table; JSON and Parquet have all of it.
 BODY_WIDTH = 100
+_TIMES = ("send_time", "store_time")
 _COLUMNS = ("stored", "partition", "sequence", "message id", "key", "tags", "headers", "body")
 
 
@@ -122,9 +123,17 @@ def _write(tables: Iterable[pa.Table], path: Path) -> None:
 
 
 def _rows(tables: Iterable[pa.Table]) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+
+    from plait.client.arguments import to_datetime
+
     for rows in tables:
+        for name in _TIMES:
+            # Not as times, with which pandas would come in.
+            rows = rows.set_column(rows.schema.get_field_index(name), name, rows[name].cast(pa.int64()))
         for batch in rows.to_batches(max_chunksize=1000):
-            yield from batch.to_pylist()
+            for row in batch.to_pylist():
+                yield row | {name: None if row[name] is None else to_datetime(row[name]) for name in _TIMES}
 
 
 def _fields(row: dict[str, Any]) -> dict[str, Any]:

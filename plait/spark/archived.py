@@ -10,19 +10,17 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyarrow import fs
 
-from plait.client.arguments import to_datetime
 from plait.errors import ArchiveError
-from plait.spark import header_types
+from plait.spark import bare, header_types
 from plait.spark.live import ENCODED, SCHEMA
 from plait.spark.manifest import MESSAGES, Archive, ArchivedFile, Manifest
 from plait.spark.selection import Selection
@@ -147,26 +145,28 @@ class _File:
             group = metadata.row_group(number)
             statistics = group.column(column).statistics
             known = statistics is not None and statistics.has_min_max
-            bounds.low.append(statistics.min if known else None)
-            bounds.high.append(statistics.max if known else None)
+            # As they are stored, text as its bytes: making anything else of them would bring pandas in.
+            bounds.low.append(statistics.min_raw if known else None)
+            bounds.high.append(statistics.max_raw if known else None)
             counted = statistics is not None and statistics.has_null_count
             bounds.empty.append(counted and statistics.null_count == group.num_rows)
         return bounds
 
     def groups(self, selection: Selection) -> list[int]:
         """The row groups that may hold what is meant."""
-        chosen = range(self._parquet.metadata.num_row_groups)
+        found = range(self._parquet.metadata.num_row_groups)
         if selection.key is not None:
-            chosen = self._sorted(chosen, selection.key)
-        found = list(chosen)
-        if selection.key is not None:
-            found = _within(found, self._bounds["key"], selection.key, selection.key)
+            key = selection.key.encode()
+            found = self._from(found, key)
+            groups = _within(found, self._bounds["key"], key, key)
+        else:
+            groups = list(found)
         if selection.message_id is not None:
-            found = _within(found, self._bounds["message_id"], selection.message_id, selection.message_id)
-        low, high = to_datetime(selection.time_min), to_datetime(selection.time_max)
-        return _within(found, self._bounds["store_time"], low, high)
+            message_id = selection.message_id.encode()
+            groups = _within(groups, self._bounds["message_id"], message_id, message_id)
+        return _within(groups, self._bounds["store_time"], selection.time_min, selection.time_max)
 
-    def _sorted(self, groups: range, key: str) -> range:
+    def _from(self, groups: range, key: bytes) -> range:
         """Without the row groups before the key, which a search finds where all bounds are known."""
         high = self._bounds["key"].high
         return groups if None in high else range(bisect_left(high, key), groups.stop)
@@ -187,7 +187,7 @@ class _File:
         # What decides first: most row groups that are looked at have nothing that is meant.
         index = "__row"
         rows = parquet.read_row_group(group, columns=looked_at, use_threads=False)
-        rows = rows.append_column(index, _numbers(rows.num_rows))
+        rows = rows.append_column(index, bare.integers(np.arange(rows.num_rows)))
         found = selection.matching(rows)
         if not found.num_rows:
             return None
@@ -195,14 +195,8 @@ class _File:
         return rest if found.num_rows == rest.num_rows else rest.take(found[index])
 
 
-@lru_cache(maxsize=4)
-def _numbers(count: int) -> pa.Array:
-    """0, 1, 2... without NumPy, whose arrays bring pandas in."""
-    return pc.indices_nonzero(pa.nulls(count, pa.bool_()).fill_null(True))
-
-
 def _finished(rows: pa.Table, subject: str, encoded: bool) -> pa.Table:
-    subjects = pa.nulls(rows.num_rows, pa.string()).fill_null(subject)
+    subjects = bare.repeated(subject, rows.num_rows)
     finished = rows.append_column("subject", subjects).select(SCHEMA.names).cast(SCHEMA)
     if not encoded:
         return finished
@@ -213,7 +207,7 @@ def _finished(rows: pa.Table, subject: str, encoded: bool) -> pa.Table:
     return finished.append_column(ENCODED, original)
 
 
-def _within(groups: list[int], bounds: _Bounds, low: Any, high: Any) -> list[int]:
+def _within(groups: Iterable[int], bounds: _Bounds, low: Any, high: Any) -> list[int]:
     least, greatest, empty = bounds.low, bounds.high, bounds.empty
     return [
         group

@@ -23,6 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.limits import MIB
+from plait.spark import bare
 
 #: Rows of so many bytes are sorted at once.
 RUN_SIZE: Final = 256 * MIB
@@ -190,7 +191,7 @@ def merge(streams: Sequence[Iterator[Block]]) -> Iterator[Block]:
         elif taken:
             joined = np.concatenate(keys)
             order = np.argsort(joined, kind="stable")
-            yield pa.concat_tables(taken).combine_chunks().take(pa.array(order)), joined[order]
+            yield pa.concat_tables(taken).combine_chunks().take(bare.integers(order)), joined[order]
         if bound is None:
             return
         for head in heads:

@@ -20,6 +20,7 @@ from plait.client.arguments import moment_of, shown
 from plait.client.encoding import encode_key
 from plait.errors import InvalidArgument
 from plait.frame.header import TIME_MAX
+from plait.spark import bare
 
 #: A time as users give it: a datetime, ISO 8601, or "-5m" before now.
 When = datetime | timedelta | str
@@ -87,13 +88,13 @@ class Selection(NamedTuple):
     def _conditions(self) -> Iterable[tuple[str, Callable[[Any], Any]]]:
         """The cheap ones first."""
         if self.time_min > 0:
-            yield "store_time", lambda times: pc.greater_equal(times, _time(self.time_min))
+            yield "store_time", lambda times: pc.greater_equal(times, bare.moment(self.time_min))
         if self.time_max < TIME_MAX:
-            yield "store_time", lambda times: pc.less_equal(times, _time(self.time_max))
+            yield "store_time", lambda times: pc.less_equal(times, bare.moment(self.time_max))
         if self.key is not None:
-            yield "key", lambda keys: pc.equal(keys, self.key)
+            yield "key", lambda keys: pc.equal(keys, bare.text(str(self.key)))
         if self.message_id is not None:
-            yield "message_id", lambda ids: pc.equal(ids, self.message_id)
+            yield "message_id", lambda ids: pc.equal(ids, bare.text(str(self.message_id)))
         for name, value in self.headers:
             yield "headers", partial(_has_header, name, value)
 
@@ -122,9 +123,5 @@ def _name_of(name: Any) -> str:
     return name
 
 
-def _time(micros: int) -> pa.Scalar:
-    return pa.scalar(micros, pa.timestamp("us", tz="UTC"))
-
-
 def _has_header(name: str, value: str, headers: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
-    return pc.equal(pc.map_lookup(headers, name, "last"), value)
+    return pc.equal(pc.map_lookup(headers, name, "last"), bare.text(value))
