@@ -7,13 +7,14 @@ lookup takes. What lookups need is made here without them.
 from __future__ import annotations
 
 from struct import Struct
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-_OFFSETS: Final = Struct("<ii")
+Number = TypeVar("Number", np.int32, np.int64)
+
 _MICROS: Final = Struct("<q")
 _TIME: Final = pa.timestamp("us", tz="UTC")
 
@@ -38,3 +39,12 @@ def repeated(value: str, count: int) -> pa.Array:
 def integers(values: npt.NDArray[np.int64]) -> pa.Array:
     """NumPy's numbers, not copied."""
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.ascontiguousarray(values, np.int64))])
+
+
+def values(array: pa.Array | pa.ChunkedArray, kind: type[Number]) -> npt.NDArray[Number]:
+    """The numbers of a column without nulls, not copied where they stand together."""
+    whole = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+    buffer = whole.buffers()[1]
+    if buffer is None:
+        return np.zeros(0, kind)
+    return np.frombuffer(buffer, kind, len(whole), whole.offset * np.dtype(kind).itemsize)

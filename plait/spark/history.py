@@ -135,7 +135,8 @@ class History:
 
     def table(self, selection: Selection, *, limit: int | None = None, progress: Progress | None = None) -> pa.Table:
         """All rows of a selection, in order."""
-        return pa.concat_tables([SCHEMA.empty_table(), *self.scan(selection, limit=limit, progress=progress)])
+        tables = list(self.scan(selection, limit=limit, progress=progress))
+        return pa.concat_tables(tables) if tables else pa.Table.from_batches([], SCHEMA)
 
     def scan(
         self,

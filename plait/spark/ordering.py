@@ -79,7 +79,7 @@ class Ordering:
         self._rows, self._size = [], 0
         rows = rows.take(pc.sort_indices(rows, _ORDER))
         codes = rows["partition"].combine_chunks().dictionary_encode()
-        numbers = np.asarray(codes.indices)
+        numbers = bare.values(codes.indices, np.int32)
         starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers)) + 1, [len(numbers)]])
         names = codes.dictionary.to_pylist()
         return {names[numbers[start]]: rows.slice(start, end - start) for start, end in pairwise(starts.tolist())}
@@ -129,14 +129,14 @@ class _Run:
 
 
 def _sequences(rows: pa.Table) -> Keys:
-    return np.asarray(rows["sequence"].combine_chunks(), np.int64)
+    return bare.values(rows["sequence"], np.int64)
 
 
 def _by_time(blocks: Iterator[Block]) -> Iterator[Block]:
     """A partition's rows, each no earlier than the one before it."""
     latest = np.int64(0)
     for rows, _ in blocks:
-        times = np.asarray(rows["store_time"].cast(pa.int64()).combine_chunks(), np.int64)
+        times = bare.values(rows["store_time"].cast(pa.int64()), np.int64)
         keys = np.maximum.accumulate(np.maximum(times, latest))
         latest = keys[-1]
         yield rows, keys
