@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 #: Characters of a body in a table; JSON and Parquet have all of it.
 BODY_WIDTH = 100
+#: Messages of a table; more are for programs.
+TABLE_MAX = 10_000
 _TIMES = ("send_time", "store_time")
 _COLUMNS = ("stored", "partition", "sequence", "message id", "key", "tags", "headers", "body")
 
@@ -145,11 +148,14 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _print(tables: Iterable[pa.Table]) -> None:
-    found = [_cells(row) for row in _rows(tables)]
+    rows = _rows(tables)
+    found = [_cells(row) for row in islice(rows, TABLE_MAX)]
     if found:
         print_table(_COLUMNS, found, right=("sequence",))
     else:
         sys.stderr.write("no message found\n")
+    if next(rows, None) is not None:
+        sys.stderr.write(f"only the first {TABLE_MAX:,} are shown; -o json and --parquet have all\n")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -17,7 +17,7 @@ from plait.errors import InvalidArgument
 
 if TYPE_CHECKING:
     from plait.client.client import Client
-    from plait.spark.replay import Replay, Replayed
+    from plait.spark.replay import Counted, Replayed
 
 _RATE = re.compile(r"(\d+(?:\.\d+)?)(?:/(s|m|h))?")
 _SECONDS = {None: 1, "s": 1, "m": 60, "h": 3600}
@@ -49,14 +49,13 @@ def replay(
         selection = where.selection(opened, limit=limit)
         words = {"since": where.since, "until": where.until}
         work = Replay(opened, selection, to, rate=per_second, limit=limit, state=state, words=words)
-        if count:
-            _count(work, output)
-            return
         with Steps() as steps:
-            steps.step("replaying")
+            if count:
+                _count(work.count(steps), output)
+                return
 
             async def run(client: Client) -> Replayed:
-                return await work.run(client, steps.update)
+                return await work.run(client, steps)
 
             done = with_client(server, run)
     if output == "json":
@@ -66,8 +65,7 @@ def replay(
         print_facts([("to", to), ("run", done.run), ("sent", f"{done.sent:,}{earlier}")])
 
 
-def _count(work: Replay, output: Output) -> None:
-    found = work.count()
+def _count(found: Counted, output: Output) -> None:
     if output == "json":
         print_json(found._asdict())
         return

@@ -182,16 +182,18 @@ class _File:
     def _matching(self, group: int, selection: Selection, columns: list[str]) -> pa.Table | None:
         parquet = self._parquet
         looked_at = selection.columns
+        # Lookups have a thread for each of several files already.
+        threads = not selection.few
         if not looked_at:
-            return parquet.read_row_group(group, columns=columns, use_threads=False)
+            return parquet.read_row_group(group, columns=columns, use_threads=threads)
         # What decides first: most row groups that are looked at have nothing that is meant.
         index = "__row"
-        rows = parquet.read_row_group(group, columns=looked_at, use_threads=False)
+        rows = parquet.read_row_group(group, columns=looked_at, use_threads=threads)
         rows = rows.append_column(index, bare.integers(np.arange(rows.num_rows)))
         found = selection.matching(rows)
         if not found.num_rows:
             return None
-        rest = parquet.read_row_group(group, columns=columns, use_threads=False)
+        rest = parquet.read_row_group(group, columns=columns, use_threads=threads)
         return rest if found.num_rows == rest.num_rows else rest.take(found[index])
 
 

@@ -144,50 +144,55 @@ class History:
         *,
         limit: int | None = None,
         progress: Progress | None = None,
+        counted: Callable[[int], None] | None = None,
         encoded: bool = False,
     ) -> Iterator[pa.Table]:
-        """The same, a table after another, however many there are; ``encoded``: with ``headers_encoded`` at the end."""
-        left = None if limit is None else limit_of(limit)
+        """The same, a table after another, however many there are; ``encoded``: with ``headers_encoded`` at the end.
+
+        ``counted`` is told how many were found, before the first of them comes.
+        """
+        first = None if limit is None else limit_of(limit)
         for attempt in range(1, LOOKS_MAX + 1):
-            with Ordering() as ordering:
+            with Ordering(limit=first) as ordering:
                 try:
-                    for rows in self._read(self.plan(selection), progress, encoded):
-                        ordering.add(rows)
+                    self._collect(self.plan(selection), ordering, progress, encoded)
                 except (Expired, FileGone):
                     # Retention or the archiver was faster. What a newer manifest does not explain is an error.
                     before = self._manifest.number
                     if attempt == LOOKS_MAX or (self._latest().number == before and attempt > 1):
                         raise
                     continue
-                for rows in ordering.tables():
-                    if left is not None:
-                        rows = rows.slice(0, left)
-                        left -= rows.num_rows
-                    yield rows
-                    if left == 0:
-                        return
+                if counted is not None:
+                    counted(ordering.count if first is None else min(ordering.count, first))
+                yield from ordering.tables()
             return
 
-    def _read(self, plan: Plan, progress: Progress | None, encoded: bool) -> Iterator[pa.Table]:
+    def _collect(self, plan: Plan, ordering: Ordering, progress: Progress | None, encoded: bool) -> None:
+        """Read everything that may hold what is meant."""
         selection = plan.selection
         done, total = 0, plan.size
-        if selection.key is not None or selection.message_id is not None:
+        if selection.few:
             # Few rows of each: they are all in hand before the first is needed.
-            for piece, tables in self._read_at_once(plan.pieces, selection, encoded):
-                yield from tables
-                done += piece.size
-                if progress is not None:
-                    progress(done, total)
-            return
-        for piece in plan.pieces:
-            yield from piece.read(selection, encoded=encoded, files=self._files)
+            found = self._read_at_once(plan.pieces, selection, encoded)
+        else:
+            # The oldest first: where only the first few are wanted, later files need not be looked at.
+            pieces = sorted(plan.pieces, key=_time_of)
+            found = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
+        for piece, tables in found:
+            for rows in tables:
+                ordering.add(rows)
             done += piece.size
             if progress is not None:
                 progress(done, total)
 
+    def _read(self, piece: Piece, selection: Selection, ordering: Ordering, encoded: bool) -> Iterable[pa.Table]:
+        if ordering.bound is not None and _time_of(piece) > ordering.bound:
+            return ()
+        return piece.read(selection, encoded=encoded, files=self._files)
+
     def _read_at_once(
         self, pieces: list[Piece], selection: Selection, encoded: bool
-    ) -> Iterable[tuple[Piece, list[pa.Table]]]:
+    ) -> Iterable[tuple[Piece, Iterable[pa.Table]]]:
         def read(piece: Piece) -> tuple[Piece, list[pa.Table]]:
             return piece, list(piece.read(selection, encoded=encoded, files=self._files))
 
@@ -253,6 +258,11 @@ class History:
         if self._server is not None:
             where += f" or {self._server}"
         return SubjectNotFound(f"subject {subject!r} is not in {where}; of the archive: {archived}")
+
+
+def _time_of(piece: Piece) -> int:
+    """The least store time of its rows, as far as that is known."""
+    return piece.file.time_min if isinstance(piece, ArchivedPiece) else 0
 
 
 def _check_directory(path: str) -> None:

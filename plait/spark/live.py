@@ -83,7 +83,8 @@ def plan_live(path: str, group: str, selection: Selection, offset: int) -> LiveP
     del reader.files[:first]
     segments = {segment: base for base, segment in reader.files}
     try:
-        planned = plan(reader, wanted_of(selection))
+        # As archives have it: also what retention has expired, as long as its file is there.
+        planned = plan(reader, wanted_of(selection), expired=True)
     except SubjectNotFound:
         return LivePlan([], False, bases[0] if bases else 0)
     pieces = []
@@ -122,9 +123,6 @@ def matching_rows(
 def _rows(frames: Frames, selection: Selection, encoded: bool) -> Iterator[pa.Table]:
     columns = {name: column.build(frames) for name, column in COLUMNS.items() if name != "headers"}
     rows = pa.table({**columns, ENCODED: encoded_headers(frames)})
-    starts = frames.repeat([partition.start for partition in frames.partitions])
-    if starts.any():
-        rows = rows.filter(pa.array(np.asarray(columns["sequence"]) >= starts))
     rows = selection._replace(headers=()).matching(rows)
     headers = header_maps(rows[ENCODED].combine_chunks())
     rows = selection.matching(rows.append_column("headers", headers))

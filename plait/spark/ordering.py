@@ -30,6 +30,9 @@ RUN_SIZE: Final = 256 * MIB
 #: Runs are written and read in pieces of about this size: one of each partition and run is in memory.
 BLOCK_SIZE: Final = MIB
 
+#: Where only the first few rows are wanted, so many are collected before the others are forgotten.
+CUT_COUNT: Final = 65_536
+
 Keys = npt.NDArray[np.int64]
 #: Rows and what they are merged by, ascending.
 Block = tuple[pa.Table, Keys]
@@ -40,11 +43,17 @@ _ORDER: Final = [("partition", "ascending"), ("sequence", "ascending")]
 class Ordering:
     """Takes rows in any order and gives them back in that of the module; for ``with``."""
 
-    def __init__(self, *, run_size: int = RUN_SIZE, block_size: int = BLOCK_SIZE) -> None:
+    def __init__(self, *, limit: int | None = None, run_size: int = RUN_SIZE, block_size: int = BLOCK_SIZE) -> None:
+        self._limit = limit
         self._run_size = run_size
         self._block_size = block_size
+        #: Rows that were added.
+        self.count = 0
+        #: Where only the first few are wanted: there are as many that were stored before this time, in microseconds.
+        self.bound: int | None = None
         self._rows: list[pa.Table] = []
         self._size = 0
+        self._held = 0
         self._directory: tempfile.TemporaryDirectory[str] | None = None
         self._runs: list[_Run] = []
 
@@ -64,8 +73,22 @@ class Ordering:
         if rows.num_rows:
             self._rows.append(rows)
             self._size += rows.nbytes
+            self._held += rows.num_rows
+            self.count += rows.num_rows
+            if self._limit is not None and self._held > self._limit and self._many(self._limit):
+                self._cut(self._limit)
             if self._size >= self._run_size:
                 self._spill()
+
+    def _many(self, limit: int) -> bool:
+        return self._size >= self._run_size or self._held >= max(2 * limit, CUT_COUNT)
+
+    def _cut(self, limit: int) -> None:
+        """Forget what is not among the first, unless runs are written: then the merge stops in time."""
+        if not self._runs:
+            rows = pa.concat_tables(self._merged(self._partitions())).slice(0, limit)
+            self.bound = int(bare.values(rows["store_time"].cast(pa.int64()), np.int64).max())
+            self._rows, self._size, self._held = [rows], rows.nbytes, rows.num_rows
 
     def _spill(self) -> None:
         if self._directory is None:
@@ -76,7 +99,7 @@ class Ordering:
     def _partitions(self) -> dict[str, pa.Table]:
         """What was added since the last run, by partition, each by sequence."""
         rows = pa.concat_tables(self._rows).combine_chunks()
-        self._rows, self._size = [], 0
+        self._rows, self._size, self._held = [], 0, 0
         rows = rows.take(pc.sort_indices(rows, _ORDER))
         codes = rows["partition"].combine_chunks().dictionary_encode()
         numbers = bare.values(codes.indices, np.int32)
@@ -85,11 +108,18 @@ class Ordering:
         return {names[numbers[start]]: rows.slice(start, end - start) for start, end in pairwise(starts.tolist())}
 
     def tables(self) -> Iterator[pa.Table]:
-        """All rows, a table after another; once, when all were added."""
-        if not self._runs and not self._rows:
-            return
+        """All rows, or the first of them, a table after another; once, when all were added."""
+        left = self._limit
         # What is in memory is the last run, as it is.
-        rest = self._partitions() if self._rows else {}
+        for rows in self._merged(self._partitions() if self._rows else {}):
+            if left is not None:
+                rows = rows.slice(0, left)
+                left -= rows.num_rows
+            yield rows
+            if left == 0:
+                return
+
+    def _merged(self, rest: dict[str, pa.Table]) -> Iterator[pa.Table]:
         names = sorted({*rest, *(name for run in self._runs for name in run.blocks)})
         streams = []
         for name in names:

@@ -32,6 +32,7 @@ from plait.limits import MIB
 from plait.spark.history import History
 from plait.spark.live import ENCODED
 from plait.spark.replay_state import InDoubt, Mark, ReplayState, StateFile
+from plait.spark.running import Progress
 from plait.spark.selection import Selection
 
 log = logging.getLogger("plait.spark")
@@ -98,12 +99,12 @@ class Replay:
         self._clock = clock or SystemClock()
         self._sleep = sleep
 
-    def count(self) -> Counted:
+    def count(self, progress: Progress | None = None) -> Counted:
         """What would be sent; nothing is."""
         count = size = 0
         keys: set[str | None] = set()
         first = last = None
-        for rows in self._rows(self._begun("")):
+        for rows in self._rows(self._begun(""), progress):
             count += rows.num_rows
             size += pc.sum(pc.binary_length(rows["body"])).as_py()
             keys.update(rows["key"].unique().to_pylist())
@@ -111,7 +112,7 @@ class Replay:
             last = rows["store_time"][-1].as_py()
         return Counted(count, size, len(keys - {None}), first, last)
 
-    async def run(self, client: Client, progress: Callable[[int], None] | None = None) -> Replayed:
+    async def run(self, client: Client, progress: Progress | None = None) -> Replayed:
         """Send what was not sent by an earlier process with the same state file."""
         file = StateFile(self._state_path)
         try:
@@ -119,7 +120,7 @@ class Replay:
         finally:
             file.close()
 
-    async def _run(self, client: Client, file: StateFile, progress: Callable[[int], None] | None) -> Replayed:
+    async def _run(self, client: Client, file: StateFile, progress: Progress | None) -> Replayed:
         request = self._request()
         state = file.load(request) or self._begun(chance.token(8))
         before = state.count
@@ -128,7 +129,7 @@ class Replay:
         sender = SteadySender(client, self._to)
         await sender.open()
         begun = self._clock.monotonic()
-        batches = _Batches(self._rows(state), self._batch_count())
+        batches = _Batches(self._rows(state, progress), self._batch_count())
         if state.in_doubt is not None:
             state = await self._settle(sender, batches, state)
         while (rows := await asyncio.to_thread(batches.next)) is not None:
@@ -138,7 +139,7 @@ class Replay:
             await sender.send(prepared)
             state = _advanced(state, rows)
             if progress is not None:
-                progress(state.count)
+                progress.update(state.count)
             if self._rate is not None:
                 due = begun + (state.count - before) / self._rate
                 await self._sleep(max(due - self._clock.monotonic(), 0.0))
@@ -194,11 +195,24 @@ class Replay:
             time_max=min(selection.time_max, self._clock.now()),
         )
 
-    def _rows(self, state: ReplayState) -> Iterator[pa.Table]:
+    def _rows(self, state: ReplayState, progress: Progress | None) -> Iterator[pa.Table]:
         """What is left to be sent."""
+
+        def reading(done: int, total: int) -> None:
+            if progress is not None:
+                if not begun:
+                    begun.append(total)
+                    progress.step("reading", total, "bytes")
+                progress.update(done)
+
+        def counted(count: int) -> None:
+            if progress is not None:
+                progress.step("sending", count if self._limit is None else min(count, self._limit))
+
+        begun: list[int] = []
         selection = self._selection._replace(time_min=state.time_min, time_max=state.time_max)
         left = self._limit
-        for found in self._history.scan(selection, encoded=True):
+        for found in self._history.scan(selection, progress=reading, counted=counted, encoded=True):
             # A replay into the subject that it reads from must not find what it sent.
             rows = found.filter(pc.invert(_is_of(found["headers"], state.run)))
             if left is not None:

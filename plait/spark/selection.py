@@ -73,6 +73,11 @@ class Selection(NamedTuple):
         return self != Selection(self.subject)
 
     @property
+    def few(self) -> bool:
+        """It asks for one key or one message."""
+        return self.key is not None or self.message_id is not None
+
+    @property
     def columns(self) -> list[str]:
         """The columns that its conditions look at."""
         return list(dict.fromkeys(column for column, _ in self._conditions()))

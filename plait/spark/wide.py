@@ -43,16 +43,9 @@ def tables(
     spark: SparkSession, history: History, selection: Selection, *, limit: int | None = None
 ) -> Iterator[pa.Table]:
     """The same in the order they were stored, in this process; the first ``limit`` of them."""
-    left = None if limit is None else limit_of(limit)
-    with Ordering() as ordering:
+    with Ordering(limit=None if limit is None else limit_of(limit)) as ordering:
         ordering.add(dataframe(spark, history, selection).toArrow().cast(SCHEMA))
-        for rows in ordering.tables():
-            if left is not None:
-                rows = rows.slice(0, left)
-                left -= rows.num_rows
-            yield rows
-            if left == 0:
-                return
+        yield from ordering.tables()
 
 
 def _reader(

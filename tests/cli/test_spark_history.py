@@ -9,6 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from plait.cli import spark_history
+from plait.cli.spark_selection import Where
 from tests.cli.commands import plait, serve
 from tests.spark.histories import thirty_messages
 
@@ -65,6 +67,17 @@ def test_a_table_for_people(root: Path):
     assert "body-18" in shown
     nothing = plait(*command, "--key", "nobody")
     assert (nothing.returncode, nothing.stdout, nothing.stderr) == (0, b"", b"no message found\n")
+
+
+def test_a_table_ends_where_people_stop_reading(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(spark_history, "TABLE_MAX", 2)
+    spark_history.history(Where(str(root / "archive"), "orders", all=True))
+    shown = capsys.readouterr()
+    assert "body-1" in shown.out
+    assert "body-2" not in shown.out
+    assert shown.err == "only the first 2 are shown; -o json and --parquet have all\n"
 
 
 def test_a_parquet_file(root: Path, tmp_path: Path):

@@ -15,8 +15,12 @@ import pytest
 
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.spark import history as history_module
+from plait.spark import ordering as ordering_module
 from plait.spark.history import History
 from plait.spark.live import SCHEMA
+from plait.storage.chunks import Wanted, plan
+from plait.storage.reader import open_log
+from tests.spark.archives import Filler
 from tests.spark.histories import archive, sent, serving, thirty_messages
 
 
@@ -203,6 +207,28 @@ async def test_several_conditions_hold_together(both: tuple[Path, Path]):
 async def test_the_first_so_many(both: tuple[Path, Path]):
     data, place = both
     assert bodies(History(place, data=data).find("orders", limit=22)) == list(range(22))
+
+
+async def test_files_later_than_the_first_so_many_are_not_looked_at(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ordering_module, "CUT_COUNT", 4)
+    file_of(both[1], 2).unlink()
+    assert bodies(History(both[1]).find("orders", limit=5)) == list(range(5))
+
+
+def test_what_retention_has_expired_is_found_while_its_file_is_there(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(2)
+    archive(data, place)
+    filler.rounds(2, seconds=60.0)
+    filler.node.retention.run()
+    filler.node.checkpoint()
+    filler.stop()
+    expired = plan(open_log(str(data)), Wanted(frozenset(["orders"]))).chunks
+    assert expired == []
+    assert History(place, data=data).find("orders")["sequence"].to_pylist() == list(range(12))
 
 
 # --- what is wrong ------------------------------------------------------------------------------

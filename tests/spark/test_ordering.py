@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+from plait.spark import ordering as ordering_module
 from plait.spark.ordering import Ordering
 
 Row = tuple[str, int, int]
@@ -71,6 +72,24 @@ def test_what_goes_by_way_of_a_disk_comes_in_the_same_order(seed: int):
     assert ordered(rows, run_size=7 * size, block_size=2 * size) == expected
     assert ordered(rows, run_size=1, block_size=1) == expected
     assert ordered(rows) == expected
+
+
+@pytest.mark.parametrize("run_size", [1, 1000, 1 << 20])
+@pytest.mark.parametrize("limit", [1, 3, 20, 59, 100])
+def test_the_first_few_are_those_of_all(limit: int, run_size: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ordering_module, "CUT_COUNT", 5)
+    rows = [(name, sequence, 10 * sequence + place) for sequence in range(20) for place, name in enumerate("abc")]
+    shuffled = random.Random(limit).sample(rows, len(rows))
+    assert ordered(shuffled, limit=limit, run_size=run_size) == rows[:limit]
+
+
+def test_rows_that_are_later_than_the_first_few_are_known(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ordering_module, "CUT_COUNT", 4)
+    with Ordering(limit=2) as ordering:
+        ordering.add(table_of([("a", 0, 10), ("a", 1, 40), ("b", 0, 30)]))
+        assert ordering.bound is None
+        ordering.add(table_of([("b", 1, 50)]))
+        assert ordering.bound == 30
 
 
 def test_the_disk_is_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
