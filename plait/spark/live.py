@@ -11,24 +11,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
-from xxhash import xxh3_64_intdigest
 
 from plait.errors import FrameError, SubjectNotFound
 from plait.frame.columns import Column
-from plait.frame.lp import Hashes
 from plait.frame.view import FrameView
-from plait.limits import LOGICAL_PARTITIONS
 from plait.spark.columns import BATCH_COUNT, BATCH_SIZE, COLUMNS, Frames, encoded_headers, header_maps
+from plait.spark.picking import Picker
 from plait.spark.selection import Selection
 from plait.storage.chunks import Chunk, ChunkPartition, Wanted, plan, read_chunk
 from plait.storage.disk import RealDisk
 from plait.storage.reader import damage_error, open_log
 
-#: Of a key's hash these bits stay the same where a send moved to another logical partition.
-_KEY_BITS: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 #: What rows of history have: the source's columns, and their headers as they were sent.
 SCHEMA: Final = pa.schema([pa.field(name, column.type, column.nullable) for name, column in COLUMNS.items()])
 ENCODED: Final = "headers_encoded"
@@ -70,8 +64,18 @@ class LivePlan:
 
 
 def wanted_of(selection: Selection) -> Wanted:
-    """What decides by frame headers."""
-    return Wanted(frozenset([selection.subject]), time_min=selection.time_min, time_max=selection.time_max)
+    """What decides by frame headers, key hashes and producer numbers."""
+    ids = None
+    if selection.message_id is not None:
+        producer, _, number = selection.message_id.partition("-")
+        ids = frozenset([(int(producer, 16), int(number))])
+    return Wanted(
+        frozenset([selection.subject]),
+        time_min=selection.time_min,
+        time_max=selection.time_max,
+        keys=None if selection.key is None else frozenset([selection.key]),
+        message_ids=ids,
+    )
 
 
 def plan_live(path: str, group: str, selection: Selection, offset: int) -> LivePlan:
@@ -101,23 +105,27 @@ def matching_rows(
     group: str,
     *,
     encoded: bool = False,
-    sent: bool = False,
 ) -> Iterator[pa.Table]:
-    """The rows of frames that are meant, in the order of the frames; ``sent``: a broker sent them, cut or whole."""
-    may_match = _FrameFilter(selection)
+    """The rows of frames that are meant, in the order of the frames."""
+    picker = Picker.of(wanted_of(selection))
     members: list[tuple[ChunkPartition, FrameView]] = []
     count = size = 0
     for partition, view in frames:
-        if not may_match(view):
+        picked = None if picker is None else picker.rows(view)
+        if picked is not None and not picked.any():
+            continue
+        if view.has(Column.SELECTION):
+            # A part of a frame, as a broker cut it, is alone.
+            yield from _rows(Frames([(partition, view)], group), selection, encoded)
             continue
         members.append((partition, view))
         count += view.count
         size += view.size
         if count >= BATCH_COUNT or size >= BATCH_SIZE:
-            yield from _rows(Frames(members, group, sent=sent), selection, encoded)
+            yield from _rows(Frames(members, group), selection, encoded)
             members, count, size = [], 0, 0
     if members:
-        yield from _rows(Frames(members, group, sent=sent), selection, encoded)
+        yield from _rows(Frames(members, group), selection, encoded)
 
 
 def _rows(frames: Frames, selection: Selection, encoded: bool) -> Iterator[pa.Table]:
@@ -129,35 +137,3 @@ def _rows(frames: Frames, selection: Selection, encoded: bool) -> Iterator[pa.Ta
     if rows.num_rows:
         schema = ENCODED_SCHEMA if encoded else SCHEMA
         yield rows.select(schema.names).cast(schema)
-
-
-# --- which frames -------------------------------------------------------------------------------
-
-
-class _FrameFilter:
-    """Whether a frame may hold a row that is meant."""
-
-    def __init__(self, selection: Selection) -> None:
-        self._hash: np.uint64 | None = None
-        if selection.key is not None:
-            self._hash = np.uint64(xxh3_64_intdigest(selection.key.encode())) >> _KEY_BITS
-        self._id: tuple[np.uint64, np.uint64] | None = None
-        if selection.message_id is not None:
-            producer, _, number = selection.message_id.partition("-")
-            self._id = np.uint64(int(producer, 16)), np.uint64(min(int(number), 2**64 - 1))
-
-    def __call__(self, view: FrameView) -> bool:
-        return (self._hash is None or self._has_key(view)) and (self._id is None or self._has_id(view))
-
-    def _has_key(self, view: FrameView) -> bool:
-        if not view.has(Column.KEY_HASH):
-            return False
-        hashes: Hashes = view.fixed(Column.KEY_HASH)
-        return bool((hashes >> _KEY_BITS == self._hash).any())
-
-    def _has_id(self, view: FrameView) -> bool:
-        assert self._id is not None
-        producer, number = self._id
-        runs: npt.NDArray[np.uint64] = view.runs()
-        firsts = runs[:, 1]
-        return bool(((runs[:, 0] == producer) & (firsts <= number) & (number - firsts < runs[:, 2])).any())

@@ -58,7 +58,7 @@ class ServerPiece:
     def read(self, selection: Selection, *, encoded: bool = False, files: object = None) -> Iterator[pa.Table]:
         """The rows that are meant; with ``encoded``, a column more: the headers as the frames have them."""
         group = self.partition.group
-        for rows in matching_rows(self._frames(), selection, group, encoded=encoded, sent=True):
+        for rows in matching_rows(self._frames(), selection, group, encoded=encoded):
             sequences = rows["sequence"]
             kept = pc.less(sequences, self.end)
             if self.archived is not None:

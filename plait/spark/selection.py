@@ -19,7 +19,7 @@ from plait import names
 from plait.client.arguments import moment_of, shown
 from plait.client.encoding import encode_key
 from plait.errors import InvalidArgument
-from plait.frame.header import TIME_MAX
+from plait.frame.header import SEQUENCE_MAX, TIME_MAX
 from plait.spark import bare
 
 #: A time as users give it: a datetime, ISO 8601, or "-5m" before now.
@@ -115,7 +115,7 @@ def text_of(value: Any) -> str:
 
 def _id_of(given: object) -> str:
     text = str(given)
-    if not _MESSAGE_ID.fullmatch(text):
+    if not _MESSAGE_ID.fullmatch(text) or int(text[17:]) > SEQUENCE_MAX:
         raise InvalidArgument(
             f"message id {shown(text)} is not one; they look like 0123456789abcdef-17, as receipts print them"
         )

@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pytest
 
+from plait.client.regroup import restamp
+from plait.client.rows import hash_keys
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.spark import history as history_module
 from plait.spark import ordering as ordering_module
@@ -149,6 +152,21 @@ async def test_by_a_key_that_is_a_number(tmp_path: Path):
         await client.send("orders", b"body-2", key="18")
     archive(data, place)
     assert bodies(History(place).find("orders", key=17)) == [1]
+
+
+def test_by_a_key_whose_send_moved_to_another_logical_partition(tmp_path: Path):
+    """Such a row's hash is stamped anew, but for the bits that tell keys apart."""
+    data, place = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(1)
+    archive(data, place)
+    moved = restamp(hash_keys(["key-1", "key-2"], 2), np.array([7], np.uint64))
+    filler.node.submit(filler.producer.frame("orders", b"1", b"2", keys=["key-1", "key-2"], key_hashes=moved))
+    filler.node.turn()
+    filler.stop()
+    rows = History(place, data=data).find("orders", key="key-2")
+    assert rows["body"].to_pylist()[-1] == b"2"
+    assert rows["logical_partition"].to_pylist()[-1] == 7
 
 
 @pytest.mark.parametrize("number", [0, 13, 29])
