@@ -87,6 +87,7 @@ def write_plainly(source: str, target: str) -> int:
             compression_level=files.COMPRESSION_LEVEL,
             use_dictionary=["partition"],
             write_page_index=True,
+            write_page_checksum=True,
         )
     count: int = table.num_rows
     return count
