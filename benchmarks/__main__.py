@@ -38,6 +38,7 @@ SUITES: dict[str, Suite] = {
     "handover": ordered_handover.handover,
     "spark": lambda smoke: _spark(smoke),
     "archive": lambda smoke: _archive(smoke),
+    "history": lambda smoke: _history(smoke),
     "sink": lambda smoke: _sink(smoke),
     "audit": lambda smoke: _audit(smoke),
 }
@@ -48,6 +49,12 @@ def _spark(smoke: bool) -> Iterator[Result]:
     from benchmarks import spark_scan
 
     return spark_scan.results(smoke)
+
+
+def _history(smoke: bool) -> Iterator[Result]:
+    from benchmarks import spark_history
+
+    return spark_history.results(smoke)
 
 
 def _archive(smoke: bool) -> Iterator[Result]:
