@@ -21,13 +21,15 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt tools/find-python
 	@python=$$(tools/find-python) || exit 1; \
 	if ! $(PY) -m pip --version >/dev/null 2>&1; then \
-		echo "setup 1/2: virtual environment with $$python"; \
+		echo "setup 1/3: virtual environment with $$python"; \
 		rm -rf $(VENV) && "$$python" -m venv $(VENV) || exit 1; \
 	fi
-	@echo "setup 2/2: installing plait[$(EXTRAS)] (about 500 MB the first time, one to three minutes)"
+	@echo "setup 2/3: installing plait[$(EXTRAS)] (about 500 MB the first time, one to three minutes)"
 	@$(PIP) --quiet pip
 	@$(PIP) --editable '.[$(EXTRAS)]' \
 		| sed -u -n -e 's/^Collecting \([^ ]*\).*/  \1/p' -e 's/^Installing collected.*/  installing/p'
+	@echo "setup 3/3: preparing Spark, so that it starts faster (once, half a minute or more)"
+	@$(PY) -m plait.cli spark prepare || echo "setup: Spark starts slower, as it could not be prepared"
 	@touch $(STAMP)
 	@echo "setup: done"
 

@@ -14,3 +14,4 @@ app.command(
 app.command("plait.cli.spark_audit:audit", name="audit", help="Judge from the logs whether every promise was kept.")
 app.command("plait.cli.spark_history:history", name="history", help="Find messages in an archive and the live log.")
 app.command("plait.cli.spark_replay:replay", name="replay", help="Send messages of an archive and the live log again.")
+app.command("plait.cli.spark_prepare:prepare", name="prepare", help="Once: make Spark start faster.")

@@ -18,7 +18,7 @@ from plait.errors import InvalidArgument, PlaitError
 app = App(
     name="plait.demo",
     version_flags=[],
-    help="Producers, groups, a killed consumer, ordered consumers under fire, and Spark over the log files.",
+    help="Producers, groups, a killed consumer, ordered consumers under fire; archive, history and audit.",
 )
 
 
@@ -29,7 +29,7 @@ def demo(
     producers: Annotated[int, Parameter(help="Producer processes.")] = 3,
     seconds: Annotated[float, Parameter(help="How long the sending is spread over.")] = 8.0,
     ordered: Annotated[int, Parameter(help="Orders whose events are consumed in order.")] = 1_500,
-    spark: Annotated[bool, Parameter(negative="--no-spark", help="Whether Spark checks the log files.")] = True,
+    spark: Annotated[bool, Parameter(negative="--no-spark", help="Whether Spark counts, archives and audits.")] = True,
 ) -> int:
     """Show a node at work, and check that nothing is lost."""
     for name, value in (("orders", orders), ("producers", producers), ("ordered", ordered)):
