@@ -9,8 +9,8 @@ import pytest
 import plait.spark
 import plait.sync
 from plait.testing import EmbeddedBroker
-from tests.support.require import require_package
 from tests.support.spark_cluster import spark_cluster
+from tests.support.spark_session import spark_session
 
 MESSAGES = 20_000
 CONFIG = {
@@ -22,7 +22,6 @@ CONFIG = {
 
 @pytest.mark.deep("spark")
 def test_source_archive_and_audit_on_a_standalone_cluster(tmp_path: Path):
-    require_package("pyspark", extra="spark")
     data, archive = tmp_path / "data", tmp_path / "archive"
     bodies = [b"%d" % number for number in range(MESSAGES)]
     with EmbeddedBroker(data) as broker, spark_cluster(tmp_path) as master:
@@ -34,11 +33,9 @@ def test_source_archive_and_audit_on_a_standalone_cluster(tmp_path: Path):
                     batch = consumer.fetch(5_000, wait=1.0)
                     batch.ack()
                     done += len(batch)
-        spark = plait.spark.session("plait-cluster", master=master, config=CONFIG)
-        try:
-            source = spark.read.format("plait").option("subject", "orders").option("minPartitions", 4)
+        with spark_session(master, CONFIG) as spark:
             for place in ({"path": str(data)}, {"server": broker.address}):
-                read = source.options(**place).load()
+                read = spark.read.format("plait").options(subject="orders", minPartitions=4, **place).load()
                 ((count, different),) = read.selectExpr("count(*)", "count(distinct message_id)").collect()
                 assert (count, different) == (MESSAGES, MESSAGES)
             report = plait.spark.archive(data, archive, spark=spark, now=True)
@@ -53,5 +50,3 @@ def test_source_archive_and_audit_on_a_standalone_cluster(tmp_path: Path):
                 assert audited.judged
                 (group,) = audited.groups()
                 assert (group.messages, group.acked) == (MESSAGES, MESSAGES)
-        finally:
-            spark.stop()

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-import plait.spark
-from tests.support.require import require_package
+from tests.support.spark_session import spark_session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,16 +22,5 @@ TEST_CONFIG = {
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
     """A real local session, as ``plait.spark.session`` makes it."""
-    require_package("pyspark", extra="spark")
-    from pyspark import SparkContext
-
-    session = plait.spark.session("plait-tests", master="local[2]", config=TEST_CONFIG)
-    gateway = SparkContext._gateway
-    assert gateway is not None
-    yield session
-    session.stop()
-    # Java would end with this process only, and the run's leak check comes before that.
-    gateway.shutdown()
-    gateway.proc.stdin.close()
-    gateway.proc.wait(timeout=30)
-    SparkContext._gateway = SparkContext._jvm = None
+    with spark_session("local[2]", TEST_CONFIG) as session:
+        yield session
