@@ -135,6 +135,27 @@ async def test_a_file_that_a_newer_manifest_replaced_is_not_missed(
     assert bodies(history.find("orders")) == list(range(20))
 
 
+async def test_a_segment_that_went_once_it_was_archived_is_not_missed(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """As when archiver and retention are at work between planning and reading."""
+    data, place = both
+    plan_live = history_module.plan_live
+    planned: list[Any] = []
+
+    def plan_then_remove(*arguments: Any) -> Any:
+        live = plan_live(*arguments)
+        if not planned:
+            planned.append(live)
+            archive(data, place)
+            for segment in (data / "message").iterdir():
+                segment.unlink()
+        return live
+
+    monkeypatch.setattr(history_module, "plan_live", plan_then_remove)
+    assert bodies(History(place, data=data).find("orders")) == list(range(30))
+
+
 # --- conditions ---------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import plait
 from plait.broker import BrokerConfig
+from plait.client import steady
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, PlaitError, TooLarge
 from plait.limits import HEADERS_SIZE_MAX
@@ -179,13 +180,14 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *
             raise Killed
         return result
 
-    def save_then_die(*arguments: Any) -> Any:
+    def save_then_die(*arguments: Any, **named: Any) -> Any:
         now = due()
         if now and not after:
             raise Killed
-        original(*arguments)
+        result = original(*arguments, **named)
         if now:
             raise Killed
+        return result
 
     monkeypatch.setattr(owner, name, run_then_die if is_async else save_then_die)
 
@@ -227,6 +229,19 @@ async def test_whoever_goes_on_after_a_kill_sends_the_rest_and_nothing_twice(
     for key in ("order-0", "order-1", "order-2"):
         mine = [number for message in messages if message.key == key for number in numbers([message])]
         assert mine == sorted(mine)
+
+
+@pytest.mark.parametrize("call", range(2, 9))
+async def test_a_batch_of_which_some_partitions_have_their_part_is_completed(
+    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+):
+    """The process ends between the frames of a batch; those that left are stored."""
+    await target.admin.create_subject("copy", partitions=3)
+    state = tmp_path / "state.json"
+    await run_and_die(monkeypatch, history, target, state, steady, name="build_frame", call=call, after=False)
+    async with plait.connect(target._node._addresses) as client:
+        await replay_of(history, state=state).run(client)
+    assert sorted(numbers(await stored(target))) == list(range(30))
 
 
 async def test_what_was_archived_meanwhile_changes_nothing(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
+from plait.cli import spark_history
+from plait.cli.spark_selection import Where
 from plait.spark.history import History
 from plait.spark.live import SCHEMA
 from tests.spark.histories import thirty_messages
@@ -39,3 +44,15 @@ def test_spark_finds_what_a_lookup_finds(spark: SparkSession, history: History):
 
 def test_nothing_is_an_empty_frame(spark: SparkSession, history: History):
     assert dataframe(spark, history, history.selection("orders", until="2020-01-01")).count() == 0
+
+
+def test_the_command_reads_on_spark_where_it_is_asked_to(
+    spark: SparkSession, history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = Path(history.place).parent / "data"
+    where = Where(history.place, "orders", data=[data], key="order-1")
+    spark_history.history(where, spark=True, limit=3, output="json")
+    assert [json.loads(line)["sequence"] for line in capsys.readouterr().out.splitlines()] == [1, 4, 7]
+    spark_history.history(where, spark=True, parquet=tmp_path / "found")
+    assert capsys.readouterr().err.endswith(f"8 messages written to {tmp_path / 'found'}\n")
+    assert sorted(pq.read_table(tmp_path / "found")["sequence"].to_pylist()) == [1, 4, 7, 13, 16, 19, 22, 28]
