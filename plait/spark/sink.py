@@ -143,6 +143,7 @@ class _Writer:
     """What both kinds of writer share; pickled to the tasks and to the driver's commit."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType, *, overwrite: bool) -> None:
+        prepare_worker()
         self.options = WriteOptions.parse(options, to_arrow_schema(schema, timezone="UTC"), overwrite=overwrite)
 
     def _commit(self, query: str, batch: int, done: Sequence[TaskDone]) -> None:
@@ -162,6 +163,8 @@ class _Writer:
             log.warning("batch %d of query %s could not be called off: %s", batch, query, error)
 
     def _run(self, call: Callable[[Client], Awaitable[None]]) -> None:
+        prepare_worker()
+
         async def run() -> None:
             async with self.options.connect() as client:
                 await call(client)

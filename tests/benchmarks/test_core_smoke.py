@@ -17,7 +17,11 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite not in ("spark", "archive", "audit", "history")])
+#: They start Spark, which takes longer than all others together.
+SPARK = ("spark", "archive", "audit", "history", "sink")
+
+
+@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite not in SPARK])
 def test_a_suite_measures_what_it_is_for(suite: str):
     if suite == "redis":
         require_program("redis-server")
