@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pyspark
@@ -20,6 +20,7 @@ from plait.spark.session import find_runtime
 WORKERS = 2
 #: Two Javas that start at the same time on a busy machine.
 START_SECONDS = 120.0
+LOOK_SECONDS = 0.2
 _LOOPBACK = "127.0.0.1"
 
 
@@ -78,7 +79,8 @@ def _wait(processes: list[subprocess.Popen[bytes]], page: str, directory: Path) 
             state = {}
         if state.get("aliveworkers") == WORKERS:
             return
-        time.sleep(0.2)
+        with suppress(subprocess.TimeoutExpired):
+            processes[0].wait(LOOK_SECONDS)
 
 
 def _free_port() -> int:
