@@ -38,7 +38,9 @@ SUITES: dict[str, Suite] = {
     "handover": ordered_handover.handover,
     "spark": lambda smoke: _spark(smoke),
     "archive": lambda smoke: _archive(smoke),
+    "history": lambda smoke: _history(smoke),
     "sink": lambda smoke: _sink(smoke),
+    "audit": lambda smoke: _audit(smoke),
 }
 
 
@@ -47,6 +49,12 @@ def _spark(smoke: bool) -> Iterator[Result]:
     from benchmarks import spark_scan
 
     return spark_scan.results(smoke)
+
+
+def _history(smoke: bool) -> Iterator[Result]:
+    from benchmarks import spark_history
+
+    return spark_history.results(smoke)
 
 
 def _archive(smoke: bool) -> Iterator[Result]:
@@ -59,6 +67,12 @@ def _sink(smoke: bool) -> Iterator[Result]:
     from benchmarks import spark_sink
 
     return spark_sink.results(smoke)
+
+
+def _audit(smoke: bool) -> Iterator[Result]:
+    from benchmarks import spark_audit
+
+    return spark_audit.results(smoke)
 
 
 def _scale(smoke: bool) -> throughput.Scale:

@@ -82,11 +82,12 @@ def write_plainly(source: str, target: str) -> int:
         pq.write_table(
             table.take(order),
             target,
-            row_group_size=files.ROW_GROUP_COUNT,
+            row_group_size=files.row_group_count(table),
             compression=files.COMPRESSION,
             compression_level=files.COMPRESSION_LEVEL,
             use_dictionary=["partition"],
             write_page_index=True,
+            write_page_checksum=True,
         )
     count: int = table.num_rows
     return count

@@ -55,6 +55,13 @@ class Steps:
         self._task = None
         self._look = 0
 
+    def total(self, total: int) -> None:
+        """It is known now how much the step is."""
+        if total != self._total:
+            self._total = total
+            if self._bars is not None and self._task is not None:
+                self._bars.update(self._task, total=total)
+
     def update(self, done: int) -> None:
         """So much of the step is done."""
         self._look -= 1

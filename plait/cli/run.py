@@ -39,7 +39,7 @@ app.command("plait.cli.group:app", name="group", help="List, describe and reset 
 app.command("plait.cli.dlq:app", name="dlq", help="List, show, resend and purge dead letters.")
 app.command("plait.cli.schedule:app", name="schedule", help="List, count, cancel and move delayed messages.")
 app.command("plait.cli.cluster:app", name="cluster", help="List the brokers of a cluster and set their states.")
-app.command("plait.cli.spark:app", name="spark", help="Archive data directories with Spark.")
+app.command("plait.cli.spark:app", name="spark", help="Archive, audit, look messages up, send them again.")
 app.command("plait.cli.bench:bench", name="bench", help="Measure throughput and latency in a few seconds.")
 app.command("plait.cli.doctor:doctor", name="doctor", help="Check a data directory and say what is damaged.")
 

@@ -1,10 +1,16 @@
-"""``plait spark``: jobs on the logs of a data directory and on archives of them. docs/archive.md tells users more."""
+"""``plait spark``: jobs on the logs of a data directory and on archives of them.
+
+docs/archive.md and docs/history.md tell users more.
+"""
 
 from __future__ import annotations
 
 from cyclopts import App
 
-app = App(name="spark", help="Archive a data directory.")
+app = App(name="spark", help="Archive data directories, audit them, look messages up, send them again.")
 app.command(
     "plait.cli.spark_archive:archive", name="archive", help="Archive the logs of a data directory as Parquet files."
 )
+app.command("plait.cli.spark_audit:audit", name="audit", help="Judge from the logs whether every promise was kept.")
+app.command("plait.cli.spark_history:history", name="history", help="Find messages in an archive and the live log.")
+app.command("plait.cli.spark_replay:replay", name="replay", help="Send messages of an archive and the live log again.")

@@ -109,6 +109,15 @@ async def finish_others(client: Client) -> int:
 
 async def carry_out(client: Client, decision: Decision) -> None:
     """Publish what was decided; returns when all of it is visible, durably."""
+    try:
+        await _carry_out(client, decision)
+    except Expired:
+        # Somebody else may have done all of it meanwhile, and cleaned up.
+        if not (await _decide(client, decision.query, decision.batch, [])).done:
+            raise
+
+
+async def _carry_out(client: Client, decision: Decision) -> None:
     for _ in range(ATTEMPTS):
         moved = await _publish(client, decision.staged)
         if not moved:

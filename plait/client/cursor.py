@@ -9,7 +9,7 @@ from plait.client.delivered import Delivered
 from plait.client.node import Node
 from plait.client.types import Message, PartitionName
 from plait.errors import Timeout, Unavailable
-from plait.frame.view import frames_in
+from plait.frame.view import FrameView, frames_in
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 
@@ -45,6 +45,13 @@ class Cursor:
             messages += delivered.messages(0, frame.count)
         self.position = ["sequence", answer.next]
         return messages
+
+    async def read_frames(self, count: int, wait: float) -> list[FrameView]:
+        """Up to ``count`` messages as the frames that hold them, verified."""
+        answer, payload = await self._ask(count, wait)
+        frames = [frame.verify() for frame in frames_in(payload)]
+        self.position = ["sequence", answer.next]
+        return frames
 
     async def _ask(self, count: int, wait: float) -> tuple[m.ReadReply, memoryview]:
         while True:

@@ -37,6 +37,8 @@ KILL_SHARE = 0.25
 PATIENCE_SECONDS = 30.0
 SPARK_SECONDS = 300.0
 POLL_SECONDS = 0.05
+#: The order whose history is looked up in the archive.
+LOOKED_UP = "order-0-0"
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -85,12 +87,14 @@ class Demo:
         self._returned = 0
         self._ordered: OrderedResult | None = None
         self._spark: dict[str, Any] | None = None
+        self._audited: dict[str, Any] | None = None
 
     async def run(self, stack: AsyncExitStack) -> None:
         screen, plan = self._screen, self._plan
         spark = None
         if plan.spark:
-            spark = await self.children.start("spark", "plait.demo.spark_check", str(self._data), SUBJECT)
+            places = str(self._data), SUBJECT, str(self._directory / "archive")
+            spark = await self.children.start("spark", "plait.demo.pipeline", *places)
             screen.say("Spark is starting beside it")
         node = await stack.enter_async_context(
             OwnNode(
@@ -228,19 +232,51 @@ class Demo:
                 raise DemoFailed(f"the node says that group {group.group!r} has lag {group.lag}, lost {group.lost}")
 
     async def _ask(self, spark: Child) -> None:
+        """Spark counts, archives and audits; a look into the archive needs none."""
         self._screen.say("Spark reads the log files")
         spark.say("go")
+        told: dict[str, Any] = {}
         try:
             async with asyncio.timeout(SPARK_SECONDS):
                 async for line in spark.lines():
                     if line.startswith("{"):
-                        self._spark = json.loads(line)
+                        told |= self._hear_spark(json.loads(line))
                 await spark.succeed()
         except TimeoutError:
             raise DemoFailed(f"Spark took longer than {SPARK_SECONDS:g} s: {spark.last_words()}") from None
-        if self._spark is None:
+        if not told.keys() >= {"counted", "archived", "audited"}:
             raise DemoFailed(f"Spark gave no answer: {spark.last_words()}")
-        self._screen.say(f"Spark counted {self._spark['messages']:,} messages of {self._spark['orders']:,} orders")
+        self._spark, self._audited = told["counted"], told["audited"]
+
+    def _hear_spark(self, told: dict[str, Any]) -> dict[str, Any]:
+        ((what, value),) = told.items()
+        say = self._screen.say
+        if what == "step":
+            say(f"Spark: {value}")
+        elif what == "counted":
+            say(f"Spark counted {value['messages']:,} messages of {value['orders']:,} orders")
+        elif what == "archived":
+            say(f"archived {value['messages']:,} messages and {value['events']:,} events in {value['files']} files")
+            self._look_up()
+        else:
+            say(
+                f"audited {value['messages']:,} messages of {value['subjects']} subjects in {value['groups']} groups: "
+                f"{value['acked']:,} acks, {value['redelivered']:,} redelivered, {value['dead']} dead letters"
+            )
+        return told
+
+    def _look_up(self) -> None:
+        """One order's events, from the archive."""
+        from plait.spark.history import History
+
+        begun = time.perf_counter()
+        with History(self._directory / "archive") as history:
+            found = history.find(SUBJECT, key=LOOKED_UP)
+        seconds = time.perf_counter() - begun
+        steps = [json.loads(body)["step"] for body in found["body"].to_pylist()]
+        if tuple(steps) != STEPS:
+            raise DemoFailed(f"the archive says of {LOOKED_UP}: {steps}, not {STEPS}")
+        self._screen.say(f"history of {LOOKED_UP} in {1000 * seconds:.0f} ms, without Java: {', '.join(steps)}")
 
     # --- waiting --------------------------------------------------------------------------------
 
@@ -296,6 +332,8 @@ class Demo:
             table.add_row("Spark", sent, f"{found['different']:,}", "", "", f"{lost:,}", kept)
         self._screen.table(table)
         self._show_ordered()
+        if self._audited is not None and self._audited["held"]:
+            self._screen.say("audit: every promise was kept")
 
     def _show_ordered(self) -> None:
         """The ordered consumers; handovers are of logical partitions, refused is what came too late."""
@@ -327,5 +365,7 @@ class Demo:
         }
         if self._spark is not None and self._spark != expected:
             wrong.append(f"Spark found {self._spark}, expected {expected}")
+        if self._audited is not None and not (self._audited["held"] and self._audited["judged"]):
+            wrong.append(f"the audit found {self._audited}")
         if wrong:
             raise DemoFailed("; ".join(wrong))

@@ -171,6 +171,7 @@ class Server(Listener):
             "groups": broker.group_count,
             "producers": len(broker.producers),
             "scheduled": broker.schedules.count,
+            "stages": len(broker.stages),
             "message_log_start": broker.message_log.start,
             "message_log_end": broker.message_log.end,
             "message_log_durable": broker.message_log.durable,

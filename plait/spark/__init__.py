@@ -13,9 +13,16 @@ from plait.spark.session import session
 from plait.spark.warmup import prepare
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import datetime
+    from os import PathLike
+
     from pyspark.sql import SparkSession
 
-__all__ = ["ArchiveReport", "SparkUnavailable", "archive", "prepare", "register", "session"]
+    from plait.spark.auditing.report import AuditReport
+    from plait.spark.running import Progress
+
+__all__ = ["ArchiveReport", "SparkUnavailable", "archive", "audit", "prepare", "register", "session"]
 
 
 def register(spark: SparkSession) -> None:
@@ -27,3 +34,39 @@ def register(spark: SparkSession) -> None:
 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(PlaitDataSource)
+
+
+def audit(
+    data: str | PathLike[str] | None = None,
+    *,
+    archive: str | None = None,
+    subjects: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    since: datetime | None = None,
+    until: datetime | None = None,
+    broker_group: str = "g1",
+    skip_damage: bool = False,
+    spark: SparkSession | None = None,
+    master: str | None = None,
+    progress: Progress | None = None,
+) -> AuditReport:
+    """Judge from the first-hand logs whether Plait kept its promises: of a data directory, or of an archive.
+
+    ``subjects`` are names, or beginnings and ``*`` (none: all), ``groups`` those of consumers (none: all); ``since``
+    and ``until`` choose messages by when they were stored. docs/audit.md says what each count of the report means.
+    """
+    from plait.spark.auditing.run import run_audit
+
+    return run_audit(
+        None if data is None else str(data),
+        archive,
+        subjects=subjects,
+        groups=groups,
+        since=since,
+        until=until,
+        broker_group=broker_group,
+        skip_damage=skip_damage,
+        spark=spark,
+        master=master,
+        progress=progress,
+    )

@@ -7,6 +7,7 @@ needs Spark. docs/archive.md describes the columns to users.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any, Final
 
 import msgspec
@@ -72,10 +73,15 @@ ACTION_SCHEMA: Final = pa.schema(
 
 #: Action numbers → how they are called; what a later version writes has its number for a name.
 _KNOWN: Final = {int(action): action.name.lower() for action in Action}
-_NAMES: Final = pa.array([_KNOWN.get(number, f"action_{number}") for number in range(256)], _TEXT)
 _NOT_OF_ROWS: Final = np.isin(np.arange(256), list(NOT_OF_ROWS))
 #: Of an ordered group these are about a consumer, all others about a strand.
 _OF_CONSUMERS: Final = np.isin(np.arange(256), [Action.LOCK, Action.OFFLINE, Action.FORGET_CONSUMER])
+
+
+@cache
+def _names() -> pa.Array:
+    """By action number. Made when needed: the first array of a process brings pandas in, which lookups do without."""
+    return pa.array([_KNOWN.get(number, f"action_{number}") for number in range(256)], _TEXT)
 
 
 class Names:
@@ -171,7 +177,7 @@ def _batch(frames: list[tuple[int, FrameView, npt.NDArray[Any]]], names: Names) 
     subject, partition, group, consumer = _names_of(events, names)
     columns = {
         "time": pa.array(np.where(is_due, written, events["time"]), pa.int64()).cast(_TIME),
-        "action": _NAMES.take(pa.array(action)),
+        "action": _names().take(pa.array(action)),
         "subject": subject,
         "partition": partition,
         "consumer_group": group,

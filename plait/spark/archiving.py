@@ -9,6 +9,7 @@ Promise: whenever a run ends, and however, each message and event is in the arch
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -43,6 +44,8 @@ from plait.storage.reader import LEAVE_OUT, MESSAGE_DIRECTORY
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+log = logging.getLogger("plait.spark")
 
 #: Files that one task reads back, at most: listing them costs little, a task more.
 VERIFY_FILES_MAX: Final = 50
@@ -152,7 +155,7 @@ class Archiver:
             other = "everything up to now" if now else "some subjects"
             raise InvalidArgument(f"whole segments and {other} exclude each other: leave out --raw or the other option")
         data, disk = _data_directory(data)
-        name, source = self._source(data, names.check("group", group), identity(disk), subjects)
+        name, source = self._source(data, names.check("group", group), _identity(data, disk), subjects)
         intake = Intake(data, group, source, now=now, fail_on_damage=not skip_damage)
         rounds = intake.raw_rounds(name) if raw else intake.rounds(wanted)
         for number, each in enumerate(rounds, 1):
@@ -167,10 +170,17 @@ class Archiver:
             reached = Archived(
                 max(source.message_offset, source.raw_message_offset),
                 max(source.action_offset, source.raw_action_offset),
-                self._archive.place,
+                self._archive.address,
                 self._manifest.number,
             )
-            write_archived(disk, reached)
+            try:
+                write_archived(disk, reached)
+            except OSError as error:
+                log.warning(
+                    "%s is archived, and cannot be told so (%s): a server with --archive-before-delete goes on waiting",
+                    data,
+                    error,
+                )
 
     def compact(self) -> None:
         """Make few large files of many small ones; the old ones go with the commit after this one."""
@@ -236,7 +246,7 @@ class Archiver:
             from plait.spark.session import session
 
             self._spark = session("plait-archive", master=self._master)
-        job = Job(self._archive.place, self._manifest.number + 1, source, tuple(tasks))
+        job = Job(self._archive.address, self._manifest.number + 1, source, tuple(tasks))
         return run_job(self._spark, job, step, self._progress)
 
     def _commit(self, sources: dict[str, Source], new: Iterable[ArchivedFile], old: Iterable[ArchivedFile]) -> None:
@@ -308,6 +318,16 @@ def _copied(source: Source, done: Round, facts: list[TaskFacts]) -> Source:
 
 def _reached(source: Source) -> tuple[int, ...]:
     return source.message_offset, source.action_offset, source.raw_message_offset, source.raw_action_offset
+
+
+def _identity(data: str, disk: RealDisk) -> str:
+    try:
+        return identity(disk)
+    except OSError as error:
+        raise DataDirError(
+            f"{data} has no name yet, and none can be written there ({error.strerror}): run it once as a user who may, "
+            "or start its server"
+        ) from error
 
 
 def _data_directory(data: str) -> tuple[str, RealDisk]:

@@ -23,6 +23,7 @@ from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
 from plait.frame.tables import expand_runs
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, MIB
+from plait.spark import header_types
 from plait.spark.picking import Picker
 from plait.storage.chunks import ChunkPartition
 
@@ -44,7 +45,8 @@ _RAW: Final = int(Codec.RAW)
 _CONST: Final = int(Codec.CONST)
 #: Two hexadecimal digits for each byte value.
 _HEX: Final = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
-_decode_headers = msgspec.msgpack.Decoder(dict[str, str | bool | int | float]).decode
+_Headers = dict[str, str | bool | int | float]
+_decode_headers = msgspec.msgpack.Decoder(_Headers).decode
 
 _Offsets = npt.NDArray[np.int32]
 
@@ -66,6 +68,7 @@ class Frames:
         if self.selected is not None and len(members) > 1:
             raise FrameError("a selection of rows is among other frames")
         self._keys: tuple[_Offsets, memoryview] | None = None
+        self._headers: list[_Headers | None] | None = None
 
     def has(self, column: int) -> bool:
         """Some frame has it."""
@@ -81,6 +84,12 @@ class Frames:
             self._keys = self.variable(Column.KEY)
             check.text(*self._keys, Column.KEY)
         return self._keys
+
+    def headers(self) -> list[_Headers | None] | None:
+        """Headers, decoded once for all columns that are made of them; None: no row has any."""
+        if self._headers is None and self.has(Column.HEADERS):
+            self._headers = _decoded(encoded_headers(self))
+        return self._headers
 
     def variable(self, column: int) -> tuple[_Offsets, memoryview]:
         """Offsets and data of a variable column; rows of frames without it are empty."""
@@ -208,17 +217,41 @@ def _tags(frames: Frames) -> pa.Array:
 
 
 def _headers(frames: Frames) -> pa.Array:
+    rows = frames.headers()
+    return pa.nulls(frames.count, _MAP) if rows is None else _maps(rows)
+
+
+def _header_types(frames: Frames) -> pa.Array:
+    rows = frames.headers()
+    return pa.nulls(frames.count, _TEXT) if rows is None else header_types.letters_of(rows)
+
+
+def encoded_headers(frames: Frames) -> pa.Array:
+    """Headers as they were sent, a msgpack map a row; null: none."""
     if not frames.has(Column.HEADERS):
-        return pa.nulls(frames.count, _MAP)
-    encoded = _binary(*frames.variable(Column.HEADERS)).to_pylist()
+        return pa.nulls(frames.count, pa.binary())
+    return _nullable(pa.binary(), *frames.variable(Column.HEADERS))
+
+
+def header_maps(encoded: pa.Array) -> pa.Array:
+    """The same as the source's column: names and the text of their values."""
+    if encoded.null_count == len(encoded):
+        return pa.nulls(len(encoded), _MAP)
+    return _maps(_decoded(encoded))
+
+
+def _decoded(encoded: pa.Array) -> list[_Headers | None]:
     try:
-        rows = [_header_texts(_decode_headers(row)) if row else None for row in encoded]
+        return [None if row is None else _decode_headers(row) for row in encoded.to_pylist()]
     except msgspec.MsgspecError as error:
         raise FrameError(f"headers do not decode: {error}") from None
-    return pa.array(rows, _MAP)
 
 
-def _header_texts(headers: dict[str, str | bool | int | float]) -> list[tuple[str, str]]:
+def _maps(rows: list[_Headers | None]) -> pa.Array:
+    return pa.array([None if row is None else _header_texts(row) for row in rows], _MAP)
+
+
+def _header_texts(headers: _Headers) -> list[tuple[str, str]]:
     return [(name, str(value).lower() if isinstance(value, bool) else str(value)) for name, value in headers.items()]
 
 
@@ -278,8 +311,13 @@ COLUMNS: Final[dict[str, SparkColumn]] = {
     "logical_partition": SparkColumn(pa.int32(), True, _logical_partition),
 }
 
-#: The same, and what archives hold beside them: sequences are told apart by it that a damaged log gave out twice.
-STORED_COLUMNS: Final[dict[str, SparkColumn]] = {**COLUMNS, "epoch": SparkColumn(pa.int64(), False, _epoch)}
+#: The same, and what archives hold beside them: what the headers' text was, so that a message can be sent again as it
+#: was, and the epoch, by which sequences are told apart that a damaged log gave out twice.
+STORED_COLUMNS: Final[dict[str, SparkColumn]] = {
+    **COLUMNS,
+    header_types.COLUMN: SparkColumn(_TEXT, True, _header_types),
+    "epoch": SparkColumn(pa.int64(), False, _epoch),
+}
 
 
 # --- batches ------------------------------------------------------------------------------------

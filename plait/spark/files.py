@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from plait import chance
 from plait.errors import ArchiveError
+from plait.limits import MIB
 from plait.spark.columns import STORED_COLUMNS
 from plait.spark.digest import PARTITION, Digest, bounds, checksum_of, message_digests, taken
 from plait.spark.manifest import Archive, ArchivedFile, actions_directory, subject_directory
@@ -27,8 +28,10 @@ from plait.spark.manifest import Archive, ArchivedFile, actions_directory, subje
 #: Level 3 takes a third longer than level 1 and saves a few hundredths of the size (docs/archive.md has figures).
 COMPRESSION: Final = "zstd"
 COMPRESSION_LEVEL: Final = 1
-#: A point lookup reads one row group; each costs a few hundred bytes of statistics.
-ROW_GROUP_COUNT: Final = 32_768
+#: A point lookup reads one row group of a file, all columns of it: with twice as many rows it takes twice as long. Each
+#: row group costs about 1.5 KB of statistics, which is little beside so many rows, or so many bytes of them.
+ROW_GROUP_COUNT: Final = 8_192
+ROW_GROUP_SIZE: Final = 2 * MIB
 DAY_MICROS: Final = 86_400_000_000
 
 #: What the path says is not a column.
@@ -69,6 +72,12 @@ def _ranks(encoded: pa.DictionaryArray) -> Any:
     places[-1] = len(order)
     codes = encoded.indices.fill_null(len(order)) if encoded.indices.null_count else encoded.indices
     return places[codes.to_numpy()]
+
+
+def row_group_count(table: pa.Table) -> int:
+    """Rows of a row group in a file of these."""
+    fitting: int = ROW_GROUP_SIZE * table.num_rows // max(table.nbytes, 1)
+    return max(1, min(ROW_GROUP_COUNT, fitting))
 
 
 class FileWriter:
@@ -171,12 +180,14 @@ class FileWriter:
             table,
             path,
             filesystem=archive.files,
-            row_group_size=ROW_GROUP_COUNT,
+            row_group_size=row_group_count(table),
             compression=COMPRESSION,
             compression_level=COMPRESSION_LEVEL,
             use_dictionary=dictionaries,
             write_statistics=True,
             write_page_index=True,
+            # Who reads a few rows looks at a few pages, and must know that they are whole.
+            write_page_checksum=True,
         )
         size: int = archive.files.get_file_info(path).size
         return size

@@ -179,6 +179,11 @@ class Archive:
             raise ArchiveError(f"archive {text!r} cannot be reached: {_first_line(error)}") from error
         return cls(files, root, text)
 
+    @property
+    def address(self) -> str:
+        """As other processes find it, wherever they were started."""
+        return self.place if "://" in self.place else self.root
+
     def path(self, relative: str) -> str:
         """A path below the archive, as its file system knows it."""
         return f"{self.root}/{relative}" if relative else self.root

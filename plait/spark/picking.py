@@ -1,10 +1,13 @@
 """Rows that a filter on keys or message ids asks for, found before any column is made of their frame.
 
 Keys are found by their hashes, which every frame with keys has beside them. Another key of the same hash is let
-through: Spark applies the filter itself again.
+through: the filter itself is applied again. Of a hash only what tells keys apart counts: where a send moved to another
+partition, the rest, its logical partition, is not the key's own.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -13,14 +16,17 @@ from plait.client.rows import hash_keys
 from plait.frame.columns import Column
 from plait.frame.tables import expand_runs
 from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.chunks import Wanted
+
+_LP_BITS: Final = np.uint64(LOGICAL_PARTITIONS.bit_length() - 1)
 
 
 class Picker:
     """Says which rows of a frame may be asked for."""
 
     def __init__(self, wanted: Wanted) -> None:
-        self._hashes = None if wanted.keys is None else hash_keys(wanted.keys, len(wanted.keys))
+        self._hashes = None if wanted.keys is None else hash_keys(wanted.keys, len(wanted.keys)) >> _LP_BITS
         self._ids = wanted.message_ids
 
     @classmethod
@@ -44,7 +50,7 @@ class Picker:
     def _rows_by_key(view: FrameView, hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
         if not view.has(Column.KEY_HASH):
             return np.zeros(view.count, bool)
-        values = view.values(Column.KEY_HASH)
+        values = view.values(Column.KEY_HASH) >> _LP_BITS
         found = values == hashes[0] if len(hashes) == 1 else np.isin(values, hashes)
         return found if len(found) == view.count else np.full(view.count, bool(found.any()))
 

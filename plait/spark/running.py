@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
 
 from plait import chance
-from plait.errors import from_code
+from plait.errors import ArchiveError, from_code
 from plait.spark.tasks import Job, TaskFacts
 
 if TYPE_CHECKING:
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: How often Spark is asked how far it is.
 LOOK_SECONDS: Final = 0.5
+#: Of what Spark says about a failure: its first words name the cause, thousands more the way there.
+SHOWN_LENGTH_MAX: Final = 1_000
 
 
 class Progress(Protocol):
@@ -49,11 +51,25 @@ def run_job(spark: SparkSession, job: Job, step: str, progress: Progress | None 
         except BaseException:
             context.cancelJobGroup(group)
             raise
-        facts = running.result()
+        facts = _result(running)
     for fact in facts:
         if fact.error is not None:
             raise from_code(*fact.error)
     return facts
+
+
+def _result(running: Future[list[TaskFacts]]) -> list[TaskFacts]:
+    """What a job gave; what Spark itself has to say about its end in one line."""
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+    from pyspark.errors import PySparkException
+
+    try:
+        return running.result()
+    except (PySparkException, Py4JError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ArchiveError(
+            f"Spark did not end its tasks; nothing was committed, run again: {' '.join(lines)[:SHOWN_LENGTH_MAX]}"
+        ) from error
 
 
 def _done(spark: SparkSession, group: str, job: Job) -> int:

@@ -37,6 +37,9 @@ _OPTIONS = ("server", "subject", "compression", "checkpointLocation", "path")
 #: Where Spark tells a task which batch of which query it works for.
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
+#: Which batches of a stream look after what other drivers have left undone (a save always does), and for how long.
+OTHERS_EVERY = 50
+OTHERS_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -146,10 +149,8 @@ class _Writer:
         async def commit(client: Client) -> None:
             if not await committing.commit(client, query, batch, _stages(done)):
                 log.info("batch %d of query %s was committed before", batch, query)
-            try:
-                await committing.finish_others(client)
-            except PlaitError as error:
-                log.warning("what other drivers have left undone stays so: %s", error)
+            if batch % OTHERS_EVERY == 0:
+                await _finish_others(client)
 
         self._run(commit)
 
@@ -209,6 +210,17 @@ class PlaitStreamWriter(_Writer, DataSourceStreamArrowWriter):
         """Some task of a batch failed for good: nobody sees what the others wrote."""
         if done := _done(messages):
             self._abort(done[0].query, batchId, done)
+
+
+async def _finish_others(client: Client) -> None:
+    """What other drivers have left undone is done, unless it takes long: their broker may be away."""
+    try:
+        async with asyncio.timeout(OTHERS_SECONDS):
+            await committing.finish_others(client)
+    except TimeoutError:
+        log.warning("what other drivers have left undone stays so: it takes longer than %g s", OTHERS_SECONDS)
+    except PlaitError as error:
+        log.warning("what other drivers have left undone stays so: %s", error)
 
 
 def _done(messages: Sequence[WriterCommitMessage | None]) -> list[TaskDone]:

@@ -351,3 +351,8 @@ class Job:
             return task.run(FileWriter(Archive.at(self.place), self.number, self.source))
         except PlaitError as error:
             return TaskFacts(error=(error.code, error.message))
+        except (pa.ArrowException, OSError) as error:
+            # A full disk, a missing right, a file system that does not answer.
+            reason = str(error).partition("\n")[0]
+            message = f"{self.place} cannot be written: {reason}; nothing was committed, run again when it can"
+            return TaskFacts(error=(ArchiveError.code, message))

@@ -17,7 +17,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite not in ("spark", "archive")])
+@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite not in ("spark", "archive", "audit", "history")])
 def test_a_suite_measures_what_it_is_for(suite: str):
     if suite == "redis":
         require_program("redis-server")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
+from tests.sim.sink_cluster import SinkCluster
 from tests.support.deep import Cycles
 
 #: Seeds of one cycle: enough for two processes to be busy, few enough to be run again when a run is interrupted.
@@ -49,6 +50,10 @@ def ordered(seed: int, number: int) -> str:
     return outcome(f"OrderedCluster({seed + number}, {seconds=})", OrderedCluster(seed + number, seconds=seconds).run)
 
 
+def sink(seed: int, number: int) -> str:
+    return outcome(f"SinkCluster({seed + number})", SinkCluster(seed + number).run)
+
+
 def outcome(name: str, run: Callable[[], object]) -> str:
     """What went wrong; nothing if all went well."""
     try:
@@ -59,7 +64,7 @@ def outcome(name: str, run: Callable[[], object]) -> str:
 
 
 @pytest.mark.deep("sim")
-@pytest.mark.parametrize("run", [ordered, shared_async, shared_sync])
+@pytest.mark.parametrize("run", [ordered, sink, shared_async, shared_sync])
 def test_a_cluster_survives_two_thousand_seeds(
     seed: int, cycles: Cycles, processes: ProcessPoolExecutor, run: Callable[[int, int], str]
 ):

@@ -11,7 +11,7 @@ import pyarrow as pa
 from plait.client.rows import hash_keys
 from plait.errors import from_code
 from plait.spark import archiving
-from plait.spark.archiving import Archiver, ArchiveReport
+from plait.spark.archiving import ArchiveReport
 from plait.spark.columns import STORED_COLUMNS, record_batches
 from plait.spark.files import read_file
 from plait.spark.manifest import Archive, Manifest
@@ -22,6 +22,7 @@ from plait.storage.reader import open_log
 from tests.support.broker_node import Node, Producer
 
 SCHEMA = pa.schema([pa.field(name, column.type, column.nullable) for name, column in STORED_COLUMNS.items()])
+DAY = 86_400.0
 
 
 class Filler:
@@ -50,6 +51,24 @@ class Filler:
 
     def stop(self) -> None:
         self.node.broker.stop()
+
+
+def three_days(root: Path) -> Path:
+    """A data directory with three subjects over three days, in many segments of both logs."""
+    filler = Filler(root)
+    filler.rounds(40, ("orders", "refunds"), seconds=DAY / 20)
+    filler.rounds(2, ("rare",))
+    filler.stop()
+    return root
+
+
+def damage(path: Path, after: int = 2000) -> int:
+    """Change a frame of a segment; where it is."""
+    content = bytearray(path.read_bytes())
+    offset = content.index(b"PL", after)
+    content[offset + 90] ^= 0xFF
+    path.write_bytes(content)
+    return offset
 
 
 def log_rows(root: Path) -> list[dict[str, Any]]:
@@ -104,15 +123,3 @@ def files_below(to: Path) -> Iterator[str]:
     for path in sorted(to.rglob("*")):
         if path.is_file() and "_plait" not in path.parts:
             yield str(path.relative_to(to))
-
-
-__all__ = [
-    "Archiver",
-    "Filler",
-    "archive_here",
-    "archived_events",
-    "archived_rows",
-    "files_below",
-    "log_rows",
-    "run_here",
-]

@@ -9,7 +9,7 @@ import asyncio
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -21,7 +21,7 @@ from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirErro
 from plait.server import Server
 from plait.server.standing import database_in
 from plait.spark import archiving, intake, tasks
-from plait.spark.archiving import Archiver, archive
+from plait.spark.archiving import Archiver
 from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.manifest import Archive, Manifest
 from plait.storage.archived import read_archived
@@ -31,16 +31,13 @@ from tests.spark.archives import (
     archive_here,
     archived_events,
     archived_rows,
+    damage,
     files_below,
     log_rows,
     run_here,
+    three_days,
 )
 from tests.support.broker_node import Node, Producer
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
-
-DAY = 86_400.0
 
 
 @pytest.fixture
@@ -51,12 +48,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Three subjects over three days, in many segments of both logs, none of them full of anything else."""
-    filler = Filler(tmp_path / "data")
-    filler.rounds(40, ("orders", "refunds"), seconds=DAY / 20)
-    filler.rounds(2, ("rare",))
-    filler.stop()
-    return tmp_path / "data"
+    """Three subjects over three days."""
+    return three_days(tmp_path / "data")
 
 
 # --- what is archived ---------------------------------------------------------------------------
@@ -237,14 +230,6 @@ def test_an_older_copy_of_a_directory_is_refused(here: None, tmp_path: Path):
 # --- damage -------------------------------------------------------------------------------------
 
 
-def damage(path: Path, after: int = 2000) -> int:
-    content = bytearray(path.read_bytes())
-    offset = content.index(b"PL", after)
-    content[offset + 90] ^= 0xFF
-    path.write_bytes(content)
-    return offset
-
-
 def test_damage_fails_the_run_and_nothing_is_committed(here: None, data: Path, tmp_path: Path):
     to = tmp_path / "archive"
     path = sorted((data / "message").iterdir())[0]
@@ -390,6 +375,46 @@ def test_the_directory_is_told_how_far_it_is_archived(here: None, data: Path, tm
     assert read_archived(RealDisk(data)) == told, "also where the run before ended too early to tell"
 
 
+def test_a_directory_that_cannot_be_told_is_archived_all_the_same(
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(archiving, "write_archived", refuse)
+    assert archive_here(data, tmp_path / "archive", now=True).messages == 246
+    assert "cannot be told so" in caplog.text
+    monkeypatch.setattr(archiving, "identity", refuse)
+    with pytest.raises(DataDirError, match=r"has no name yet.*Permission denied"):
+        archive_here(data, tmp_path / "archive", now=True)
+
+
+def test_an_archive_that_cannot_be_written_is_told_in_one_line(
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("plait.spark.files.pq.write_table", full)
+    with pytest.raises(ArchiveError, match=r"cannot be written: .*No space left.*nothing was committed"):
+        archive_here(data, tmp_path / "archive", now=True)
+
+
+def test_tasks_find_the_archive_wherever_they_run(
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    seen: list[str] = []
+
+    def elsewhere(spark: object, job: Any, *rest: Any) -> Any:
+        seen.append(job.place)
+        return run_here(spark, job, *rest)
+
+    monkeypatch.setattr(archiving, "run_job", elsewhere)
+    archive_here(Path("data"), "archive", now=True)
+    assert seen == [str(tmp_path / "archive")] == [read_archived(RealDisk(data)).archive]
+
+
 # --- merging, reading back, whole segments ------------------------------------------------------
 
 
@@ -517,31 +542,3 @@ async def test_a_live_servers_messages_and_what_was_done_with_them_are_archived(
     assert (cancel["subject"], cancel["consumer_group"]) == ("orders", None)
     assert cancel["due"] is not None
     assert {row["subject"] for row in events} == {"orders"}
-
-
-# --- with Spark ---------------------------------------------------------------------------------
-
-
-def test_spark_runs_the_tasks_and_reads_the_archive(spark: SparkSession, data: Path, tmp_path: Path):
-    to = tmp_path / "archive"
-    told: list[tuple[str, int | None]] = []
-
-    class Told:
-        def step(self, name: str, total: int | None = None, unit: str = "") -> None:
-            told.append((name, total))
-
-        def update(self, done: int) -> None:
-            told.append(("", done))
-
-    report = archive(data, to, spark=spark, now=True, verify=True, progress=Told())
-    assert archived_rows(to) == log_rows(data)
-    assert (report.messages, report.verified) == (246, report.files)
-    assert [name for name, _ in told if name] == ["archiving messages and events", "reading the archive back"]
-    assert told[0][1] is not None
-    rows = spark.read.parquet(str(to / "messages"))
-    counts = {row["subject"]: row["count"] for row in rows.groupBy("subject").count().collect()}
-    assert counts == {"orders": 120, "refunds": 120, "rare": 6}
-    assert spark.read.parquet(str(to / "actions")).where("action = 'ack'").count() == 40
-    damage(sorted((data / "message").iterdir())[0])
-    with pytest.raises(DamageError, match="is damaged"):
-        archive(data, tmp_path / "other", spark=spark, now=True)

@@ -74,9 +74,8 @@ class Killing:
         (source,) = manifest.sources.values()
         assert read_archived(RealDisk(self.data)).message_offset == source.message_offset
         # What the manifest before this one names may still be read by somebody.
-        named = {
-            file.path for n in (manifest.number, manifest.number - 1) for file in Archive.at(self.to).read(n).files
-        }
+        last_two = Archive.at(self.to).numbers()[-2:]
+        named = {file.path for number in last_two for file in Archive.at(self.to).read(number).files}
         assert set(files_below(self.to)) <= named
 
 

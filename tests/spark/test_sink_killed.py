@@ -10,7 +10,7 @@ from tests.support.require import require_package
 from tests.support.sink_chaos import SinkChaos
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_a_stream_whose_driver_and_broker_are_killed_writes_every_message_once(tmp_path: Path, seed: int):
     require_package("pyspark", extra="spark")
     chaos = SinkChaos(tmp_path, seed, kills=3)

@@ -5,12 +5,25 @@ from __future__ import annotations
 import msgspec
 
 from plait.frame.view import FrameView
-from plait.storage.catalog import CATALOG, PartitionRow, SubjectSettings, catalog_frame, read_rows
+from plait.storage.catalog import (
+    CATALOG,
+    SCHEDULE,
+    STAGE,
+    PartitionRow,
+    Stage,
+    SubjectSettings,
+    catalog_frame,
+    read_rows,
+)
+from plait.storage.chunks import Wanted
 
 ROWS = [
     PartitionRow(1, "orders", "orders", 5, SubjectSettings(retention_seconds=60.0, retention_bytes=1 << 30)),
     PartitionRow(2, "müll", "müll", 6, deleted=True),
     PartitionRow(3, "plain", "plain", 7),
+    PartitionRow(
+        4, "orders", "orders", 8, kind=STAGE, stage=Stage((1 << 63) - 1, "q", 7, delayed=True, state="expired")
+    ),
 ]
 
 
@@ -28,3 +41,10 @@ def test_a_row_of_a_later_version_with_more_fields_can_be_read():
     row = Later(1, "orders", "orders", 5, colour="blue")
     data = msgspec.msgpack.encode(row)
     assert msgspec.msgpack.decode(data, type=PartitionRow) == PartitionRow(1, "orders", "orders", 5)
+
+
+def test_who_reads_files_does_not_see_what_waits_or_is_staged():
+    wanted = Wanted(frozenset({"orders"}))
+    assert wanted.covers(ROWS[0])
+    for kind in (SCHEDULE, STAGE):
+        assert not wanted.covers(PartitionRow(5, "orders", "orders", 9, kind=kind))

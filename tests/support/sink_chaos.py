@@ -1,7 +1,6 @@
-"""A streaming query into a subject, whose driver and whose broker are killed at any moment; and what comes of it.
+"""A streaming query from one subject to another, whose driver and whose broker are killed at any moment.
 
-Two files make a batch, and each has keys of its own, so that the order of every key is known for the whole run. At the
-end everything has to be there once, and each key in order.
+At the end everything has to be there once, and each key in the order in which it was sent.
 """
 
 from __future__ import annotations
@@ -16,24 +15,21 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 import plait.sync
 from tests.support.process import ServerProcess
 
-SUBJECT = "sink"
+SOURCE, TARGET = "in", "out"
 #: Only a driver that hangs takes longer for its part of the run.
 LIFE_SECONDS = 240.0
-KEYS = 5
+KEYS = 10
 
 
 class Driver:
     """One life of the driver."""
 
-    def __init__(self, address: str, directory: Path) -> None:
-        command = [sys.executable, "-P", "-m", "tests.support.sink_driver", address, SUBJECT]
-        command += [str(directory / "in"), str(directory / "checkpoint")]
+    def __init__(self, address: str, directory: Path, rows: int) -> None:
+        command = [sys.executable, "-P", "-m", "tests.support.sink_driver", address, SOURCE, TARGET]
+        command += [str(directory / "checkpoint"), str(rows)]
         self._log = (directory / "driver.log").open("ab")
         # A group of its own: Java goes with it, and the Python workers follow Java.
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True)
@@ -60,24 +56,26 @@ class Driver:
 class SinkChaos:
     """One run with so many kills, from a seed."""
 
-    def __init__(self, directory: Path, seed: int, *, kills: int, batches: int = 12, rows: int = 400) -> None:
+    def __init__(self, directory: Path, seed: int, *, kills: int, batches: int = 12, rows: int = 800) -> None:
         self._directory = directory
         self._draw = random.Random(seed)
         self._kills = kills
-        self._files = 2 * batches
         self._rows = rows
+        self._total = batches * rows
         self.killed: Counter[str] = Counter()
         self.lives = 0
 
     def run(self) -> None:
         """Raises when a message is missing, is there twice, or out of order."""
-        self._write_files()
         with ServerProcess(self._directory / "data", flush="sync") as server:
             server.start()
             with plait.sync.connect(server.address) as client:
-                client.admin.create_subject(SUBJECT, partitions=2)
+                for subject in (SOURCE, TARGET):
+                    client.admin.create_subject(subject, partitions=2)
+                keys = [f"k{n % KEYS}" for n in range(self._total)]
+                client.send_many(SOURCE, [b"%d" % n for n in range(self._total)], keys=keys)
                 # The moments differ in how far the run has come, and in what the driver does just then.
-                marks = sorted(self._draw.randrange(self._files * self._rows) for _ in range(self._kills))
+                marks = sorted(self._draw.randrange(self._total) for _ in range(self._kills))
                 driver = self._driver(server)
                 try:
                     for mark in marks:
@@ -89,7 +87,7 @@ class SinkChaos:
 
     def _driver(self, server: ServerProcess) -> Driver:
         self.lives += 1
-        return Driver(server.address, self._directory)
+        return Driver(server.address, self._directory, self._rows)
 
     def _strike(self, server: ServerProcess, client: plait.sync.Client, driver: Driver, mark: int) -> Driver:
         """Kill the driver or the broker when about so many messages are visible."""
@@ -111,7 +109,7 @@ class SinkChaos:
         """Until so many messages are visible; False: the driver has ended before."""
         deadline = time.monotonic() + LIFE_SECONDS
         seen = 0
-        with client.reader(SUBJECT, start="earliest") as reader:
+        with client.reader(TARGET, start="earliest") as reader:
             while driver.code is None:
                 assert time.monotonic() < deadline, self._log()
                 if seen >= mark:
@@ -134,26 +132,15 @@ class SinkChaos:
     def _log(self) -> str:
         return (self._directory / "driver.log").read_text()[-6000:]
 
-    def _write_files(self) -> None:
-        source = self._directory / "in"
-        source.mkdir()
-        for number in range(self._files):
-            keys = [f"{'even' if number % 2 == 0 else 'odd'}{n % KEYS}" for n in range(self._rows)]
-            bodies = [f"{number}:{n}" for n in range(self._rows)]
-            path = source / f"{number:04d}.parquet"
-            pq.write_table(pa.table({"key": keys, "body": bodies}), path)
-            # Spark takes the oldest first.
-            os.utime(path, (1_700_000_000 + number, 1_700_000_000 + number))
-
     def _check(self, client: plait.sync.Client) -> None:
-        found: dict[str | None, list[tuple[int, ...]]] = defaultdict(list)
-        with client.reader(SUBJECT, start="earliest") as reader:
+        found: dict[str | None, list[int]] = defaultdict(list)
+        with client.reader(TARGET, start="earliest") as reader:
             while batch := reader.fetch(10_000, wait=0.0):
                 for message in batch:
-                    found[message.key].append(tuple(map(int, message.body.decode().split(":"))))
-        all_rows = Counter(row for rows in found.values() for row in rows)
-        wanted = {(number, n) for number in range(self._files) for n in range(self._rows)}
-        assert set(all_rows) == wanted, f"{len(wanted - set(all_rows))} messages are missing"
-        assert max(all_rows.values()) == 1, f"{all_rows.most_common(3)} came more than once"
-        for key, rows in found.items():
-            assert rows == sorted(rows), f"the messages of {key} are out of order"
+                    found[message.key].append(int(message.body))
+        counts = Counter(number for numbers in found.values() for number in numbers)
+        wanted = set(range(self._total))
+        assert set(counts) == wanted, f"{len(wanted - set(counts))} messages are missing"
+        assert max(counts.values()) == 1, f"{counts.most_common(3)} came more than once"
+        for key, numbers in found.items():
+            assert numbers == sorted(numbers), f"the messages of {key} are out of order"

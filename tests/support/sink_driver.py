@@ -1,7 +1,7 @@
-"""A driver of a streaming query, as a process that can be killed: files in, messages out.
+"""A driver of a streaming query from one subject to another, as a process that can be killed.
 
-``python -m tests.support.sink_driver ADDRESS SUBJECT SOURCE CHECKPOINT`` goes through all files there are, two a batch
-with a task each, and ends.
+``python -m tests.support.sink_driver ADDRESS SOURCE TARGET CHECKPOINT ROWS`` copies all messages there are, so many a
+batch, and ends.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ import sys
 
 import plait.spark
 
-#: Starting quickly matters more than running quickly; and each file is a task of its own.
-CONFIG = {
-    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
-    "spark.sql.files.maxPartitionBytes": 1 << 26,
-    "spark.sql.files.openCostInBytes": 1 << 26,
-}
+#: Starting quickly matters more than running quickly.
+CONFIG = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 
 
-def main(address: str, subject: str, source: str, checkpoint: str) -> None:
+def main(address: str, source: str, target: str, checkpoint: str, rows: str) -> None:
     spark = plait.spark.session("sink-driver", master="local[2]", config=CONFIG)
-    files = spark.readStream.schema("key string, body string").option("maxFilesPerTrigger", 2).parquet(source)
-    query = (
-        files.writeStream.format("plait")
+    messages = (
+        spark.readStream.format("plait")
         .option("server", address)
-        .option("subject", subject)
+        .option("subject", source)
+        .option("columns", "key,body")
+        .option("maxMessagesPerTrigger", rows)
+        .load()
+    )
+    query = (
+        messages.writeStream.format("plait")
+        .option("server", address)
+        .option("subject", target)
         .option("checkpointLocation", checkpoint)
         .trigger(availableNow=True)
         .start()

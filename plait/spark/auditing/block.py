@@ -1,0 +1,108 @@
+"""One block's work: some rows of a partition against the events of its groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from plait.frame.lp import NO_KEY_HASH
+from plait.limits import LOGICAL_PARTITIONS
+from plait.spark.auditing import tally
+from plait.spark.auditing.events import Events
+from plait.spark.auditing.groups import GroupFacts
+from plait.spark.auditing.judging import Fate, Verdict, judge
+from plait.spark.auditing.order import out_of_order
+from plait.spark.auditing.rows import Rows
+from plait.spark.auditing.tally import Tally, latency_bins
+from plait.spark.auditing.touches import touches
+
+#: Keys that a block names of those it has most of: one that is hot in most blocks is among them.
+KEYS_MAX: Final = 64
+#: Broken promises that a block names one by one.
+EXAMPLES_MAX: Final = 5
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Moments on the axis of time: ``count`` of them, each ``width`` microseconds long."""
+
+    start: int
+    width: int
+    count: int
+
+    def moments(self, times: np.ndarray[tuple[int], np.dtype[np.int64]]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """The moment of each time; what lies before or behind is in the first or last."""
+        return np.clip((times - self.start) // self.width, 0, self.count - 1)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one partition, how to find the text of a row's key, and the events of a group about them."""
+
+    partition: int
+    rows: Rows
+    key_of: Callable[[int], str]
+    events_of: Callable[[GroupFacts], Events]
+
+
+def audit_block(block: Block, groups: Iterable[GroupFacts], scale: Scale, begins: int, facts: Tally) -> None:
+    """Add what a block says of its partition and of each group."""
+    rows = block.rows
+    if not len(rows):
+        return
+    facts.add(tally.ROWS, block.partition, "", len(rows))
+    _add_keys(block, facts)
+    for group in groups:
+        events = block.events_of(group)
+        verdict = judge(rows, events, touches(rows, events, group), group, begins=begins)
+        _add_order(rows, verdict, group, facts)
+        _add_verdict(rows, verdict, group, facts)
+        _add_times(rows, events, verdict, group, scale, facts)
+
+
+def _add_keys(block: Block, facts: Tally) -> None:
+    rows = block.rows
+    facts.histogram(tally.SLOT, block.partition, rows.lps.astype(np.int64) % LOGICAL_PARTITIONS)
+    if rows.hashes is None:
+        return
+    hashes, firsts, counts = np.unique(rows.hashes, return_index=True, return_counts=True)
+    keyed = hashes != NO_KEY_HASH
+    firsts, counts = firsts[keyed], counts[keyed]
+    most = np.argsort(-counts, kind="stable")[:KEYS_MAX]
+    names = [block.key_of(int(row)) for row in firsts[most]]
+    facts.add_many(tally.KEY, block.partition, names, np.zeros(len(most), np.int64), counts[most])
+
+
+def _add_order(rows: Rows, verdict: Verdict, group: GroupFacts, facts: Tally) -> None:
+    wrong, times = out_of_order(rows, verdict)
+    if group.whole or not group.ordered:
+        verdict.broken["out_of_order"] = wrong
+    if group.ordered and not group.affinity and group.whole:
+        first = np.full(len(times.hashes), rows.sequences[0], np.int64)
+        keys = times.hashes.view(np.int64)
+        facts.add_many(tally.ORDER, group.id, "", keys, first, (times.earliest, times.latest))
+
+
+def _add_verdict(rows: Rows, verdict: Verdict, group: GroupFacts, facts: Tally) -> None:
+    counts = np.bincount(verdict.fates, minlength=len(Fate))
+    for fate in Fate:
+        facts.add(tally.FATE, group.id, fate.name.lower(), int(counts[fate]))
+    for name, numbers in verdict.broken.items():
+        facts.add(tally.BROKEN, group.id, name, len(numbers))
+        shown = rows.sequences[numbers[:EXAMPLES_MAX]]
+        facts.add_many(tally.EXAMPLE, group.id, name, shown, np.ones(len(shown), np.int64))
+    for name, count in verdict.counts.items():
+        facts.add(tally.COUNT, group.id, name, count)
+
+
+def _add_times(rows: Rows, events: Events, verdict: Verdict, group: GroupFacts, scale: Scale, facts: Tally) -> None:
+    of_group = rows.sequences >= group.first
+    facts.histogram(tally.STORED, group.id, scale.moments(rows.store_times[of_group]))
+    settled = of_group & (verdict.settled_by >= 0)
+    facts.histogram(tally.SETTLED, group.id, scale.moments(events["time"][verdict.settled_by[settled]]))
+    acked = verdict.first_acks >= 0
+    waited = events["time"][verdict.first_acks[acked]] - rows.send_times[acked]
+    facts.histogram(tally.LATENCY, group.id, latency_bins(waited))

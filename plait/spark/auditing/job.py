@@ -1,0 +1,146 @@
+"""The audit as a Spark job: the driver plans and adds up, tasks judge a block each. What crosses Java is small.
+
+Only the order of keys over several blocks needs a shuffle, of two numbers for each key that a block has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait import chance
+from plait.errors import PlaitError, from_code
+from plait.spark.auditing import tally
+from plait.spark.auditing.block import audit_block
+from plait.spark.auditing.groups import GroupFacts
+from plait.spark.auditing.input import AuditInput, Progress
+from plait.spark.auditing.order import crossings
+from plait.spark.auditing.report import AuditReport
+from plait.spark.auditing.summary import scale_of, summarize
+from plait.spark.auditing.tally import Tally
+from plait.spark.worker import prepare_worker
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+#: How often it is looked at how far the job has come.
+LOOK_SECONDS: Final = 0.5
+
+
+def judge_part(source: AuditInput, number: int) -> pa.Table:
+    """All facts of one part of the work."""
+    facts = Tally()
+    scale = scale_of(source)
+    groups: dict[int, list[GroupFacts]] = {}
+    for group in source.groups.values():
+        groups.setdefault(group.partition, []).append(group)
+    for block in source.blocks(number):
+        audit_block(block, groups.get(block.partition, []), scale, source.begins, facts)
+    return facts.table()
+
+
+def _judged(source: AuditInput, number: int) -> pa.Table:
+    """What goes wrong on purpose comes to the driver as it is, not as Java's trace of it."""
+    try:
+        return judge_part(source, number)
+    except PlaitError as error:
+        facts = Tally()
+        facts.add(tally.ERROR, number, msgspec.json.encode((error.code, error.message)).decode(), 1)
+        return facts.table()
+
+
+def _raise_errors(table: pa.Table) -> None:
+    errors = table.filter(pc.field("kind") == tally.ERROR).sort_by("id").column("name").to_pylist()
+    if errors:
+        raise from_code(*msgspec.json.decode(errors[0], type=tuple[str, str]))
+
+
+def crossed_of(table: pa.Table) -> Counter[int]:
+    """What is out of order between blocks, by group, of ``ORDER`` facts."""
+    columns = [table.column(name).to_numpy() for name in ("id", "number", "count", "earliest", "latest")]
+    groups, hashes, firsts, earliest, latest = columns
+    found, counts = np.unique(crossings(groups, hashes, firsts, (earliest, latest)), return_counts=True)
+    return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+
+def run(
+    spark: SparkSession, source: AuditInput, *, since: int | None, until: int | None, progress: Progress
+) -> AuditReport:
+    """Judge all parts, and add up."""
+    from pyspark import StorageLevel
+    from pyspark.sql.pandas.types import from_arrow_schema
+
+    prepare_worker()
+    count = len(source)
+    if not count:
+        empty = tally.added_up(tally.SCHEMA.empty_table())
+        return summarize(source, empty, {}, since=since, until=until)
+
+    done = spark.sparkContext.accumulator(0)
+
+    def work(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        prepare_worker()
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                yield from _judged(source, number).to_batches()
+                done.add(1)
+
+    schema = from_arrow_schema(tally.SCHEMA)
+    facts = spark.range(0, count, 1, count).mapInArrow(work, schema).persist(StorageLevel.DISK_ONLY)
+    try:
+        small = facts.where(facts["kind"] != tally.ORDER)
+        table = _collected(spark, small, lambda: progress("judging", min(done.value, count), count))
+        _raise_errors(table)
+        crossed = _crossed(facts, count, progress) if _needs_order(source) else {}
+    finally:
+        facts.unpersist()
+    return summarize(source, tally.added_up(table), crossed, since=since, until=until)
+
+
+def _needs_order(source: AuditInput) -> bool:
+    return len(source) > 1 and any(group.ordered and not group.affinity for group in source.groups.values())
+
+
+def _crossed(facts: DataFrame, count: int, progress: Progress) -> dict[int, int]:
+    progress("comparing keys between blocks", 0, 1)
+
+    def compare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        # A share of the keys, and all of each: there are as many shares as blocks.
+        found = crossed_of(pa.Table.from_batches(batches, tally.SCHEMA))
+        yield pa.RecordBatch.from_pydict({"id": list(found), "count": list(found.values())}, _CROSSED)
+
+    keys = facts.where(facts["kind"] == tally.ORDER).repartition(count, "id", "number")
+    total: Counter[int] = Counter()
+    for row in keys.mapInArrow(compare, "id long, count long").collect():
+        total[row["id"]] += row["count"]
+    return total
+
+
+_CROSSED: Final = pa.schema([pa.field("id", pa.int64()), pa.field("count", pa.int64())])
+
+
+def _collected(spark: SparkSession, frame: DataFrame, look: Callable[[], None]) -> pa.Table:
+    """All rows of a frame; ``look`` is called now and then until they are there."""
+    context = spark.sparkContext
+    tag = f"plait-audit-{chance.token(8)}"
+
+    def collect() -> pa.Table:
+        context.addJobTag(tag)
+        return frame.toArrow()
+
+    with ThreadPoolExecutor(1, "plait-audit") as pool:
+        future = pool.submit(collect)
+        try:
+            while not wait([future], LOOK_SECONDS).done:
+                look()
+        except BaseException:
+            context.cancelJobsWithTag(tag)
+            raise
+        return future.result()

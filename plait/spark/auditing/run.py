@@ -1,0 +1,125 @@
+"""``plait.spark.audit``: from arguments to a report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Final
+
+from plait import names
+from plait.errors import InvalidArgument
+from plait.frame.header import TIME_MAX
+from plait.spark.auditing.archived import open_archived
+from plait.spark.auditing.input import AuditInput, Progress
+from plait.spark.auditing.live import open_live
+from plait.spark.auditing.report import AuditReport
+from plait.spark.running import Progress as Steps
+from plait.storage.chunks import Wanted
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+#: Where no other Spark is asked for: two at a time bound the memory on small machines.
+DEFAULT_MASTER: Final = "local[2]"
+#: Parts of the work at least, so that threads share it evenly.
+TASKS_MIN: Final = 4
+
+
+def run_audit(
+    data: str | None,
+    archive: str | None,
+    *,
+    subjects: Sequence[str],
+    groups: Sequence[str],
+    since: datetime | None,
+    until: datetime | None,
+    broker_group: str,
+    skip_damage: bool,
+    spark: SparkSession | None,
+    master: str | None,
+    progress: Steps | None,
+) -> AuditReport:
+    """See ``plait.spark.audit``."""
+    told = _told(progress)
+    source = open_input(
+        data,
+        archive,
+        wanted_of(subjects, since, until),
+        frozenset(names.check("group", group) for group in groups),
+        broker_group=broker_group,
+        skip_damage=skip_damage,
+        progress=told,
+    )
+    from plait.spark.auditing.job import run
+    from plait.spark.session import session
+
+    if spark is None:
+        told("starting Spark", 0, 1)
+        spark = session("plait audit", master=master or DEFAULT_MASTER)
+    return run(spark, source, since=_micros(since), until=_micros(until), progress=told)
+
+
+def _told(steps: Steps | None) -> Progress:
+    """Who is to be told, by the name of a step."""
+    known = ""
+
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal known
+        if steps is None:
+            return
+        if name != known:
+            known = name
+            steps.step(name, total, "parts")
+        steps.update(done)
+
+    return tell
+
+
+def open_input(
+    data: str | None,
+    archive: str | None,
+    wanted: Wanted,
+    groups: frozenset[str],
+    *,
+    broker_group: str,
+    skip_damage: bool,
+    progress: Progress,
+) -> AuditInput:
+    """What is to be audited, planned."""
+    if (data is None) == (archive is None):
+        raise InvalidArgument("name either a data directory or an archive to audit, not both and not neither")
+    if archive is not None:
+        return open_archived(archive, wanted, groups, progress=progress)
+    assert data is not None
+    return open_live(
+        data,
+        wanted,
+        groups,
+        broker_group=broker_group,
+        fail_on_damage=not skip_damage,
+        tasks_min=TASKS_MIN,
+        progress=progress,
+    )
+
+
+def wanted_of(subjects: Sequence[str], since: datetime | None, until: datetime | None) -> Wanted:
+    """The rows of subjects (names, or a beginning and ``*``; none: all) stored at times [since, until)."""
+    exact = [names.check("subject", name) for name in subjects if not name.endswith("*")]
+    prefixes = [name[:-1] for name in subjects if name.endswith("*")] if subjects else [""]
+    low, high = _micros(since), _micros(until)
+    if low is not None and high is not None and low >= high:
+        raise InvalidArgument(f"since {since} is not before until {until}")
+    return Wanted(
+        frozenset(exact),
+        tuple(prefixes),
+        time_min=low or 0,
+        time_max=TIME_MAX if high is None else high - 1,
+    )
+
+
+def _micros(moment: datetime | None) -> int | None:
+    if moment is None:
+        return None
+    if moment.tzinfo is None:
+        raise InvalidArgument(f"{moment} has no time zone; say which one it is in")
+    return round(moment.timestamp() * 1_000_000)

@@ -1,0 +1,82 @@
+"""Which strand of an ordered group each row belonged to, and when: its events name strands, and mean their rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.frame.lp import Hashes, Lps
+from plait.limits import LOGICAL_PARTITIONS
+from plait.spark.auditing.groups import Change
+from plait.spark.auditing.rows import Rows
+from plait.storage.action_log import Action
+
+#: What a group begins with.
+FIRST_STRAND = 1
+
+
+class Layout:
+    """The strands of some rows, as of one moment; ``apply`` moves on."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._lps: Lps = rows.lps
+        self._hashes: Hashes | None = rows.hashes
+        #: For each row, where its strand joined another that had come past it: all of it that was not told to have come
+        #: back then was done. -1: nowhere.
+        self.joined_at = np.full(len(rows), -1, np.int64)
+        self._by_lp = np.full(LOGICAL_PARTITIONS, FIRST_STRAND, np.int64)
+        #: Strand of one key → the key's rows here.
+        self._rows_of_key: dict[int, npt.NDArray[np.int64]] = {}
+        #: For each row the strand of its key; 0: it has none of its own. None: no key has.
+        self._by_key: npt.NDArray[np.int64] | None = None
+        self._order: npt.NDArray[np.int64] | None = None
+
+    def strands(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The strand of each of these rows."""
+        found: npt.NDArray[np.int64] = self._by_lp[self._lps[rows]]
+        if self._by_key is None:
+            return found
+        own = self._by_key[rows]
+        return np.where(own, own, found)
+
+    def apply(self, change: Change) -> None:
+        """What came next."""
+        place, action, number, start, end, value, epoch = change
+        if action == Action.MOVE:
+            slots = self._by_lp[start:end]
+            slots[slots == number] = value
+        elif action == Action.HOLD:
+            self._hold(value % 2**64, end)
+        elif action == Action.JOIN:
+            rows = self._rows_of_key.pop(start, None)
+            if rows is None:
+                self._by_lp[self._by_lp == start] = number
+                rows = np.flatnonzero(self.strands(np.arange(len(self._lps))) == number)
+            elif self._by_key is not None:
+                self._by_key[rows] = 0
+            passed = rows[(self._rows.sequences[rows] < end) & (self._rows.epochs[rows] <= epoch)]
+            self.joined_at[passed] = place
+        elif action == Action.RESET:
+            self._by_lp[:] = number
+            self._rows_of_key = {}
+            self._by_key = None
+            self.joined_at[:] = -1
+
+    def _hold(self, key: int, strand: int) -> None:
+        rows = self._with_hash(key)
+        self._rows_of_key[strand] = rows
+        if len(rows):
+            if self._by_key is None:
+                self._by_key = np.zeros(len(self._lps), np.int64)
+            self._by_key[rows] = strand
+
+    def _with_hash(self, key: int) -> npt.NDArray[np.int64]:
+        if self._hashes is None:
+            return np.empty(0, np.int64)
+        if self._order is None:
+            self._order = np.argsort(self._hashes, kind="stable")
+        wanted = np.uint64(key)
+        low = np.searchsorted(self._hashes, wanted, "left", sorter=self._order)
+        high = np.searchsorted(self._hashes, wanted, "right", sorter=self._order)
+        return self._order[low:high]

@@ -1,0 +1,264 @@
+"""Facts of all blocks, added up and put in words that users know."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+
+from plait.limits import LOGICAL_PARTITIONS
+from plait.spark.auditing import tally
+from plait.spark.auditing.block import Scale
+from plait.spark.auditing.deaths import Cause
+from plait.spark.auditing.groups import GroupFacts
+from plait.spark.auditing.input import AuditInput
+from plait.spark.auditing.report import (
+    AuditReport,
+    Death,
+    Example,
+    GroupAudit,
+    HotKey,
+    Latency,
+    Moment,
+    PartitionAudit,
+    SubjectAudit,
+)
+
+#: Moments of the lag over time: what a plot can show.
+MOMENTS: Final = 240
+#: Hot keys and examples of broken promises in a report.
+KEYS_MAX: Final = 20
+EXAMPLES_MAX: Final = 10
+
+_REDELIVERED: Final = "redelivered_"
+
+
+def scale_of(source: AuditInput) -> Scale:
+    """The axis of time of a report."""
+    span = max(source.time_max - source.time_min, 0) + 1
+    return Scale(source.time_min, -(-span // MOMENTS), MOMENTS)
+
+
+class _Facts:
+    """Facts by kind and id: name → number → count."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._found: dict[tuple[str, int], dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+        columns = [table.column(name).to_pylist() for name in ("kind", "id", "name", "number", "count_sum")]
+        for kind, number, name, at, count in zip(*columns, strict=True):
+            self._found[kind, number][name][at] = count
+
+    def counts(self, kind: str, ids: list[int]) -> dict[str, int]:
+        """By name."""
+        total: dict[str, int] = defaultdict(int)
+        for number in ids:
+            for name, counts in self._found[kind, number].items():
+                total[name] += sum(counts.values())
+        return total
+
+    def numbers(self, kind: str, ids: list[int], name: str = "") -> dict[int, int]:
+        """By number."""
+        total: dict[int, int] = defaultdict(int)
+        for each in ids:
+            for number, count in self._found[kind, each][name].items():
+                total[number] += count
+        return total
+
+    def names(self, kind: str, number: int) -> list[str]:
+        return sorted(self._found[kind, number])
+
+
+def summarize(
+    source: AuditInput, table: pa.Table, crossed: dict[int, int], *, since: int | None, until: int | None
+) -> AuditReport:
+    """The report. ``table`` is of all facts added up, ``crossed`` what is out of order between blocks, by group."""
+    facts, causes = _Facts(table), source.deaths()
+    by_partition: dict[int, list[GroupFacts]] = defaultdict(list)
+    for group in source.groups.values():
+        by_partition[group.partition].append(group)
+    subjects = []
+    for name, ids in _subjects(source).items():
+        groups = [group for number in ids for group in by_partition[number]]
+        subjects.append(_subject(source, facts, crossed, causes, name, ids, groups))
+    held = not any(subject.missing or any(group.broken for group in subject.groups) for subject in subjects)
+    return AuditReport(
+        place=source.place,
+        time_min=source.time_min,
+        time_max=source.time_max,
+        since=since,
+        until=until,
+        held=held,
+        judged=not any(group.unknown and group.unknown == group.messages for s in subjects for group in s.groups),
+        subjects=subjects,
+    )
+
+
+def _subjects(source: AuditInput) -> dict[str, list[int]]:
+    """Subject → its partitions."""
+    found: dict[str, list[int]] = defaultdict(list)
+    for number, partition in sorted(source.partitions.items()):
+        found[partition.subject].append(number)
+    return dict(sorted(found.items()))
+
+
+def _subject(
+    source: AuditInput,
+    facts: _Facts,
+    crossed: dict[int, int],
+    causes: Counter[Cause],
+    subject: str,
+    ids: list[int],
+    consumers: list[GroupFacts],
+) -> SubjectAudit:
+    partitions = []
+    examples = []
+    for number in ids:
+        each = source.partitions[number]
+        messages = facts.counts(tally.ROWS, [number]).get("", 0)
+        # Where damage is left out, frames are there by their headers only.
+        missing = sum(end - start for start, end in each.missing) + max(each.readable - messages, 0)
+        partitions.append(
+            PartitionAudit(partition=each.name, messages=messages, first=each.first, end=each.end, missing=missing)
+        )
+        examples += [Example("missing", each.name, start) for start, _ in each.missing]
+    by_group: dict[str, list[GroupFacts]] = defaultdict(list)
+    for group in consumers:
+        by_group[group.name].append(group)
+    keys = sorted(facts.counts(tally.KEY, ids).items(), key=lambda pair: (-pair[1], pair[0]))[:KEYS_MAX]
+    slots = facts.numbers(tally.SLOT, ids)
+    return SubjectAudit(
+        subject=subject,
+        messages=sum(each.messages for each in partitions),
+        missing=sum(each.missing for each in partitions),
+        partitions=partitions,
+        hot_keys=[HotKey(key, count) for key, count in keys],
+        partition_skew=_skew([each.messages for each in partitions], len(partitions)),
+        slot_skew=_skew(list(slots.values()), LOGICAL_PARTITIONS),
+        groups=[
+            _group(source, facts, crossed, subject, name, members, causes) for name, members in sorted(by_group.items())
+        ],
+        examples=examples[:EXAMPLES_MAX],
+    )
+
+
+def _skew(counts: list[int], among: int) -> float:
+    total = sum(counts)
+    return round(max(counts) * among / total, 3) if total else 1.0
+
+
+def _group(
+    source: AuditInput,
+    facts: _Facts,
+    crossed: dict[int, int],
+    subject: str,
+    name: str,
+    members: list[GroupFacts],
+    causes: Counter[Cause],
+) -> GroupAudit:
+    ids = [group.id for group in members]
+    fates = facts.counts(tally.FATE, ids)
+    broken = facts.counts(tally.BROKEN, ids)
+    counts = facts.counts(tally.COUNT, ids)
+    invented = sum(max(group.reach - source.partitions[group.partition].end, 0) for group in members)
+    before = {group.id: source.partitions[group.partition].first for group in members}
+    gone = sum(_below(group.skips, before[group.id]) for group in members)
+    first = members[0]
+    died = counts.get("died", 0)
+    deaths = [Death(kind or None, handler or None, n) for (number, kind, handler), n in causes.items() if number in ids]
+    deaths = _by_count(deaths, died)
+    unacked = {kind: fates.get(kind, 0) for kind in ("held", "returned", "pending")}
+    found = GroupAudit(
+        subject=subject,
+        group=name,
+        kind=first.kind,
+        delivery="at_most_once" if first.at_most_once else "at_least_once",
+        order="strict" if first.strict else "best_tried" if first.ordered and not first.affinity else "none",
+        messages=sum(fates.values()) - fates.get("outside", 0) + gone,
+        acked=fates.get("acked", 0),
+        dead=fates.get("dead", 0),
+        expired=fates.get("expired", 0) + gone,
+        unacked=sum(unacked.values()),
+        in_hands=unacked["held"],
+        returned=unacked["returned"],
+        pending=unacked["pending"],
+        unknown=fates.get("unknown", 0),
+        lost=broken.get("lost", 0),
+        double_acks=broken.get("double_acks", 0),
+        two_hands=broken.get("two_hands", 0),
+        out_of_order=broken.get("out_of_order", 0) + sum(crossed.get(number, 0) for number in ids),
+        invented=invented,
+        redelivered={
+            key.removeprefix(_REDELIVERED): count
+            for key, count in sorted(counts.items())
+            if key.startswith(_REDELIVERED) and count
+        },
+        acked_again=counts.get("acked_again", 0),
+        retried=counts.get("retried", 0),
+        died=died,
+        deaths=deaths,
+        latency=_latency(facts.numbers(tally.LATENCY, ids)),
+        lag=_lag(source, facts, ids),
+        broken=[],
+        examples=_examples(source, facts, members, invented),
+        forgotten=all(group.forgotten for group in members),
+    )
+    promised = ["lost", "double_acks", "two_hands", "invented"]
+    if found.order != "none":
+        promised.append("out_of_order")
+    found.broken = [promise for promise in promised if getattr(found, promise)]
+    found.examples = [each for each in found.examples if each.promise in found.broken][:EXAMPLES_MAX]
+    return found
+
+
+def _below(ranges: list[tuple[int, int]], limit: int) -> int:
+    """How many of the sequences in ranges are not in the log any more."""
+    return sum(max(min(end, limit) - start, 0) for start, end in ranges)
+
+
+def _by_count(deaths: list[Death], died: int) -> list[Death]:
+    """The most first; what is not kept any more is told without a reason."""
+    total: dict[tuple[str | None, str | None], int] = defaultdict(int)
+    for death in deaths:
+        total[death.type, death.handler] += death.count
+    rest = died - sum(total.values())
+    if rest > 0:
+        total[None, None] += rest
+    ordered = sorted(total.items(), key=lambda pair: (-pair[1], pair[0][0] or "", pair[0][1] or ""))
+    return [Death(kind, handler, count) for (kind, handler), count in ordered]
+
+
+def _latency(bins: dict[int, int]) -> Latency | None:
+    if not bins:
+        return None
+    numbers, counts = np.array(list(bins)), np.array(list(bins.values()))
+    shares = [tally.percentile(numbers, counts, share) for share in (0.5, 0.9, 0.99, 0.999, 1.0)]
+    p50, p90, p99, p999, most = (float(f"{share:.3g}") for share in shares)
+    return Latency(count=int(counts.sum()), p50=p50, p90=p90, p99=p99, p999=p999, max=most)
+
+
+def _lag(source: AuditInput, facts: _Facts, ids: list[int]) -> list[Moment]:
+    scale = scale_of(source)
+    stored, settled = np.zeros(scale.count, np.int64), np.zeros(scale.count, np.int64)
+    for target, kind in ((stored, tally.STORED), (settled, tally.SETTLED)):
+        for moment, count in facts.numbers(kind, ids).items():
+            target[moment] += count
+    if not stored.any():
+        return []
+    total = np.cumsum(stored)
+    lag = total - np.cumsum(settled)
+    ends = scale.start + scale.width * np.arange(1, scale.count + 1)
+    return [Moment(*each) for each in zip(ends.tolist(), total.tolist(), lag.tolist(), strict=True)]
+
+
+def _examples(source: AuditInput, facts: _Facts, members: list[GroupFacts], invented: int) -> list[Example]:
+    found = []
+    for group in members:
+        partition = source.partitions[group.partition]
+        for promise in facts.names(tally.EXAMPLE, group.id):
+            sequences = sorted(facts.numbers(tally.EXAMPLE, [group.id], promise))
+            found += [Example(promise, partition.name, sequence) for sequence in sequences[:EXAMPLES_MAX]]
+        if invented and group.reach > partition.end:
+            found.append(Example("invented", partition.name, partition.end))
+    return found

@@ -1,0 +1,305 @@
+"""A subject's whole history: what an archive has and what a log still has, as one.
+
+The archive's manifest says up to which offset each data directory's log is archived; the log is read from there on.
+So no message comes twice and none is missing, whatever archiver and retention do meanwhile: who finds a file or a
+segment gone looks at the newest manifest and begins again. Nothing here needs Spark or Java; ``plait.spark.wide``
+runs the same reading on Spark.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self
+
+import pyarrow as pa
+
+from plait import names
+from plait.client.arguments import limit_of
+from plait.clock import Clock, SystemClock
+from plait.errors import DataDirError, Expired, InvalidArgument, SubjectNotFound
+from plait.spark.archived import ArchivedPiece, FileGone, OpenFiles, plan_archived
+from plait.spark.live import SCHEMA, LivePiece, plan_live
+from plait.spark.live_server import Archived, ServerPiece, plan_server
+from plait.spark.manifest import MESSAGES, Archive, Manifest, Source
+from plait.spark.ordering import Ordering
+from plait.spark.selection import Selection, When
+from plait.storage.disk import RealDisk
+from plait.storage.identity import PATH as IDENTITY
+from plait.storage.reader import MESSAGE_DIRECTORY
+
+log = logging.getLogger("plait.spark")
+
+#: Where archiver or retention replace what is read, looking again this often finds a moment of rest.
+LOOKS_MAX: Final = 5
+#: Files of an archive that are read at once for a lookup.
+THREADS_MAX: Final = 8
+#: Names of subjects that an error message lists.
+SHOWN_MAX: Final = 20
+
+Piece = ArchivedPiece | LivePiece | ServerPiece
+#: Told how many bytes are read, and how many there are to read, about.
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that may hold what is meant; each message is in one piece."""
+
+    selection: Selection
+    pieces: list[Piece]
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+
+class History:
+    """An archive, and the data directories or the server that it was made from; for ``with``, or to keep.
+
+    ``data`` names one data directory or several, ``server`` a node; without either, only what is archived is found.
+    ``group`` is the broker group of a directory that the archive does not know yet.
+    """
+
+    def __init__(
+        self,
+        archive: str | os.PathLike[str],
+        *,
+        data: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        server: str | None = None,
+        group: str = "g1",
+        clock: Clock | None = None,
+    ) -> None:
+        if data is not None and server is not None:
+            raise InvalidArgument("give a data directory or a server, not both: they have the same messages")
+        self._archive = Archive.at(archive)
+        directories = [data] if isinstance(data, str | os.PathLike) else list(data or [])
+        self._directories = [os.fspath(directory) for directory in directories]
+        self._server = server
+        self._group = names.check("group", group)
+        self._clock = clock or SystemClock()
+        self._files = OpenFiles()
+        self._manifest = self._archive.open()
+        self._threads: ThreadPoolExecutor | None = None
+        for directory in self._directories:
+            _check_directory(directory)
+
+    @property
+    def place(self) -> str:
+        """The archive, as its user named it."""
+        return self._archive.place
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of files and threads."""
+        self._files = OpenFiles()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+    # --- finding --------------------------------------------------------------------------------
+
+    def find(
+        self,
+        subject: str,
+        *,
+        key: str | int | None = None,
+        message_id: object = None,
+        headers: Mapping[str, Any] | None = None,
+        since: When | None = None,
+        until: When | None = None,
+        limit: int | None = None,
+    ) -> pa.Table:
+        """The messages that meet all conditions, in the order they were stored; the first ``limit`` of them.
+
+        The columns are those of the Spark source. ``since`` and ``until`` are store times: a datetime, ISO 8601, or
+        "-5m" before now; the first is included, the second is not.
+        """
+        selection = self.selection(subject, key=key, message_id=message_id, headers=headers, since=since, until=until)
+        return self.table(selection, limit=limit)
+
+    def selection(self, subject: str, **conditions: Any) -> Selection:
+        """The conditions of ``find``, checked."""
+        return Selection.of(subject, now=self._clock.now(), **conditions)
+
+    def table(self, selection: Selection, *, limit: int | None = None, progress: Progress | None = None) -> pa.Table:
+        """All rows of a selection, in order."""
+        tables = list(self.scan(selection, limit=limit, progress=progress))
+        return pa.concat_tables(tables) if tables else pa.Table.from_batches([], SCHEMA)
+
+    def scan(
+        self,
+        selection: Selection,
+        *,
+        limit: int | None = None,
+        progress: Progress | None = None,
+        counted: Callable[[int], None] | None = None,
+        encoded: bool = False,
+    ) -> Iterator[pa.Table]:
+        """The same, a table after another, however many there are; ``encoded``: with ``headers_encoded`` at the end.
+
+        ``counted`` is told how many were found, before the first of them comes.
+        """
+        first = None if limit is None else limit_of(limit)
+        for attempt in range(1, LOOKS_MAX + 1):
+            with Ordering(limit=first) as ordering:
+                try:
+                    self._collect(self.plan(selection), ordering, progress, encoded)
+                except (Expired, FileGone):
+                    # Retention or the archiver was faster. What a newer manifest does not explain is an error.
+                    before = self._manifest.number
+                    if attempt == LOOKS_MAX or (self._latest().number == before and attempt > 1):
+                        raise
+                    continue
+                if counted is not None:
+                    counted(ordering.count if first is None else min(ordering.count, first))
+                yield from ordering.tables()
+            return
+
+    def _collect(self, plan: Plan, ordering: Ordering, progress: Progress | None, encoded: bool) -> None:
+        """Read everything that may hold what is meant."""
+        selection = plan.selection
+        done, total = 0, plan.size
+        if selection.few:
+            # Few rows of each: they are all in hand before the first is needed.
+            found = self._read_at_once(plan.pieces, selection, encoded)
+        else:
+            # The oldest first: where only the first few are wanted, later files need not be looked at.
+            pieces = sorted(plan.pieces, key=_time_of)
+            found = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
+        for piece, tables in found:
+            for rows in tables:
+                ordering.add(rows)
+            done += piece.size
+            if progress is not None:
+                progress(done, total)
+
+    def _read(self, piece: Piece, selection: Selection, ordering: Ordering, encoded: bool) -> Iterable[pa.Table]:
+        if ordering.bound is not None and _time_of(piece) > ordering.bound:
+            return ()
+        return piece.read(selection, encoded=encoded, files=self._files)
+
+    def _read_at_once(
+        self, pieces: list[Piece], selection: Selection, encoded: bool
+    ) -> Iterable[tuple[Piece, Iterable[pa.Table]]]:
+        def read(piece: Piece) -> tuple[Piece, list[pa.Table]]:
+            return piece, list(piece.read(selection, encoded=encoded, files=self._files))
+
+        if len(pieces) < 2:
+            return map(read, pieces)
+        if self._threads is None:
+            count = min(THREADS_MAX, os.cpu_count() or 1)
+            self._threads = ThreadPoolExecutor(count, thread_name_prefix="plait-history")
+        return self._threads.map(read, pieces)
+
+    # --- planning -------------------------------------------------------------------------------
+
+    def plan(self, selection: Selection) -> Plan:
+        """Where it has to be looked for. ``SubjectNotFound`` where nobody knows the subject."""
+        for _ in range(LOOKS_MAX):
+            manifest = self._latest()
+            pieces, known, gaps = self._live(manifest, selection)
+            if not gaps or self._latest().number == manifest.number:
+                break
+        for gap in gaps:
+            log.warning("%s", gap)
+        pieces = [*plan_archived(self._archive, manifest, selection), *pieces]
+        subject = selection.subject
+        if not known and not any(file.subject == subject and file.kind == MESSAGES for file in manifest.files):
+            raise self._not_found(manifest, subject)
+        return Plan(selection, pieces)
+
+    def _latest(self) -> Manifest:
+        """The newest manifest; read again only where there is a newer one."""
+        numbers = self._archive.numbers()
+        if not numbers or numbers[-1] != self._manifest.number:
+            self._manifest = self._archive.open()
+        return self._manifest
+
+    def _live(self, manifest: Manifest, selection: Selection) -> tuple[list[Piece], bool, list[str]]:
+        """What is not archived, whether the subject is known there, and what is nowhere any more."""
+        pieces: list[Piece] = []
+        known = False
+        gaps: list[str] = []
+        if self._server is not None:
+            found = plan_server(self._server, selection, _archived(manifest, selection.subject))
+            return list(found or []), found is not None, gaps
+        for directory in self._directories:
+            name, source = _source(manifest, directory)
+            archived = source is not None and _covers(source, selection.subject)
+            offset = source.message_offset if source is not None and archived else 0
+            group = self._group if source is None else source.group
+            live = plan_live(directory, group, selection, offset)
+            pieces += live.pieces
+            known = known or live.known
+            if archived and live.start > offset:
+                gaps.append(
+                    f"{live.start - offset} bytes of the log of {name} are nowhere any more: retention removed them "
+                    f"before they were archived (offsets {offset} to {live.start}); archive more often, or keep longer"
+                )
+        return pieces, known, gaps
+
+    def _not_found(self, manifest: Manifest, subject: str) -> SubjectNotFound:
+        there = sorted({file.subject for file in manifest.files if file.kind == MESSAGES})
+        more = "" if len(there) <= SHOWN_MAX else f" and {len(there) - SHOWN_MAX} more"
+        archived = f"it has {', '.join(there[:SHOWN_MAX])}{more}" if there else "it has no messages"
+        where = ", ".join([f"the archive {self._archive.place!r}", *map(repr, self._directories)])
+        if self._server is not None:
+            where += f" or {self._server}"
+        return SubjectNotFound(f"subject {subject!r} is not in {where}; of the archive: {archived}")
+
+
+def _time_of(piece: Piece) -> int:
+    """The least store time of its rows, as far as that is known."""
+    return piece.file.time_min if isinstance(piece, ArchivedPiece) else 0
+
+
+def _check_directory(path: str) -> None:
+    """A data directory and not copied segments, of which nobody could tell whether they are archived."""
+    disk = RealDisk(path, read_only=True)
+    if not disk.exists("") or not disk.exists(MESSAGE_DIRECTORY):
+        raise DataDirError(f"{path!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory")
+
+
+def _source(manifest: Manifest, directory: str) -> tuple[str, Source | None]:
+    """A data directory as the manifest knows it, by the name that its files carry."""
+    disk = RealDisk(directory, read_only=True)
+    if not disk.exists(IDENTITY):
+        return directory, None
+    identity = disk.read(IDENTITY).decode("ascii", "replace")
+    for name, source in manifest.sources.items():
+        if name.endswith(f"-{identity}"):
+            return name, source
+    return directory, None
+
+
+def _covers(source: Source, subject: str) -> bool:
+    """The subject is one that is archived."""
+    return source.whole or any(
+        subject.startswith(name[:-1]) if name.endswith("*") else subject == name for name in source.subjects
+    )
+
+
+def _archived(manifest: Manifest, subject: str) -> dict[str, Archived]:
+    """What the archive has of each partition of a subject."""
+    times: dict[str, int] = {}
+    for file in manifest.files:
+        if file.kind == MESSAGES and file.subject == subject:
+            for partition in file.partitions:
+                times[partition] = max(times.get(partition, 0), file.time_max)
+    nexts: dict[str, int] = {}
+    for source in manifest.sources.values():
+        if _covers(source, subject):
+            nexts.update(source.sequences)
+    return {partition: Archived(nexts[partition], time) for partition, time in times.items() if partition in nexts}

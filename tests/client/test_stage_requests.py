@@ -1,0 +1,64 @@
+"""Requests about stages and batches: what is asked for wrongly is refused, and the server goes on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+import plait
+from plait.client.stage_lane import ask
+from plait.client.staging import StagedRows, StageWriter
+from plait.errors import Expired, InvalidArgument, InvalidName
+from plait.limits import STAGES_PAGE_MAX
+from plait.testing import EmbeddedBroker
+from tests.cli.commands import plait as run_plait
+
+OPEN = {"name": "orders", "producer": 7, "query": "q", "batch": 0}
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments", "error", "text"),
+    [
+        ("stage.open", OPEN | {"name": "a b"}, InvalidName, "partition name"),
+        ("stage.open", OPEN | {"query": ""}, InvalidName, "query name"),
+        ("stage.open", OPEN | {"producer": -1}, InvalidArgument, "-1 is not possible"),
+        ("stage.open", OPEN | {"producer": 1 << 63}, InvalidArgument, "is not possible"),
+        ("stage.open", OPEN | {"state": "publishing"}, InvalidArgument, "state"),
+        ("stage.complete", {"stages": [(8, 1)]}, Expired, "has expired, or was dropped"),
+        ("stage.publish", {"stages": [(8, -1)]}, InvalidArgument, "-1 is not possible"),
+        ("stage.publish", {"stages": [(8, 1)] * (STAGES_PAGE_MAX + 1)}, InvalidArgument, "over the limit"),
+        ("stage.publish", {"stages": "all"}, InvalidArgument, "stage.publish"),
+        ("stage.drop", {"producers": [-5]}, InvalidArgument, "-5 is not possible"),
+        ("stage.read", {"producer": 8, "start": 0}, Expired, "no stage"),
+        ("commit.decide", {"query": "q", "batch": -1, "stages": []}, InvalidArgument, "batch -1"),
+        ("commit.decide", {"query": "no spaces", "batch": 0, "stages": []}, InvalidName, "query name"),
+        ("commit.veto", {"query": "q", "batch": 0}, InvalidArgument, "producer"),
+    ],
+)
+async def test_wrong_requests_are_refused(
+    client: plait.Client, operation: str, arguments: dict[str, Any], error: type[Exception], text: str
+):
+    node = client._router.meta
+    with pytest.raises(error, match=text):
+        await ask(node, operation, Any, **arguments)
+    assert (await ask(node, "server.describe", dict))["stages"] == 0
+
+
+async def test_of_a_stage_that_is_not_known_nothing_is_left_to_be_done(client: plait.Client):
+    node = client._router.meta
+    assert await ask(node, "stage.publish", Any, stages=[(8, 1)]) is None
+    assert await ask(node, "stage.drop", int, producers=[8]) == 0
+    assert await ask(node, "stage.forget", int, query="q", batch=3) == 0
+
+
+async def test_a_directory_with_stages_is_in_good_order(broker: EmbeddedBroker, client: plait.Client):
+    writer = StageWriter(client, "orders", "q", 0)
+    await writer.write(StagedRows(pa.array([b"a", b"b"], pa.binary())))
+    await writer.complete()
+    await broker.kill()
+    done = run_plait("doctor", str(broker.data))
+    assert done.returncode == 0, done.stdout
+    await broker.start()
+    assert len(broker.server.broker.stages) == 1

@@ -1,0 +1,81 @@
+"""Drivers of Spark's sink, brokers and meta servers, as shipped, through faults of every kind: each batch is there
+once, whole, as one attempt wrote it, and each key in order. ``SinkCluster(seed)`` repeats a failure.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+import plait
+from plait.client import committing
+from plait.client.staging import Staged
+from plait.testing.sim import Fault
+from tests.sim import sink_cluster
+from tests.sim.ordered_cluster import STRICT, Change
+from tests.sim.sink_cluster import SinkCluster
+
+#: Seeds that one test runs.
+SEEDS = 5
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(2))
+def test_each_batch_is_there_once_through_faults_and_changes(seed: int, number: int):
+    for each in range(seed, seed + SEEDS):
+        cluster = SinkCluster(each)
+        cluster.run()
+        assert min(cluster.noted.values()) > 2
+
+
+def test_without_faults_partitions_may_change_at_any_moment():
+    changes = [Change(1.0 + at, STRICT, count) for at, count in enumerate((4, 7, 3, 1, 5))]
+    cluster = SinkCluster(1, script=[], changes=changes)
+    cluster.run()
+    assert min(cluster.noted.values()) > 20
+    # Only what a driver gave up itself was written again.
+    assert cluster.refused == 0
+
+
+def dying_driver() -> SinkCluster:
+    """It is killed every few batches, at any moment of them."""
+    script = [Fault("kill", 0.5 + 0.037 * n, 0.001, "driver-0") for n in range(150)]
+    return SinkCluster(2, script=script, changes=[], drivers=1, pause_seconds=0.001)
+
+
+def test_a_driver_that_dies_again_and_again_finds_what_it_had_decided():
+    cluster = dying_driver()
+    cluster.run()
+    assert cluster.refused > 0
+
+
+def test_publishing_without_a_decision_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    async def publish(client: plait.Client, query: str, batch: int, stages: list[Staged]) -> bool:
+        await committing._publish(client, stages)
+        return True
+
+    monkeypatch.setattr(sink_cluster, "commit", publish)
+    with pytest.raises(AssertionError, match=r"out of order|several attempts"):
+        dying_driver().run()
+
+
+def test_dropping_what_may_be_decided_is_found_out(monkeypatch: pytest.MonkeyPatch):
+    async def drop(client: plait.Client, query: str, batch: int, stages: list[Staged]) -> None:
+        await committing._drop(client, stages)
+
+    async def give_up(client: plait.Client, query: str, batch: int, stages: list[Staged]) -> bool:
+        """As Spark does: what could not be committed is aborted."""
+        await committing._decide(client, query, batch, stages)
+        await drop(client, query, batch, stages)
+        return await committing.commit(client, query, batch, stages)
+
+    monkeypatch.setattr(sink_cluster, "commit", give_up)
+    with pytest.raises(AssertionError, match="missing"):
+        SinkCluster(2, script=[], changes=[], seconds=2.0).run()
+
+
+@pytest.mark.parametrize("kind", ["kill", "power_loss", "pause"])
+def test_a_broker_that_is_away_for_a_while_holds_a_batch_up_and_nothing_more(kind: str):
+    script = [Fault(kind, at, 2.0, broker) for at, broker in ((2.0, "g1"), (5.0, "g2"), (8.0, "g3"))]  # type: ignore[arg-type]
+    cluster = SinkCluster(3, script=script, changes=[])
+    cluster.run()
+    assert min(cluster.noted.values()) > 5

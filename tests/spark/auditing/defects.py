@@ -1,0 +1,109 @@
+"""Data directories with a defect: the logs of a good one, written anew, but for one thing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.frame.builder import build_frame
+from plait.frame.header import pack_stamp
+from plait.frame.view import FrameView
+from plait.storage.action_log import EVENTS, Action, read_events
+from plait.storage.disk import RealDisk
+from plait.storage.log import Log
+from plait.storage.reader import LogReader, MappedSegment
+from plait.storage.recovery import LogScan
+
+Events = npt.NDArray[Any]
+
+
+class _Segments:
+    def __init__(self, segments: list[MappedSegment]) -> None:
+        self.directory, self.segments = "", segments
+
+
+def frames_of(data: Path, log: str) -> list[FrameView]:
+    reader = LogReader(RealDisk(data, read_only=True), log)
+    segments = [segment for n in range(len(reader.files)) if (segment := reader.map(n)) and not segment.blank]
+    return [frame for _, frame in LogScan(_Segments(segments), 0, 0, stamps_durable=log == "message")]
+
+
+def write(data: Path, log: str, frames: Iterable[tuple[list[Any], int]]) -> None:
+    """A log of one segment."""
+    target = Log(RealDisk(data), log, 1 << 22)
+    for parts, size in frames:
+        target.append(parts, size)
+    target.write()
+    target.close()
+
+
+def whole(frame: FrameView) -> tuple[list[Any], int]:
+    return [bytes(frame.buffer[: frame.size])], frame.size
+
+
+def with_events(frame: FrameView, events: Events) -> tuple[list[Any], int]:
+    """An action frame with other events."""
+    rows = [row.tobytes() for row in np.split(events, len(events))]
+    parts = build_frame(rows, producer=frame.producer, first=frame.first)
+    parts.stamp_with(pack_stamp(EVENTS, frame.base, frame.store_time, 0, frame.epoch))
+    return parts.parts, parts.size
+
+
+def copied(data: Path, target: Path) -> None:
+    """Without the checkpoints, which tell of offsets that change."""
+    shutil.copytree(data, target, ignore=shutil.ignore_patterns("checkpoints", "consume", "LOCK"))
+
+
+def without_message(data: Path, target: Path, sequence: int) -> None:
+    """The frame with this message is gone from the message log."""
+    copied(data, target)
+    shutil.rmtree(target / "message")
+    frames = [frame for frame in frames_of(data, "message") if not (frame.partition and frame.base == sequence)]
+    write(target, "message", _undurable(frames))
+
+
+def _undurable(frames: list[FrameView]) -> Iterable[tuple[list[Any], int]]:
+    """What later frames call durable lies elsewhere now."""
+    for frame in frames:
+        data = bytearray(frame.buffer[: frame.size])
+        data[44:80] = pack_stamp(frame.partition, frame.base, frame.store_time, 0, frame.epoch)
+        yield [bytes(data)], len(data)
+
+
+def with_actions(data: Path, target: Path, change: Callable[[Events], Events]) -> None:
+    """Each frame of events is as ``change`` makes it; an empty one is left out."""
+    copied(data, target)
+    shutil.rmtree(target / "action")
+    frames = []
+    for frame in frames_of(data, "action"):
+        if frame.partition != EVENTS:
+            frames.append(whole(frame))
+            continue
+        events = change(read_events(frame).copy())
+        if len(events):
+            frames.append(with_events(frame, events))
+    write(target, "action", frames)
+
+
+def is_ack(events: Events, sequence: int) -> npt.NDArray[np.bool_]:
+    found: npt.NDArray[np.bool_] = (
+        (events["action"] == Action.ACK) & (events["start"] == sequence) & (events["end"] == sequence + 1)
+    )
+    return found
+
+
+def swapped_acks(data: Path, target: Path, one: int, other: int) -> None:
+    """The acks of two single messages are in each other's place."""
+
+    def change(events: Events) -> Events:
+        first, second = is_ack(events, one), is_ack(events, other)
+        for name, add in (("start", 0), ("end", 1)):
+            events[name][first], events[name][second] = other + add, one + add
+        return events
+
+    with_actions(data, target, change)

@@ -1,0 +1,140 @@
+"""``plait spark audit``: what it prints and writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow.parquet as pq
+import pytest
+
+from plait.cli.run import run
+from plait.spark.auditing.page import page
+from plait.spark.auditing.plots import bar_plot, line_plot
+from plait.spark.auditing.report import AuditReport
+from plait.spark.auditing.tables import TABLES, write_tables
+from tests.spark.auditing.conftest import Audit
+from tests.spark.auditing.defects import swapped_acks
+from tests.spark.auditing.test_defects import one_by_one
+
+pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+@pytest.fixture
+async def good(tmp_path: Path) -> Path:
+    await one_by_one(tmp_path / "good", ordered=True)
+    return tmp_path / "good"
+
+
+@pytest.fixture
+def bad(good: Path, tmp_path: Path) -> Path:
+    swapped_acks(good, tmp_path / "bad", 4, 6)
+    return tmp_path / "bad"
+
+
+def test_a_good_run_ends_with_0(good: Path, spark: SparkSession, capsys: pytest.CaptureFixture[str]):
+    assert run(["spark", "audit", "--data", str(good)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^ *billing +ordered +12 +12 +0 +0 +0 ", out, re.MULTILINE)
+    assert out.endswith("every promise was kept\n")
+
+
+def test_a_broken_promise_ends_with_1(
+    bad: Path, spark: SparkSession, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    written = ["--html", str(tmp_path / "a.html"), "--parquet", str(tmp_path / "tables")]
+    assert run(["spark", "audit", "--data", str(bad), *written]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1] == (
+        "broken: order.book, group billing: messages acked before an earlier one of their key, such as order.book@g1 6"
+    )
+    assert "acked before an earlier one" in (tmp_path / "a.html").read_text()
+    assert pq.read_table(tmp_path / "tables" / "examples.parquet").column("sequence").to_pylist() == [6]
+
+
+def test_json_has_all_of_the_report(bad: Path, spark: SparkSession, capsys: pytest.CaptureFixture[str], audit: Audit):
+    assert run(["spark", "audit", "--data", str(bad), "-o", "json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    group = told["subjects"][0]["groups"][0]
+    assert (told["held"], group["broken"], group["out_of_order"]) == (False, ["out_of_order"], 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "either a data directory or an archive"),
+        (["--data", "{good}", "--archive", "x"], "either a data directory or an archive"),
+        (["--data", "{good}/nothing"], "there is no directory"),
+        (["--data", "{good}", "--subject", "nothing"], "subject 'nothing' is not in"),
+        (["--data", "{good}", "--group", "nobody"], "group 'nobody' is not in"),
+        (["--data", "{good}", "--since", "soon"], "time 'soon' is not understood"),
+        (["--data", "{good}", "--since", "2025-01-02", "--until", "2025-01-01"], "is not before until"),
+        (["--data", "{good}", "--parquet", "{good}"], "exists already"),
+        (["--archive", "{good}"], "is not an archive"),
+    ],
+)
+def test_what_cannot_be_judged_ends_with_2(
+    good: Path, arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["spark", "audit", *(each.format(good=good) for each in arguments)]) == 2
+    assert error in capsys.readouterr().err
+
+
+class _Outside(HTMLParser):
+    """Whatever a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag != "script"
+        self.fetched += [f"{name}={value}" for name, value in attrs if name in ("src", "href", "data", "srcset")]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+async def test_the_page_fetches_nothing_and_shows_names_as_they_are(tmp_path: Path, audit: Audit):
+    await one_by_one(tmp_path)
+    report: AuditReport = audit(tmp_path)
+    report.subjects[0].hot_keys[0] = type(report.subjects[0].hot_keys[0])("<script>", 3)
+    text = page(report)
+    reader = _Outside()
+    reader.feed(text)
+    assert reader.fetched == []
+    assert reader.open == []
+    assert "url(" not in text
+    assert "&lt;script&gt;" in text
+    assert "lag over time" in text
+    assert "latency percentiles" in text
+
+
+async def test_tables_are_complete_and_typed(tmp_path: Path, audit: Audit):
+    await one_by_one(tmp_path / "data")
+    report = audit(tmp_path / "data")
+    write_tables(report, tmp_path / "tables")
+    for name, columns in TABLES.items():
+        table = pq.read_table(tmp_path / "tables" / f"{name}.parquet")
+        assert table.schema.names == list(columns)
+    groups = pq.read_table(tmp_path / "tables" / "groups.parquet").to_pylist()
+    assert [(group["group"], group["acked"]) for group in groups] == [("billing", 12)]
+    assert groups[0]["p50"] > 0
+
+
+def test_plots_of_nothing_are_nothing():
+    assert line_plot([1], [1], "t") == ""
+    assert bar_plot([], "t") == ""
+    assert "polyline" in line_plot([1, 2], [0, 0], "t")

@@ -1,0 +1,441 @@
+"""Judging rows by their events: against the pull log that a broker would replay, and with defects put in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.spark.auditing.events import AUDITED, Events, audited, of_rows
+from plait.spark.auditing.groups import GroupFacts, GroupTable
+from plait.spark.auditing.judging import Fate, Verdict, judge
+from plait.spark.auditing.order import out_of_order
+from plait.spark.auditing.rows import Rows
+from plait.spark.auditing.touches import touches
+from plait.storage.action_log import (
+    EVENT,
+    FLAG_UNCOUNTED,
+    Action,
+    ConsumerDefinition,
+    GroupDefinition,
+)
+from plait.storage.pull_log import PullLog
+from plait.storage.ranges import Ranges
+
+END = 40
+
+
+def rows_of(count: int = END, *, keys: list[int] | None = None, epochs: list[int] | None = None) -> Rows:
+    sequences = np.arange(count)
+    hashes = None if keys is None else np.array(keys, np.uint64)
+    lps = np.zeros(count, np.uint16) if hashes is None else (hashes % np.uint64(1024)).astype(np.uint16)
+    times = sequences * 10
+    return Rows(sequences, np.array(epochs or [1] * count), lps, hashes, times, times)
+
+
+class Script:
+    """Events in log order, each in a frame of its own; what a broker would know after them."""
+
+    def __init__(self, *, start: int = 0, **kind: Any) -> None:
+        self.definition = GroupDefinition(
+            7, 1, "g", start, kind.pop("broadcast", False), kind.pop("delivery", "at_least_once"), 0, **kind
+        )
+        self.events: list[tuple[int, ...]] = []
+        self.clients: dict[int, str] = {number: f"c-{number}" for number in range(1, 6)}
+
+    def add(
+        self,
+        action: Action,
+        consumer: int = 0,
+        start: int = 0,
+        end: int = 0,
+        attempt: int = 0,
+        epoch: int = 1,
+        flags: int = 0,
+        value: int | None = None,
+    ) -> None:
+        time = 1000 + len(self.events) if value is None else value
+        self.events.append((action, flags, attempt, 7, consumer, epoch, start, end, time))
+
+    def array(self) -> Events:
+        rows = [np.array([event], EVENT) for event in self.events]
+        return audited((100 * number, 1000 + number, row) for number, row in enumerate(rows))
+
+    def facts(self, *, strict: bool = False) -> GroupFacts:
+        table = GroupTable()
+        table.define(self.definition)
+        for number, client in self.clients.items():
+            table.define(ConsumerDefinition(number, 7, client))
+        table.take(self.array())
+        group = table.groups[7]
+        group.strict = strict
+        return group
+
+    def judge(self, rows: Rows | None = None, *, strict: bool = False) -> Verdict:
+        rows = rows or rows_of()
+        events, group = of_rows(self.array()), self.facts(strict=strict)
+        return judge(rows, events, touches(rows, events, group), group)
+
+
+def broken(verdict: Verdict) -> dict[str, list[int]]:
+    return {name: numbers.tolist() for name, numbers in verdict.broken.items() if len(numbers)}
+
+
+# --- against the pull log -------------------------------------------------------------------------
+
+
+class Driven:
+    """A pull log that does what a broker does, by turns; every decision is written down."""
+
+    def __init__(self, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+        self.script = Script()
+        self.log = PullLog(0)
+        self._draw = draw
+        self.acked = Ranges()
+        self.skipped = Ranges()
+        self.purged = Ranges()
+
+    def pull(self) -> None:
+        consumer, count = self._draw(st.integers(1, 3)), self._draw(st.integers(1, 6))
+        self.log.return_due(10**18)
+        if self.log.ready:
+            start, end, attempt = self.log.returned.head()
+            end = min(end, start + count)
+        else:
+            start, end, attempt = self.log.next, min(self.log.next + count, END), 0
+        if start < end:
+            self.script.add(Action.PULL, consumer, start, end, attempt + 1)
+            self.log.pulled(consumer, start, end, attempt + 1)
+
+    def _held(self) -> tuple[int, int, int, int] | None:
+        pieces = [(consumer, *piece) for consumer, held in sorted(self.log.held.items()) for piece in held]
+        if not pieces:
+            return None
+        consumer, start, end, attempt = self._draw(st.sampled_from(pieces))
+        first = self._draw(st.integers(start, end - 1))
+        return consumer, first, self._draw(st.integers(first + 1, end)), attempt
+
+    def ack(self) -> None:
+        if piece := self._held():
+            consumer, start, end, _ = piece
+            self.script.add(Action.ACK, consumer, start, end)
+            self.log.acked(consumer, start, end)
+            self.acked.add(start, end, 0)
+
+    def nack(self) -> None:
+        if piece := self._held():
+            due = self._draw(st.sampled_from([0, 5_000]))
+            consumer, start, end, attempt = piece
+            uncounted = self._draw(st.booleans())
+            self.script.add(Action.NACK, consumer, start, end, attempt, flags=FLAG_UNCOUNTED * uncounted)
+            self.log.nacked(consumer, start, end, due, 1, counted=not uncounted)
+
+    def bury(self) -> None:
+        if piece := self._held():
+            consumer, start, end, attempt = piece
+            self.script.add(Action.BURY, consumer, start, end, attempt)
+            self.log.buried(consumer, start, end, attempt, 1)
+
+    def offline(self) -> None:
+        consumer = self._draw(st.integers(1, 3))
+        if consumer in self.log.held:
+            self.script.add(Action.OFFLINE, consumer)
+            self.log.offline(consumer, 1)
+
+    def revive(self) -> None:
+        if self.log.dead:
+            start, end, _ = self._draw(st.sampled_from(list(self.log.dead)))
+            self.script.add(Action.REVIVE, 0, start, end)
+            self.log.revived(start, end)
+
+    def purge(self) -> None:
+        if self.log.dead:
+            start, end, _ = self._draw(st.sampled_from(list(self.log.dead)))
+            self.script.add(Action.PURGE, 0, start, end)
+            self.log.purged(start, end)
+            self.purged.add(start, end, 0)
+
+    def skip(self) -> None:
+        start = self.log.next
+        end = min(start + 2, END)
+        if start < end and not self.log.ready:
+            self.script.add(Action.SKIP, 0, start, end)
+            self.log.skipped(start, end)
+            self.skipped.add(start, end, 0)
+
+    def reset(self) -> None:
+        to = self._draw(st.integers(0, self.log.next))
+        self.script.add(Action.RESET, 0, to, to)
+        self.log.reset(to)
+        self.acked.clear()
+        self.skipped.clear()
+
+    def expected(self) -> list[Fate]:
+        """The fate of each row, one by one."""
+        fates = []
+        start = max([e[6] for e in self.script.events if e[0] == Action.RESET][-1:], default=0)
+        for row in range(END):
+
+            def there(ranges: Any, row: int = row) -> bool:
+                return bool(ranges.overlap(row, row + 1))
+
+            if there(self.acked):
+                fates.append(Fate.ACKED)
+            elif there(self.log.dead):
+                fates.append(Fate.DEAD)
+            elif there(self.skipped):
+                fates.append(Fate.EXPIRED)
+            elif any(there(held) for held in self.log.held.values()):
+                fates.append(Fate.HELD)
+            elif there(self.log.returned) or there(self.log.waiting):
+                fates.append(Fate.RETURNED)
+            elif row < start:
+                fates.append(Fate.OUTSIDE)
+            else:
+                fates.append(Fate.PENDING)
+        return fates
+
+
+STEPS = ["pull", "pull", "ack", "ack", "nack", "bury", "offline", "revive", "skip", "reset"]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_every_row_has_the_fate_that_a_replay_gives_it_and_no_promise_is_broken(data: st.DataObject):
+    driven = Driven(data.draw)
+    for step in data.draw(st.lists(st.sampled_from(STEPS), max_size=40)):
+        getattr(driven, step)()
+    verdict = driven.script.judge()
+    assert broken(verdict) == {}
+    assert [Fate(fate) for fate in verdict.fates.tolist()] == driven.expected()
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_dropping_what_was_said_of_rows_that_the_scan_passed_is_found(data: st.DataObject):
+    driven = Driven(data.draw)
+    for _ in range(8):
+        driven.pull()
+        driven.ack()
+    pulls = [event for event in driven.script.events if event[0] == Action.PULL and event[2] == 1]
+    victim = data.draw(st.sampled_from(pulls[:-2]))
+    gone = range(victim[6], victim[7])
+    driven.script.events = [e for e in driven.script.events if not (e[6] < gone.stop and e[7] > gone.start)]
+    assert broken(driven.script.judge()) == {"lost": list(gone)}
+
+
+# --- single cases -----------------------------------------------------------------------------------
+
+
+def test_an_ack_of_a_client_that_never_had_the_row_is_a_double_ack():
+    script = Script()
+    script.add(Action.PULL, 1, 0, 10, 1)
+    script.add(Action.ACK, 1, 0, 10)
+    script.add(Action.ACK, 2, 4, 5)
+    assert broken(script.judge()) == {"double_acks": [4]}
+
+
+def test_an_ack_that_is_sent_again_is_no_double_ack():
+    script = Script()
+    script.add(Action.PULL, 1, 0, 10, 1)
+    script.add(Action.ACK, 1, 0, 10)
+    script.add(Action.ACK, 1, 0, 10)
+    assert broken(script.judge()) == {}
+
+
+def test_a_client_that_got_a_new_number_is_no_stranger():
+    script = Script()
+    script.clients[4] = script.clients[2]
+    script.add(Action.PULL, 2, 0, 10, 1)
+    script.add(Action.OFFLINE, 2)
+    script.add(Action.PULL, 1, 0, 10, 2)
+    script.add(Action.ACK, 1, 0, 10)
+    script.add(Action.ACK, 4, 0, 10)
+    verdict = script.judge()
+    assert broken(verdict) == {}
+    assert verdict.counts["redelivered_consumer_lost"] == 10
+    assert verdict.counts["acked_again"] == 10
+
+
+def test_a_second_ack_in_a_later_epoch_may_be_what_is_left_of_a_pull_that_was_lost():
+    script = Script()
+    script.add(Action.PULL, 1, 0, 10, 1)
+    script.add(Action.ACK, 1, 0, 10)
+    script.add(Action.ACK, 2, 0, 10, epoch=2)
+    assert broken(script.judge()) == {}
+
+
+def test_rows_that_go_to_a_second_consumer_while_the_first_has_them_are_in_two_hands():
+    script = Script()
+    script.add(Action.PULL, 1, 0, 10, 1)
+    script.add(Action.PULL, 2, 3, 4, 2)
+    assert broken(script.judge()) == {"two_hands": [3]}
+
+
+def test_a_consumer_that_comes_back_keeps_what_it_has():
+    script = Script()
+    script.add(Action.PULL, 1, 0, 10, 1)
+    script.add(Action.OFFLINE, 1)
+    script.add(Action.PULL, 1, 0, 10, 1)
+    verdict = script.judge()
+    assert broken(verdict) == {}
+    assert verdict.counts["redelivered_consumer_lost"] == 0
+    assert (verdict.fates[:10] == Fate.HELD).all()
+
+
+def test_at_most_once_is_broken_by_a_second_delivery():
+    script = Script(delivery="at_most_once")
+    script.add(Action.ACK, 1, 0, 10, 1)
+    script.add(Action.ACK, 1, 0, 10, 0)
+    assert broken(script.judge()) == {}
+    script.add(Action.ACK, 2, 5, 6, 1)
+    assert broken(script.judge()) == {"double_acks": [5]}
+
+
+def test_acks_of_a_broadcast_group_leave_gaps_that_are_not_lost():
+    script = Script(broadcast=True)
+    script.add(Action.ACK, 1, 10, 20)
+    script.add(Action.ACK, 1, 25, 30)
+    verdict = script.judge()
+    assert broken(verdict) == {}
+    assert (verdict.fates[:10] == Fate.PENDING).all()
+
+
+def test_what_is_before_the_start_of_a_group_is_not_its_business():
+    script = Script(start=30)
+    script.add(Action.PULL, 1, 30, 35, 1)
+    script.add(Action.PULL, 1, 35, 40, 1)
+    verdict = script.judge()
+    assert broken(verdict) == {}
+    assert (verdict.fates[:30] == Fate.OUTSIDE).all()
+
+
+def test_an_event_is_not_about_a_row_that_got_the_sequence_of_a_lost_one():
+    script = Script()
+    script.add(Action.PULL, 1, 0, 10, 1)
+    script.add(Action.ACK, 1, 0, 10)
+    verdict = script.judge(rows_of(epochs=[1] * 5 + [2] * 35))
+    assert verdict.fates[:10].tolist() == [Fate.ACKED] * 5 + [Fate.RETURNED] * 5
+
+
+# --- ordered groups ---------------------------------------------------------------------------------
+
+
+def ordered(script: Script, keys: list[int], *, strict: bool = True) -> tuple[Verdict, list[int]]:
+    rows = rows_of(len(keys), keys=keys)
+    verdict = script.judge(rows, strict=strict)
+    return verdict, out_of_order(rows, verdict)[0].tolist()
+
+
+def test_a_strand_speaks_of_its_own_rows_only():
+    script = Script(ordered=True)
+    script.add(Action.MOVE, 1, 0, 2, value=2)
+    script.add(Action.ACK, 2, 0, 6)
+    verdict, wrong = ordered(script, [0, 1, 2, 0, 1, 2])
+    assert verdict.fates.tolist() == [1, 1, 6, 1, 1, 6]
+    assert wrong == []
+
+
+def test_a_key_that_holds_has_a_strand_of_its_own_until_it_joins():
+    key = 2**63 + 5
+    script = Script(ordered=True)
+    script.add(Action.HOLD, 1, key % 1024, 2, value=key - 2**64)
+    script.add(Action.ACK, 1, 0, 3)
+    script.add(Action.JOIN, 1, 2, 3, value=0)
+    script.add(Action.RETURN, 1, 1, 2, value=0)
+    script.add(Action.ACK, 1, 3, 6)
+    verdict, _ = ordered(script, [1, key, 1, key, 1, key])
+    assert verdict.fates.tolist() == [1, 5, 1, 1, 1, 1]
+
+
+def test_what_a_strand_had_not_done_when_it_joined_another_and_did_not_come_back_is_lost():
+    script = Script(ordered=True)
+    script.add(Action.MOVE, 1, 0, 2, value=2)
+    script.add(Action.ACK, 1, 0, 4)
+    script.add(Action.ACK, 2, 0, 2)
+    script.add(Action.JOIN, 1, 2, 4, value=0)
+    script.add(Action.RETURN, 1, 3, 4, value=0)
+    assert broken(ordered(script, [1, 2, 1, 1, 2])[0]) == {"lost": [2]}
+
+
+def test_a_swapped_pair_of_a_key_is_out_of_order():
+    script = Script(ordered=True)
+    for row in (0, 1, 3, 2, 4):
+        script.add(Action.ACK, 1, row, row + 1)
+    verdict, wrong = ordered(script, [8, 9, 8, 8, 9])
+    assert wrong == [3]
+    assert broken(verdict) == {}
+
+
+def test_acks_of_one_frame_happened_together():
+    script = Script(ordered=True)
+    script.add(Action.ACK, 1, 1, 2)
+    script.add(Action.ACK, 1, 0, 1)
+    events = script.array()
+    events["offset"] = 0
+    rows, group = rows_of(2, keys=[8, 8]), script.facts(strict=True)
+    verdict = judge(rows, events, touches(rows, events, group), group)
+    assert out_of_order(rows, verdict)[0].tolist() == []
+
+
+def test_what_overtakes_a_message_that_nobody_acked_is_out_of_order_where_order_is_strict():
+    script = Script(ordered=True)
+    script.add(Action.ACK, 1, 1, 2)
+    assert ordered(script, [8, 8])[1] == [1]
+    assert ordered(script, [8, 8], strict=False)[1] == []
+
+
+@pytest.mark.parametrize(("strict", "found"), [(True, [1]), (False, [])])
+def test_a_failed_message_is_overtaken_only_where_order_is_not_strict(strict: bool, found: list[int]):
+    script = Script(ordered=True)
+    script.add(Action.NACK, 1, 0, 1, 1)
+    script.add(Action.ACK, 1, 1, 2)
+    script.add(Action.ACK, 1, 0, 1)
+    assert ordered(script, [8, 8], strict=strict)[1] == found
+
+
+def test_a_dead_letter_that_was_skipped_and_sent_again_is_no_disorder():
+    script = Script(ordered=True)
+    script.add(Action.BURY, 1, 0, 1, 1)
+    script.add(Action.ACK, 1, 1, 2)
+    script.add(Action.REVIVE, 1, 0, 1)
+    script.add(Action.ACK, 1, 0, 1)
+    verdict, wrong = ordered(script, [8, 8])
+    assert wrong == []
+    assert broken(verdict) == {}
+
+
+def test_two_acks_of_an_ordered_group_need_a_way_back_between_them():
+    script = Script(ordered=True)
+    script.add(Action.ACK, 1, 0, 2)
+    script.add(Action.NACK, 1, 0, 1, 1)
+    script.add(Action.ACK, 1, 0, 2)
+    assert broken(ordered(script, [8, 9])[0]) == {"double_acks": [1]}
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9), st.booleans()), min_size=1, max_size=30))
+def test_order_is_what_a_look_at_every_pair_finds(told: list[tuple[int, int, bool]]):
+    keys, places, excused = map(list, zip(*told, strict=True))
+    rows = rows_of(len(keys), keys=[key + 1 for key in keys])
+    verdict = Verdict(np.zeros(len(keys), np.uint8))
+    verdict.acked_at = np.array([100 * place if place else 1 << 62 for place in places])
+    verdict.excused = np.array(excused)
+    expected = [
+        b
+        for b in range(len(keys))
+        if places[b]
+        and any(keys[a] == keys[b] and not excused[a] and verdict.acked_at[a] > verdict.acked_at[b] for a in range(b))
+    ]
+    assert out_of_order(rows, verdict)[0].tolist() == expected
+
+
+def test_events_without_any_rows_are_no_trouble():
+    rows = rows_of(0)
+    group = Script().facts()
+    events = np.empty(0, AUDITED)
+    assert len(judge(rows, events, touches(rows, events, group), group).fates) == 0

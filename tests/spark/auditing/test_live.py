@@ -1,0 +1,286 @@
+"""Audits of what a real broker wrote while real clients used it: what happened in good order breaks no promise."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import plait
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, SubjectNotFound
+from plait.spark.auditing.report import AuditReport
+from plait.testing import EmbeddedBroker
+from plait.testing.embedded import TEST_CONFIG
+from tests.spark.auditing.conftest import Audit, one_group
+
+SUBJECT = "order.book"
+
+
+async def send(client: plait.Client, count: int, *, start: int = 0, keys: int = 5) -> None:
+    numbers = range(start, start + count)
+    await client.send_many(SUBJECT, [b"%d" % n for n in numbers], keys=[f"k-{n % keys}" for n in numbers])
+
+
+async def consume(consumer: plait.Consumer, count: int) -> list[plait.Message]:
+    """Ack so many messages."""
+    done: list[plait.Message] = []
+    while len(done) < count:
+        batch = await consumer.fetch(count - len(done), wait=10)
+        done += batch
+        await batch.ack()
+    return done
+
+
+def fates(report: AuditReport) -> dict[str, int]:
+    group = one_group(report)
+    names = ("acked", "dead", "expired", "in_hands", "returned", "pending", "lost", "unknown")
+    return {name: getattr(group, name) for name in names if getattr(group, name)}
+
+
+async def test_a_clean_run_of_a_shared_group(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await send(client, 100)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            for _ in range(5):
+                await consume(consumer, 20)
+        await send(client, 10)
+    report = audit(tmp_path)
+    assert report.held
+    group = one_group(report)
+    assert (group.kind, group.messages, group.acked, group.pending) == ("shared", 110, 100, 10)
+    assert group.latency is not None
+    assert group.latency.count == 100
+    assert group.lag[-1].lag == 10
+    assert report.subjects[0].messages == 110
+    assert {key.key: key.count for key in report.subjects[0].hot_keys} == {f"k-{n}": 22 for n in range(5)}
+
+
+async def test_a_directory_that_a_server_has_open(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await send(client, 20)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 15)
+            await client.flush()
+            report = await asyncio.to_thread(audit, tmp_path)
+    assert report.held
+    assert one_group(report).acked == 15
+
+
+async def test_what_failed_died_and_was_sent_again(tmp_path: Path, audit: Audit):
+    clock = ManualClock()
+    async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
+        await send(client, 10)
+        retry = plait.Retry(attempts=2, first=1.0)
+        async with client.consumer(SUBJECT, group="billing", retry=retry) as consumer:
+            for _ in range(2):
+                batch = await consumer.fetch(10, wait=5)
+                for message in batch:
+                    if message.sequence in (3, 4):
+                        await message.nack(reason=ValueError("no"))
+                await batch.ack()
+                await broker.advance(60)
+            assert await client.admin.resend_dead(SUBJECT, "billing", sequences=[3]) == 1
+            await consume(consumer, 1)
+    report = audit(tmp_path)
+    group = one_group(report)
+    assert report.held
+    assert (group.acked, group.dead, group.died) == (9, 1, 2)
+    assert group.redelivered == {"failed": 2, "resent": 1}
+    assert group.retried == 2
+    assert [(death.type, death.count) for death in group.deaths] == [("ValueError", 2)]
+
+
+async def test_a_consumer_that_left_with_messages_in_its_hands(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await send(client, 10)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            batch = await consumer.fetch(10, wait=5)
+            await batch[0].ack()
+        async with broker.connect() as other, other.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 9)
+    report = audit(tmp_path)
+    assert report.held
+    assert fates(report) == {"acked": 10}
+
+
+async def test_a_lost_consumer_and_its_late_acks(tmp_path: Path, audit: Audit):
+    clock = ManualClock()
+    async with (
+        EmbeddedBroker(tmp_path, clock=clock) as broker,
+        broker.connect(client_id="slow") as slow,
+        broker.connect(client_id="quick") as quick,
+    ):
+        await send(slow, 10)
+        async with slow.consumer(SUBJECT, group="billing") as consumer:
+            batch = await consumer.fetch(10, wait=5)
+            await broker.advance(3600, silent=["slow"])
+            async with quick.consumer(SUBJECT, group="billing") as other:
+                await consume(other, 10)
+            await batch.ack()
+    report = audit(tmp_path)
+    group = one_group(report)
+    assert report.held
+    assert group.acked == 10
+    assert group.redelivered == {"consumer_lost": 10}
+
+
+async def test_a_broker_that_was_killed_and_started_again(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await send(client, 10)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 5)
+            batch = await consumer.fetch(3, wait=5)
+            await broker.kill()
+            await broker.start()
+            await batch.ack()
+            await send(client, 10, start=10)
+            await consume(consumer, 12)
+    report = audit(tmp_path)
+    assert report.held
+    assert fates(report) == {"acked": 20}
+
+
+async def test_at_most_once(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await send(client, 30)
+        async with client.consumer(SUBJECT, group="billing", delivery="at_most_once") as consumer:
+            for _ in range(3):
+                await consumer.fetch(8, wait=5)
+    report = audit(tmp_path)
+    group = one_group(report)
+    assert report.held
+    assert (group.delivery, group.returned, group.in_hands) == ("at_most_once", 0, 0)
+    assert group.acked >= 24
+
+
+async def test_a_broadcast_and_a_group_that_began_at_the_latest(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await send(client, 10)
+        async with (
+            client.consumer(SUBJECT, broadcast=True, group="prices") as everybody,
+            client.consumer(SUBJECT, group="late", start="latest") as late,
+        ):
+            await send(client, 20, start=10)
+            batch = await everybody.fetch(20, wait=5)
+            for message in reversed(batch[10:]):
+                await message.ack()
+            await consume(late, 20)
+    report = audit(tmp_path)
+    assert report.held
+    late_group, prices = sorted(report.groups(), key=lambda group: group.kind, reverse=True)
+    assert (late_group.group, late_group.messages, late_group.acked) == ("late", 20, 20)
+    assert (prices.kind, prices.messages, prices.acked, prices.pending) == ("broadcast", 20, 10, 10)
+
+
+@pytest.mark.parametrize(("to", "acked", "outside"), [(0, 12, 0), (8, 4, 8), (4, 8, 4)])
+async def test_a_group_that_was_reset(tmp_path: Path, audit: Audit, to: int, acked: int, outside: int):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await send(client, 12)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 6)
+        await client.admin.reset_group(SUBJECT, "billing", to)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 12 - to)
+    report = audit(tmp_path)
+    assert report.held
+    assert one_group(report).messages == 12 - outside
+    assert fates(report) == {"acked": acked}
+
+
+async def test_delayed_messages(tmp_path: Path, audit: Audit):
+    clock = ManualClock()
+    async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
+        for number in range(5):
+            await client.send(SUBJECT, b"later", key="k", delay=timedelta(seconds=5 - number))
+        await send(client, 5)
+        await broker.advance(10)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 10)
+    report = audit(tmp_path)
+    assert report.held
+    assert fates(report) == {"acked": 10}
+
+
+async def test_messages_that_expired_before_they_were_done(tmp_path: Path, audit: Audit):
+    clock = ManualClock()
+    async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
+        await client.admin.create_subject(SUBJECT, retention=3600)
+        await send(client, 4)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 4)
+        await send(client, 6, start=4)
+        await broker.advance(7200)
+        await send(client, 10, start=10)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 10)
+    report = audit(tmp_path)
+    group = one_group(report)
+    assert report.held
+    assert (group.messages, group.acked, group.expired, group.unacked) == (16, 10, 6, 0)
+
+
+async def test_only_some_subjects_groups_and_times(tmp_path: Path, audit: Audit):
+    clock = ManualClock()
+    async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
+        await client.send("other", b"x")
+        await send(client, 5)
+        await broker.advance(100)
+        middle = datetime.fromtimestamp(clock.now() / 1e6 - 50, UTC)
+        await send(client, 7)
+        for name in ("billing", "mail"):
+            async with client.consumer(SUBJECT, group=name) as consumer:
+                await consume(consumer, 12)
+    report = audit(tmp_path, subjects=["order.*"], groups=["mail"], since=middle)
+    assert [(s.subject, s.messages) for s in report.subjects] == [(SUBJECT, 7)]
+    assert fates(report) == {"acked": 7}
+    assert one_group(audit(tmp_path, groups=["mail"], until=middle)).acked == 5
+    with pytest.raises(SubjectNotFound, match="'nothing'"):
+        audit(tmp_path, subjects=["nothing"])
+    with pytest.raises(InvalidArgument, match=r"group 'nobody' is not in .*; there are billing, mail"):
+        audit(tmp_path, groups=["nobody"])
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_an_action_log_that_does_not_go_back_to_the_beginning(tmp_path: Path, audit: Audit, ordered: bool):
+    config = msgspec.structs.replace(TEST_CONFIG, action_segment_size=4096)
+    clock = ManualClock()
+    async with EmbeddedBroker(tmp_path, config=config, clock=clock) as broker, broker.connect() as client:
+        async with client.consumer(SUBJECT, group="billing", ordered=ordered) as consumer:
+            for number in range(25):
+                await send(client, 5, start=5 * number)
+                await consume(consumer, 5)
+                await broker.advance(1)
+        async with client.consumer(SUBJECT, group="late", ordered=ordered) as consumer:
+            await consume(consumer, 125)
+    first, *_ = sorted((tmp_path / "action").iterdir())
+    first.unlink()
+    report = audit(tmp_path)
+    assert report.held
+    billing, late = report.groups()
+    assert (late.messages, late.acked) == (125, 125)
+    assert billing.messages == 125
+    assert billing.unknown == 125 if ordered else 0 < billing.unknown < 125
+    assert billing.unknown + billing.acked == 125
+    assert report.judged is not ordered
+
+
+async def test_a_group_that_nobody_used_for_long_is_gone(tmp_path: Path, audit: Audit):
+    clock = ManualClock()
+    async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
+        await send(client, 5)
+        async with client.consumer(SUBJECT, start="earliest") as consumer:
+            await consume(consumer, 3)
+        for _ in range(3):
+            await broker.advance(timedelta(days=30))
+        async with broker.connect() as late, late.consumer(SUBJECT, group="billing") as consumer:
+            await send(late, 5)
+            await consume(consumer, 5)
+    report = audit(tmp_path)
+    assert report.held
+    billing, *gone = sorted(report.groups(), key=lambda group: group.kind, reverse=True)
+    assert billing.acked == 5
+    assert [(group.kind, group.forgotten) for group in gone] == [("broadcast", True)]

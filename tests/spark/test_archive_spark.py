@@ -1,0 +1,57 @@
+"""An archive that Spark makes: tasks run in its workers, and what goes wrong there is told as if it were here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from plait.errors import ArchiveError, DamageError
+from plait.spark.archiving import archive
+from plait.spark.running import run_job
+from plait.spark.tasks import Job
+from tests.spark.archives import archived_rows, damage, log_rows, three_days
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+def test_spark_runs_the_tasks_and_reads_the_archive(spark: SparkSession, tmp_path: Path):
+    data, to = three_days(tmp_path / "data"), tmp_path / "archive"
+    told: list[tuple[str, int | None]] = []
+
+    class Told:
+        def step(self, name: str, total: int | None = None, unit: str = "") -> None:
+            told.append((name, total))
+
+        def update(self, done: int) -> None:
+            told.append(("", done))
+
+    report = archive(data, to, spark=spark, now=True, verify=True, progress=Told())
+    assert archived_rows(to) == log_rows(data)
+    assert (report.messages, report.verified) == (246, report.files)
+    assert [name for name, _ in told if name] == ["archiving messages and events", "reading the archive back"]
+    assert told[0][1] is not None
+    rows = spark.read.parquet(str(to / "messages"))
+    counts = {row["subject"]: row["count"] for row in rows.groupBy("subject").count().collect()}
+    assert counts == {"orders": 120, "refunds": 120, "rare": 6}
+    assert spark.read.parquet(str(to / "actions")).where("action = 'ack'").count() == 40
+    damage(sorted((data / "message").iterdir())[0])
+    with pytest.raises(DamageError, match="is damaged"):
+        archive(data, tmp_path / "other", spark=spark, now=True)
+
+
+def test_spark_that_fails_is_told_in_one_line(spark: SparkSession, tmp_path: Path):
+    broken = Job(str(tmp_path), 1, "g1", (Broken(),))
+    with pytest.raises(ArchiveError, match=r"Spark did not end its tasks; nothing was committed.*ZeroDivisionError"):
+        run_job(spark, broken, "failing")
+
+
+class Broken:
+    """A task with a defect."""
+
+    weight = 1
+
+    def run(self, writer: object) -> Any:
+        return 1 // 0

@@ -1,0 +1,333 @@
+"""The history of a subject over archive and live log: every message once, found by any condition."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from plait.client.regroup import restamp
+from plait.client.rows import hash_keys
+from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
+from plait.spark import history as history_module
+from plait.spark import ordering as ordering_module
+from plait.spark.history import History
+from plait.spark.live import SCHEMA
+from plait.storage.chunks import Wanted, plan
+from plait.storage.reader import open_log
+from tests.spark.archives import Filler
+from tests.spark.histories import archive, sent, serving, thirty_messages
+
+
+def bodies(rows: pa.Table) -> list[int]:
+    return [int(body.removeprefix(b"body-")) for body in rows["body"].to_pylist()]
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("template")
+    thirty_messages(root)
+    return root
+
+
+@pytest.fixture
+def both(template: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """20 messages archived in two runs, 10 more in the log, which still has them all."""
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return tmp_path / "data", tmp_path / "archive"
+
+
+def file_of(place: Path, number: int) -> Path:
+    """The file of orders that the manifest of this number added."""
+    return next(place.rglob(f"subject=orders/**/{number:020d}-*.parquet"))
+
+
+# --- archive and log as one ---------------------------------------------------------------------
+
+
+async def test_every_message_comes_once_and_in_order_wherever_it_is(both: tuple[Path, Path]):
+    data, place = both
+    rows = History(place, data=data).find("orders")
+    assert bodies(rows) == list(range(30))
+    assert rows["sequence"].to_pylist() == list(range(30))
+    assert rows.schema == SCHEMA
+
+
+async def test_without_the_log_what_is_archived_is_found(both: tuple[Path, Path]):
+    assert bodies(History(both[1]).find("orders")) == list(range(20))
+
+
+async def test_rows_are_the_same_whether_they_are_archived_or_not(both: tuple[Path, Path]):
+    data, place = both
+    before = History(place, data=data).find("orders")
+    archive(data, place)
+    after = History(place).find("orders")
+    assert after.to_pylist() == before.to_pylist()
+    assert after["tags"][:3].to_pylist() == [["even", "größer"], None, ["even", "größer"]]
+    headers = [("number", "3"), ("half", "1.5"), ("odd", "true"), ("city", "BJS")]
+    assert after["headers"][3].as_py() == headers
+
+
+async def test_an_open_history_sees_what_is_archived_and_sent_later(both: tuple[Path, Path]):
+    data, place = both
+    history = History(place, data=data)
+    assert len(history.find("orders")) == 30
+    await sent(data, 5, start=30)
+    assert bodies(history.find("orders")) == list(range(35))
+    archive(data, place)
+    await sent(data, 5, start=35)
+    assert bodies(history.find("orders")) == list(range(40))
+
+
+async def test_a_directory_that_was_never_archived_is_read_whole(tmp_path: Path, both: tuple[Path, Path]):
+    other = tmp_path / "other"
+    await sent(other, 4, start=100)
+    rows = History(both[1], data=[both[0], other], group="g2").find("orders")
+    assert sorted(bodies(rows)) == [*range(30), *range(100, 104)]
+    assert set(rows["partition"].to_pylist()) == {"orders@g1", "orders@g2"}
+
+
+async def test_a_subject_that_is_not_archived_comes_from_the_log_alone(both: tuple[Path, Path]):
+    data, place = both
+    async with serving(data) as client:
+        await client.send("new", b"body-1")
+    assert bodies(History(place, data=data).find("new")) == [1]
+
+
+async def test_files_that_the_manifest_does_not_name_do_not_exist(both: tuple[Path, Path]):
+    data, place = both
+    named = file_of(place, 1)
+    named.with_name("stray.parquet").write_bytes(named.read_bytes())
+    assert bodies(History(place, data=data).find("orders")) == list(range(30))
+
+
+async def test_a_file_that_a_newer_manifest_replaced_is_not_missed(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """As when an archive is compacted between planning and reading."""
+    _, place = both
+    history = History(place)
+    plan_archived = history_module.plan_archived
+    planned = []
+
+    def plan_then_replace(*arguments: Any) -> Any:
+        pieces = plan_archived(*arguments)
+        if not planned:
+            planned.extend(pieces)
+            renamed = []
+            for file in history._manifest.files:
+                moved = file.path.replace(".parquet", "-new.parquet")
+                (place / file.path).rename(place / moved)
+                renamed.append(msgspec.structs.replace(file, path=moved))
+            newer = msgspec.structs.replace(history._manifest, number=history._manifest.number + 1, files=renamed)
+            history._archive.commit(newer)
+        return pieces
+
+    monkeypatch.setattr(history_module, "plan_archived", plan_then_replace)
+    assert bodies(history.find("orders")) == list(range(20))
+
+
+# --- conditions ---------------------------------------------------------------------------------
+
+
+async def test_by_key(both: tuple[Path, Path]):
+    data, place = both
+    expected = [number for number in range(30) if number % 5 and number % 3 == 1]
+    assert bodies(History(place, data=data).find("orders", key="order-1")) == expected
+    assert bodies(History(place, data=data).find("orders", key="order-9")) == []
+
+
+async def test_by_a_key_that_is_a_number(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    async with serving(data) as client:
+        await client.send("orders", b"body-1", key=17)
+        await client.send("orders", b"body-2", key="18")
+    archive(data, place)
+    assert bodies(History(place).find("orders", key=17)) == [1]
+
+
+def test_by_a_key_whose_send_moved_to_another_logical_partition(tmp_path: Path):
+    """Such a row's hash is stamped anew, but for the bits that tell keys apart."""
+    data, place = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(1)
+    archive(data, place)
+    moved = restamp(hash_keys(["key-1", "key-2"], 2), np.array([7], np.uint64))
+    filler.node.submit(filler.producer.frame("orders", b"1", b"2", keys=["key-1", "key-2"], key_hashes=moved))
+    filler.node.turn()
+    filler.stop()
+    rows = History(place, data=data).find("orders", key="key-2")
+    assert rows["body"].to_pylist()[-1] == b"2"
+    assert rows["logical_partition"].to_pylist()[-1] == 7
+
+
+@pytest.mark.parametrize("number", [0, 13, 29])
+async def test_by_message_id(both: tuple[Path, Path], number: int):
+    data, place = both
+    history = History(place, data=data)
+    message_id = history.find("orders")["message_id"][number].as_py()
+    assert bodies(history.find("orders", message_id=message_id)) == [number]
+
+
+async def test_by_message_id_of_sends_that_the_broker_joined(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    async with serving(data) as client:
+        await client.send("orders", b"body-0")
+    archive(data, place)
+    async with serving(data) as client:
+        receipts = await client.send_many("orders", [f"body-{n}" for n in range(1, 50)])
+        wanted = receipts[30]
+    history = History(place, data=data)
+    assert bodies(history.find("orders", message_id=wanted.message_id)) == [31]
+    assert bodies(history.find("orders", message_id="00000000000000ff-1")) == []
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({"number": 7}, [7]),
+        ({"number": "27"}, [27]),
+        ({"half": 2.5}, [5]),
+        ({"odd": True, "number": 4}, []),
+        ({"odd": False, "city": "BJS"}, list(range(0, 30, 2))),
+        ({"nothing": "x"}, []),
+    ],
+)
+async def test_by_headers_of_any_type(both: tuple[Path, Path], headers: dict[str, Any], expected: list[int]):
+    data, place = both
+    assert bodies(History(place, data=data).find("orders", headers=headers)) == expected
+
+
+async def test_by_time_from_the_first_to_before_the_second(both: tuple[Path, Path]):
+    data, place = both
+    history = History(place, data=data)
+    times = history.find("orders")["store_time"].to_pylist()
+    found = history.find("orders", since=times[15], until=times[25])["store_time"].to_pylist()
+    assert found == [time for time in times if times[15] <= time < times[25]]
+    assert history.find("orders", since=datetime.now(UTC) + timedelta(hours=1)).num_rows == 0
+    assert history.find("orders", since="-1h").num_rows == 30
+
+
+async def test_several_conditions_hold_together(both: tuple[Path, Path]):
+    data, place = both
+    history = History(place, data=data)
+    assert bodies(history.find("orders", key="order-1", headers={"odd": True})) == [1, 7, 13, 19]
+
+
+async def test_the_first_so_many(both: tuple[Path, Path]):
+    data, place = both
+    assert bodies(History(place, data=data).find("orders", limit=22)) == list(range(22))
+
+
+async def test_files_later_than_the_first_so_many_are_not_looked_at(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ordering_module, "CUT_COUNT", 4)
+    file_of(both[1], 2).unlink()
+    assert bodies(History(both[1]).find("orders", limit=5)) == list(range(5))
+
+
+def test_what_retention_has_expired_is_found_while_its_file_is_there(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(2)
+    archive(data, place)
+    filler.rounds(2, seconds=60.0)
+    filler.node.retention.run()
+    filler.node.checkpoint()
+    filler.stop()
+    expired = plan(open_log(str(data)), Wanted(frozenset(["orders"]))).chunks
+    assert expired == []
+    assert History(place, data=data).find("orders")["sequence"].to_pylist() == list(range(12))
+
+
+# --- what is wrong ------------------------------------------------------------------------------
+
+
+async def test_a_subject_that_nobody_knows_is_an_error_with_those_there_are(both: tuple[Path, Path]):
+    data, place = both
+    with pytest.raises(SubjectNotFound, match=r"'order'.*orders, others"):
+        History(place, data=data).find("order")
+    with pytest.raises(SubjectNotFound):
+        History(place).find("order", key="order-1")
+
+
+@pytest.mark.parametrize(
+    ("conditions", "message"),
+    [
+        ({"key": ""}, "empty"),
+        ({"key": 1.5}, "float"),
+        ({"message_id": "17"}, "0123456789abcdef-17"),
+        ({"headers": {"a": None}}, "NoneType"),
+        ({"headers": {"": "x"}}, "header name"),
+        ({"since": "yesterday"}, "yesterday"),
+        ({"since": "2026-01-02", "until": "2026-01-01"}, "not before"),
+        ({"limit": 0}, "limit"),
+    ],
+)
+async def test_what_cannot_be_meant_is_named(both: tuple[Path, Path], conditions: dict[str, Any], message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        History(both[1]).find("orders", **conditions)
+
+
+def test_a_directory_that_is_no_archive(tmp_path: Path):
+    with pytest.raises(ArchiveError, match="not an archive"):
+        History(tmp_path)
+
+
+async def test_a_directory_that_is_no_data_directory(both: tuple[Path, Path], tmp_path: Path):
+    with pytest.raises(DataDirError, match="message"):
+        History(both[1], data=tmp_path)
+    with pytest.raises(InvalidArgument, match="not both"):
+        History(both[1], data=both[0], server="plait://127.0.0.1:1")
+
+
+async def test_a_file_that_is_missing_is_named_with_what_is_missing(both: tuple[Path, Path]):
+    data, place = both
+    file_of(place, 2).unlink()
+    with pytest.raises(ArchiveError, match=r"subject=orders.*\.parquet is not there.*8 messages"):
+        History(place, data=data).find("orders")
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
+async def test_a_damaged_file_is_named(both: tuple[Path, Path], damage: str):
+    data, place = both
+    path = file_of(place, 2)
+    content = bytearray(path.read_bytes())
+    if damage == "cut":
+        content = content[: len(content) // 2]
+    elif damage == "flipped":
+        content[4:200] = bytes(196)
+    else:
+        content = bytearray(file_of(place, 1).read_bytes())
+    path.write_bytes(content)
+    with pytest.raises(ArchiveError, match=r"subject=orders.*\.parquet is damaged"):
+        History(place, data=data).find("orders")
+
+
+async def test_what_retention_took_before_it_was_archived_is_said(
+    both: tuple[Path, Path], caplog: pytest.LogCaptureFixture
+):
+    data, place = both
+    segment = next((data / "message").iterdir())
+    segment.rename(segment.with_name(f"{1 << 30:020d}.log"))
+    History(place, data=data).find("others")
+    assert "retention removed them before they were archived" in caplog.text
+
+
+def test_a_lookup_in_an_archive_brings_neither_spark_nor_pandas_in(both: tuple[Path, Path]):
+    """Either takes longer to start than a lookup may take, and with it Java or not."""
+    program = (
+        "import sys; from plait.spark.history import History; "
+        f"rows = History({str(both[1])!r}).find('orders', key='order-1', since='-1h'); "
+        "assert rows.num_rows == 6; sys.exit('pyspark' in sys.modules or 'pandas' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -1,0 +1,320 @@
+"""Messages of a history sent again: all of them, once, in order, marked, whenever the process is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+from plait.broker import BrokerConfig
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, PlaitError, TooLarge
+from plait.limits import HEADERS_SIZE_MAX
+from plait.server import Server
+from plait.spark import replay as replay_module
+from plait.spark.history import History
+from plait.spark.replay import REPLAY, REPLAYED_FROM, Replay
+from plait.spark.replay_state import StateFile
+from plait.storage.disk import RealDisk
+from tests.spark.histories import archive, serving, thirty_messages
+from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("template")
+    thirty_messages(root)
+    return root
+
+
+@pytest.fixture
+def history(template: Path, tmp_path: Path) -> History:
+    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
+    return History(tmp_path / "archive", data=tmp_path / "data")
+
+
+@pytest.fixture
+async def target(tmp_path: Path) -> AsyncIterator[plait.Client]:
+    """A client of a server other than the history's."""
+    disk = RealDisk(tmp_path / "target")
+    server = Server(disk, BrokerConfig(**NO_WATERMARKS, **SMALL_SEGMENTS), port=0, meta=f"sqlite:///{tmp_path}/m.db")
+    await server.start()
+    try:
+        async with plait.connect(server.address) as client:
+            yield client
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay_module, "BATCH_COUNT", 4)
+
+
+def replay_of(history: History, to: str = "copy", **settings: Any) -> Replay:
+    return Replay(history, history.selection("orders"), to, **settings)
+
+
+async def stored(client: plait.Client, subject: str = "copy") -> list[plait.Message]:
+    found: list[plait.Message] = []
+    async with client.reader(subject, start="earliest") as reader:
+        while rows := await reader.fetch(1000, 0.0):
+            found += rows
+    return found
+
+
+def numbers(messages: list[plait.Message]) -> list[int]:
+    return [int(message.body.removeprefix(b"body-")) for message in messages]
+
+
+# --- what is sent -------------------------------------------------------------------------------
+
+
+async def test_everything_comes_again_as_it_was_and_marked(history: History, target: plait.Client):
+    done = await replay_of(history).run(target)
+    messages = await stored(target)
+    originals = history.find("orders").to_pylist()
+    assert done[1:] == (30, 0)
+    assert numbers(messages) == list(range(30))
+    for message, original in zip(messages, originals, strict=True):
+        assert message.key == original["key"]
+        assert message.tags == (original["tags"] or [])
+        number = message.sequence
+        sent = {"number": number, "half": number / 2, "odd": number % 2 == 1, "city": "BJS"}
+        marks = {REPLAYED_FROM: original["message_id"], REPLAY: done.run}
+        assert message.headers == {**sent, **marks}
+        assert [type(message.headers[name]) for name in sent] == [int, float, bool, str]
+
+
+async def test_a_replay_into_the_same_subject_ends(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    async with serving(data) as client:
+        for number in range(10):
+            await client.send("orders", f"body-{number}", key="k")
+    archive(data, place)
+    async with serving(data) as client:
+        history = History(place, data=data)
+        await Replay(history, history.selection("orders"), "orders").run(client)
+        assert numbers(await stored(client, "orders")) == [*range(10), *range(10)]
+
+
+async def test_order_holds_per_key_over_several_partitions(history: History, target: plait.Client):
+    await target.admin.create_subject("copy", partitions=4)
+    await replay_of(history).run(target)
+    messages = await stored(target)
+    assert sorted(numbers(messages)) == list(range(30))
+    assert len({message.partition for message in messages}) > 1
+    for key in ("order-0", "order-1", "order-2"):
+        mine = [message for message in messages if message.key == key]
+        assert len({message.partition for message in mine}) == 1
+        assert numbers(mine) == sorted(numbers(mine))
+
+
+async def test_the_first_so_many(history: History, target: plait.Client):
+    assert (await replay_of(history, limit=7).run(target)).sent == 7
+    assert numbers(await stored(target)) == list(range(7))
+
+
+async def test_a_dry_run_counts_and_sends_nothing(history: History):
+    counted = replay_of(history).count()
+    assert (counted.messages, counted.keys) == (30, 3)
+    assert counted.size == sum(len(f"body-{number}") for number in range(30))
+    assert counted.first < counted.last
+
+
+async def test_a_rate_is_kept(history: History, target: plait.Client):
+    clock = ManualClock()
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        clock.advance(seconds)
+
+    await Replay(history, history.selection("orders"), "copy", rate=20, clock=_Now(clock), sleep=sleep).run(target)
+    assert waits == pytest.approx([0.1] * 15)
+
+
+class _Now(ManualClock):
+    """The real time of day, so that everything was stored before it, and durations from a test's hand."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(4_000_000_000_000_000)
+        self._clock = clock
+
+    def monotonic(self) -> float:
+        return self._clock.monotonic()
+
+
+# --- killed and started again -------------------------------------------------------------------
+
+
+SENDER = replay_module.SteadySender
+
+
+class Killed(BaseException):
+    """As a signal that nobody handles."""
+
+
+def kill_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int, *, after: bool) -> None:
+    """The process ends before or after the so-many-th call of a method, whatever it is about to write."""
+    original = getattr(owner, name)
+    calls = [0]
+    is_async = name == "send"
+
+    def due() -> bool:
+        calls[0] += 1
+        return calls[0] == call
+
+    async def run_then_die(*arguments: Any) -> Any:
+        now = due()
+        if now and not after:
+            raise Killed
+        result = await original(*arguments)
+        if now:
+            raise Killed
+        return result
+
+    def save_then_die(*arguments: Any) -> Any:
+        now = due()
+        if now and not after:
+            raise Killed
+        original(*arguments)
+        if now:
+            raise Killed
+
+    monkeypatch.setattr(owner, name, run_then_die if is_async else save_then_die)
+
+
+async def run_and_die(
+    monkeypatch: pytest.MonkeyPatch, history: History, target: plait.Client, state: Path, owner: Any, **when: Any
+) -> None:
+    """A replay whose process ends as ``kill_at`` says."""
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, **when)
+        async with plait.connect(target._node._addresses) as mortal:
+            with pytest.raises(Killed):
+                await replay_of(history, state=state).run(mortal)
+
+
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("what", ["send", "save"])
+async def test_whoever_goes_on_after_a_kill_sends_the_rest_and_nothing_twice(
+    history: History,
+    target: plait.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+    after: bool,
+    partitions: int,
+):
+    await target.admin.create_subject("copy", partitions=partitions)
+    owner = SENDER if what == "send" else StateFile
+    state = tmp_path / "state.json"
+    for call in (1, 3, 2):
+        await run_and_die(monkeypatch, history, target, state, owner, name=what, call=call, after=after)
+    async with plait.connect(target._node._addresses) as client:
+        done = await replay_of(history, state=state).run(client)
+    assert done.before + done.sent == 30
+    messages = await stored(target)
+    assert sorted(numbers(messages)) == list(range(30))
+    assert {message.headers[REPLAY] for message in messages} == {done.run}
+    for key in ("order-0", "order-1", "order-2"):
+        mine = [number for message in messages if message.key == key for number in numbers([message])]
+        assert mine == sorted(mine)
+
+
+async def test_what_was_archived_meanwhile_changes_nothing(
+    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = tmp_path / "state.json"
+    await run_and_die(monkeypatch, history, target, state, SENDER, name="send", call=6, after=True)
+    archive(tmp_path / "data", tmp_path / "archive")
+    async with plait.connect(target._node._addresses) as client:
+        await replay_of(history, state=state).run(client)
+    assert numbers(await stored(target)) == list(range(30))
+
+
+async def test_where_the_target_has_other_partitions_nothing_is_lost(
+    history: History,
+    target: plait.Client,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    state = tmp_path / "state.json"
+    await run_and_die(monkeypatch, history, target, state, SENDER, name="send", call=3, after=True)
+    await target.admin.expand_subject("copy", partitions=16)
+    async with asyncio.timeout(30):
+        while not (await target.admin.route("copy")).reached:
+            pass
+    async with plait.connect(target._node._addresses) as client:
+        await replay_of(history, state=state).run(client)
+    found = numbers(await stored(target))
+    assert set(found) == set(range(30))
+    assert len(found) <= 30 + 4
+    assert "may be sent twice" in caplog.text
+
+
+async def test_what_is_finished_is_not_sent_again(history: History, target: plait.Client, tmp_path: Path):
+    state = tmp_path / "state.json"
+    first = await replay_of(history, state=state).run(target)
+    second = await replay_of(history, state=state).run(target)
+    assert second == (first.run, 0, 30)
+    assert len(await stored(target)) == 30
+
+
+async def test_what_is_sent_after_the_start_is_none_of_it(
+    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = tmp_path / "state.json"
+    await run_and_die(monkeypatch, history, target, state, SENDER, name="send", call=2, after=True)
+    async with serving(tmp_path / "data") as client:
+        await client.send("orders", b"body-99", key="order-1")
+    async with plait.connect(target._node._addresses) as client:
+        await replay_of(history, state=state).run(client)
+    assert numbers(await stored(target)) == list(range(30))
+
+
+# --- what is wrong ------------------------------------------------------------------------------
+
+
+async def test_the_state_of_another_replay_is_refused(history: History, target: plait.Client, tmp_path: Path):
+    state = tmp_path / "state.json"
+    await replay_of(history, state=state).run(target)
+    with pytest.raises(InvalidArgument, match="its to is 'copy', not 'elsewhere'"):
+        await replay_of(history, "elsewhere", state=state).run(target)
+    state.write_text("{}")
+    with pytest.raises(InvalidArgument, match="no state of a replay"):
+        await replay_of(history, state=state).run(target)
+
+
+async def test_two_processes_do_not_share_a_state(history: History, target: plait.Client, tmp_path: Path):
+    holder = StateFile(tmp_path / "state.json")
+    with pytest.raises(InvalidArgument, match="another process"):
+        await replay_of(history, state=tmp_path / "state.json").run(target)
+    holder.close()
+    with pytest.raises(InvalidArgument, match="cannot be written"):
+        await replay_of(history, state=tmp_path / "nowhere" / "state.json").run(target)
+
+
+async def test_headers_that_the_marks_do_not_fit_are_named(tmp_path: Path, target: plait.Client):
+    data, place = tmp_path / "full", tmp_path / "full-archive"
+    async with serving(data) as client:
+        await client.send("orders", b"body-0", headers={"h": "x" * (HEADERS_SIZE_MAX - 20)})
+    archive(data, place)
+    history = History(place)
+    message_id = history.find("orders")["message_id"][0].as_py()
+    with pytest.raises(TooLarge, match=f"message {message_id} cannot be sent again"):
+        await replay_of(history).run(target)
+
+
+@pytest.mark.parametrize("rate", [0, -1, float("inf")])
+def test_a_rate_that_is_none(history: History, rate: float):
+    with pytest.raises(PlaitError, match="rate"):
+        replay_of(history, rate=rate)
