@@ -104,6 +104,7 @@ class LogPlace:
         reader = open_log(options.path)
         reader.skip_before(first)
         bases = {path: base for base, path in reader.files}
+        oldest = reader.files[0] if reader.files else (end, "")
         numbers = {span.place: span.number for span in spans}
         planned = plan(
             reader,
@@ -114,7 +115,8 @@ class LogPlace:
         )
         reached = max((bases[chunk.segment] + chunk.end for chunk in planned.chunks), default=0)
         # Segments go from the front: what is there after the planning was there all the time.
-        if open_log(options.path).files[0][0] > first or (reached < end and not planned.damages):
+        there = oldest[0] <= first and reader.disk.exists(oldest[1])
+        if not there or (reached < end and not planned.damages):
             raise Expired(f"{options.path}: messages were removed while the query was planned; run it again")
         return self._tasks_of(planned, {span.name: span for span in spans})
 

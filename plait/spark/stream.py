@@ -44,6 +44,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._place: Place | None = None
         #: Where each partition ended when a query that is to end began.
         self._target: dict[str, int] | None = None
+        #: Partitions that are gone, which was said.
+        self._gone: set[str] = set()
         #: What there was at the last look.
         self._latest: Offset | None = None
 
@@ -95,16 +97,18 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ends = limited(place, ranges, messages, size)
             ranges = [SpanRange(each.place, each.start, ends[each.place]) for each in ranges]
         for each in ranges:
-            if each.end > each.start or str(each.place) not in positions:
-                positions[str(each.place)] = Position.of(spans[str(each.place)], each.end)
+            name = str(each.place)
+            # What is lost is left behind at once, though nothing follows it yet: it is said once, not at every look.
+            if each.end > each.start or name not in positions or check_start(spans[name], positions[name])[1]:
+                positions[name] = Position.of(spans[name], each.end)
         return _offset(positions)
 
     def _unread(self, spans: Mapping[str, PartitionSpan], positions: Mapping[str, Position]) -> list[SpanRange]:
         """What each partition has from its position on; partitions that are new have all of it to be read."""
+        # Their places are kept: should they come back, they are not read from the start.
+        gone = positions.keys() - spans.keys() - self._gone
         losses = [
-            f"{name} is gone, with what it had from sequence {position.sequence} on"
-            for name, position in positions.items()
-            if name not in spans
+            f"{name} is gone, with what it had from sequence {positions[name].sequence} on" for name in sorted(gone)
         ]
         ranges = []
         for name, span in spans.items():
@@ -113,6 +117,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             end = span.end if self._target is None else min(self._target.get(name, first), span.end)
             ranges.append(SpanRange(span.place, first, max(first, end)))
         report(losses, fail=self.options.fail_on_loss)
+        self._gone |= gone
         return ranges
 
     def reportLatestOffset(self) -> Offset | None:

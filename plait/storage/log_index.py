@@ -78,16 +78,15 @@ class LogIndex:
         self._segments: dict[int, _Segment] = {}
         self.partitions: dict[int, IndexedPartition] = {}
 
-    def refresh(self) -> LogReader:
-        """Look at the files as they are now; the reader that did."""
+    def refresh(self) -> None:
+        """Look at the files as they are now."""
         reader = self._open_reader()
         bases = [base for base, _ in reader.files]
         self._segments = {base: known for base, known in self._segments.items() if base in bases}
         unknown = next((base for base in bases if base not in self._segments), bases[-1] if bases else 0)
-        looking = self._open_reader() if unknown else reader
-        looking.skip_before(unknown)
-        walk = looking.walk(fail_on_damage=self._fail_on_damage)
-        self._segments |= _Indexer(looking, walk, self._wanted).run()
+        reader.skip_before(unknown)
+        walk = reader.walk(fail_on_damage=self._fail_on_damage)
+        self._segments |= _Indexer(reader, walk, self._wanted).run()
         rows = {row.id: row for row in walk.partitions.values() if not row.deleted}
         check_subjects(reader, self._wanted, list(rows.values()))
         starts = logical_starts(reader.checkpoint)
@@ -96,7 +95,6 @@ class LogIndex:
         }
         for base in sorted(self._segments)[-OPEN_SEGMENTS:]:
             del self._segments[base]
-        return reader
 
     def _joined(self, row: PartitionRow, start: int) -> IndexedPartition:
         pieces = [piece for base in sorted(self._segments) for piece in self._segments[base].pieces.get(row.id, ())]

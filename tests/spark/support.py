@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -63,3 +64,16 @@ class Stream:
     def all_bodies(self) -> list[bytes]:
         """Of one batch without a limit."""
         return self.bodies(ReadAllAvailable())
+
+
+def lose_tail(data: Path, frames: int) -> None:
+    """As after a power failure: the last frames were never written."""
+    (segment,) = [path for path in (data / "message").iterdir() if path.stat().st_blocks]
+    content = bytearray(segment.read_bytes())
+    places = []
+    position = 0
+    while content[position : position + 2] == b"PL":
+        places.append(position)
+        position += int.from_bytes(content[position + 4 : position + 8], "little")
+    content[places[-frames] :] = bytes(len(content) - places[-frames])
+    segment.write_bytes(content)

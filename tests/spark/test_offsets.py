@@ -15,7 +15,7 @@ import plait.sync
 from plait.client.arguments import to_datetime
 from plait.client.spans import PartitionSpan
 from plait.clock import ManualClock
-from plait.errors import DataLost, InvalidArgument
+from plait.errors import DataLost, Expired, InvalidArgument
 from plait.storage.disk import RealDisk
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded import BlockingBroker
@@ -23,9 +23,10 @@ from tests.support.broker_node import Node, Producer
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
+from plait.spark import log_place
 from plait.spark.offsets import Position, check_end, check_start, parse_bound
 from plait.spark.options import ReadOptions
-from tests.spark.support import batch_reader, bodies, rows_of
+from tests.spark.support import batch_reader, bodies, lose_tail, rows_of
 
 START = ManualClock().now()
 
@@ -135,7 +136,7 @@ def test_a_tail_that_was_lost_and_written_anew_is_known_by_its_epoch(timed: Time
     broker, place = timed
     send(broker, *SENT)
     broker.kill()
-    _lose_tail(broker.data, 4)
+    lose_tail(broker.data, 4)
     broker.start()
     send(broker, b"new 6", b"new 7", b"new 8", b"new 9", b"new 10")
     now = [*SENT[:6], b"new 6", b"new 7", b"new 8", b"new 9", b"new 10"]
@@ -157,24 +158,11 @@ def test_a_tail_that_is_written_anew_between_planning_and_reading_is_not_taken_f
     reader = batch_reader(startingOffsets='{"orders@g1": 3}', **place)
     partitions = reader.partitions()
     broker.kill()
-    _lose_tail(broker.data, 4)
+    lose_tail(broker.data, 4)
     broker.start()
     send(broker, b"6", b"7", b"8", b"9", b"10")
     with pytest.raises(DataLost, match="other messages from sequence 6 on than when the query was planned"):
         [batch for partition in partitions for batch in reader.read(partition)]
-
-
-def _lose_tail(data: Path, frames: int) -> None:
-    """As after a power failure: the last frames were never written."""
-    (segment,) = [path for path in (data / "message").iterdir() if path.stat().st_blocks]
-    content = bytearray(segment.read_bytes())
-    places = []
-    position = 0
-    while content[position : position + 2] == b"PL":
-        places.append(position)
-        position += int.from_bytes(content[position + 4 : position + 8], "little")
-    content[places[-frames] :] = bytes(len(content) - places[-frames])
-    segment.write_bytes(content)
 
 
 SPAN = PartitionSpan("orders", "orders", 7, 10, 50, [(0, 1), (20, 2), (40, 5)], group="g1")
@@ -239,3 +227,21 @@ def test_filters_and_offsets_narrow_each_other(timed: Timed):
         [LessThanOrEqual(("sequence",), 7), GreaterThan(("store_time",), to_datetime(START + 4_000_000))]
     )
     assert [row["body"] for row in rows_of(reader)] == SENT[5:8]
+
+
+def test_segments_that_go_while_a_query_is_planned_are_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    node = Node(RealDisk(tmp_path))
+    for number in range(200):
+        node.send("orders", b"%d" % number * 20)
+    node.broker.stop()
+    segments = sorted((tmp_path / "message").iterdir())
+    assert len(segments) > 3
+    plan = log_place.plan
+
+    def expiring(*arguments: Any, **options: Any) -> Any:
+        segments[0].unlink()
+        return plan(*arguments, **options)
+
+    monkeypatch.setattr(log_place, "plan", expiring)
+    with pytest.raises(Expired, match="removed while the query was planned; run it again"):
+        bodies(path=tmp_path, startingOffsets='{"orders@g1": 1}')

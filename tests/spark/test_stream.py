@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
-from tests.spark.support import Stream, batch_reader
+from tests.spark.support import Stream, batch_reader, lose_tail
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -174,6 +175,43 @@ def test_a_subject_made_anew_is_not_taken_for_the_old_one(place: dict[str, Any],
     with pytest.raises(DataLost, match="deleted and made anew"):
         stream.step()
     assert lenient.bodies() == [b"c", b"d", b"e"]
+
+
+def test_a_loss_is_said_once_and_nothing_that_follows_it_is_missed(
+    plait_broker: BlockingBroker, client: Client, place: dict[str, Any], caplog: pytest.LogCaptureFixture
+):
+    for body in (b"a", b"b", b"c"):
+        send(client, body)
+    stream = Stream(failOnDataLoss=False, **place)
+    assert stream.bodies() == [b"a", b"b", b"c"]
+    plait_broker.kill()
+    lose_tail(plait_broker.data, 2)
+    plait_broker.start()
+    with caplog.at_level(logging.WARNING, "plait.spark"):
+        assert [stream.bodies() for _ in range(3)] == [[], [], []]
+    assert caplog.text.count("orders@g1 ends at 1: sequences 1 to 2 of epoch 1 are lost") == 2
+    with plait.sync.connect(plait_broker.address) as another:
+        send(another, b"d", b"e", b"f")
+    assert stream.bodies() == [b"d", b"e", b"f"]
+
+
+def test_a_partition_that_is_gone_fails_the_query_or_is_warned_of_once(
+    plait_broker: BlockingBroker, client: Client, caplog: pytest.LogCaptureFixture
+):
+    client.send("orders", b"a")
+    client.send("orders.eu", b"b")
+    place = {"server": plait_broker.address, "subject": "orders*"}
+    stream, lenient = Stream(**place), Stream(failOnDataLoss=False, **place)
+    stream.step()
+    lenient.step()
+    client.admin.delete_subject("orders.eu")
+    with pytest.raises(DataLost, match=r"orders\.eu@g1 is gone, with what it had from sequence 1 on"):
+        stream.step()
+    with caplog.at_level(logging.WARNING, "plait.spark"):
+        assert [lenient.bodies() for _ in range(3)] == [[], [], []]
+    assert caplog.text.count("orders.eu@g1 is gone") == 1
+    client.send("orders", b"c")
+    assert lenient.bodies() == [b"c"]
 
 
 def test_what_expired_before_it_was_read_fails_the_query_or_is_passed_over(tmp_path: Path):
