@@ -260,8 +260,9 @@ class Archiver:
             sources={**self._manifest.sources, **sources},
             files=[*files, *added],
         )
-        raw = [segment.path for source in sources.values() for segment in source.raw]
-        self._archive.sync_names([file.path for file in added] + raw)
+        known = {segment.path for source in self._manifest.sources.values() for segment in source.raw}
+        raw = {segment.path for source in sources.values() for segment in source.raw}
+        self._archive.sync_names([*(file.path for file in added), *sorted(raw - known)])
         self._archive.commit(manifest)
         self._manifest = manifest
 
@@ -297,6 +298,7 @@ class Archiver:
                 if info.type == fs.FileType.File and match and int(match[1]) <= number and path not in named:
                     self._archive.remove(path)
                     self.report.removed += 1
+        self._archive.remove_unfinished(number)
 
 
 def wanted_of(subjects: Sequence[str]) -> Wanted:

@@ -110,7 +110,9 @@ def log_order(table: pa.Table, codes: npt.NDArray[Any] | None = None) -> npt.NDA
         order[sequence - first] = np.arange(len(sequence))
         if order.min() >= 0:
             return order
-    return np.lexsort((sequence, epoch) if codes is None else (sequence, epoch, codes))
+    # A subject that was deleted and made again counts from 0 again: the later one comes later.
+    keys = [table.column("store_time").cast(pa.int64()).to_numpy(), sequence, epoch]
+    return np.lexsort(keys if codes is None else [*keys, codes])
 
 
 def taken(table: pa.Table, order: npt.NDArray[Any], same: frozenset[str] = frozenset()) -> pa.Table:

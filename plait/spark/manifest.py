@@ -36,6 +36,7 @@ KEEP: Final = 5
 CLAIM_SECONDS: Final = 600.0
 
 _MANIFEST: Final = re.compile(r"manifest-(\d{20})\.json")
+_UNFINISHED: Final = re.compile(r"\.manifest-(\d{20})\.json\.[0-9a-f]+")
 _CLAIM: Final = re.compile(r"claim-(\d{20})-([0-9a-f]+)")
 #: What a partition value of a path may not hold as it is (as Hive and Spark have it), and what would end a path's part.
 _PLAIN: Final = " !\"$&'()+,-.;<>@_`|~"
@@ -296,6 +297,13 @@ class Archive:
         """Remove a file; nothing when there is none."""
         with contextlib.suppress(FileNotFoundError):
             self.files.delete_file(self.path(relative))
+
+    def remove_unfinished(self, number: int) -> None:
+        """Manifests that were not whole when their archiver ended, up to the one that is committed."""
+        for info in self.list(DIRECTORY):
+            match = _UNFINISHED.fullmatch(info.base_name)
+            if match and int(match[1]) <= number:
+                self.remove(self.relative(info))
 
     def _commit_locally(self, number: int, data: bytes) -> None:
         directory = self.path(DIRECTORY)

@@ -17,6 +17,7 @@ from pyarrow import fs
 
 import plait
 from plait.broker import BrokerConfig
+from plait.client.rows import hash_keys
 from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.server import Server
 from plait.server.standing import database_in
@@ -357,10 +358,12 @@ def test_what_a_run_left_that_ended_early_goes_and_what_others_put_there_stays(h
     mine = place / "00000000000000000002-0123456789abcdef-00001.parquet"
     running = place / "00000000000000000009-0123456789abcdef-00001.parquet"
     foreign = place / "notes.txt"
-    for path in (old, mine, running, foreign):
+    unfinished = to / "_plait" / ".manifest-00000000000000000002.json.0123456789abcdef"
+    paths = (old, mine, unfinished, running, foreign)
+    for path in paths:
         path.write_bytes(b"x")
     assert archive_here(data, to, now=True).removed == 2
-    assert [path.exists() for path in (old, mine, running, foreign)] == [False, False, True, True]
+    assert [path.exists() for path in paths] == [False, False, False, True, True]
 
 
 def test_the_directory_is_told_how_far_it_is_archived(here: None, data: Path, tmp_path: Path):
@@ -439,6 +442,24 @@ def test_small_files_are_merged_and_the_old_ones_go_with_the_next_commit(here: N
     assert archived_rows(to) == log_rows(data)
     assert not set(files_below(to)) & {file.path for file in before.files}
     assert archive_here(None, to, compact=True).merged == 0
+
+
+def test_a_subject_that_was_made_anew_is_merged_with_the_one_of_its_name(here: None, tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    node = Node(RealDisk(data))
+    for number in range(3):
+        producer = Producer(100 + number)
+        for key in (("b", "a"), ("a", "b"))[number % 2]:
+            node.submit(producer.frame("orders", b"%d" % number, keys=[key], key_hashes=hash_keys([key], 1)))
+            node.turn()
+        archive_here(data, to, now=True)
+        node.broker.delete_subject("orders")
+        node.turn()
+        node.clock.advance(1.0)
+    assert archive_here(None, to, compact=True, verify=True).merged == 3
+    rows = archived_rows(to)
+    assert sorted((row["sequence"], row["body"]) for row in rows) == [(s, b"%d" % n) for s in (0, 1) for n in range(3)]
+    node.broker.stop()
 
 
 def test_large_files_stay_as_they_are(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
