@@ -68,6 +68,8 @@ class _Told:
         self.action: npt.NDArray[Any] = told["action"]
         self.attempt: npt.NDArray[Any] = told["attempt"]
         self.epoch: npt.NDArray[Any] = told["epoch"]
+        #: Nothing was lost with the power since the row was stored.
+        self.unbroken: Flags = told["epoch"] == rows.epochs[found.rows]
         self.place: Numbers = told["place"]
         self.counted: Flags = (told["flags"] & FLAG_UNCOUNTED) == 0
         resets = np.array(group.resets, np.int64)
@@ -235,8 +237,8 @@ def _find_double_acks(verdict: Verdict, told: _Told, handed: Flags) -> None:
         return
     eras = _heads(told, is_ack)
     first = eras[np.searchsorted(eras, again, "right") - 1]
-    others = (told.client[first] != told.client[again]) & (told.epoch[first] == told.epoch[again])
-    again = again[others]
+    # After a crash an ack may be all that is left of a pull that was lost.
+    again = again[(told.client[first] != told.client[again]) & told.unbroken[again]]
     got = _pair(told.rows[handed], told.client[handed])
     stranger = ~np.isin(_pair(told.rows[again], told.client[again]), got)
     verdict.broken["double_acks"] = np.unique(told.rows[again[stranger]])

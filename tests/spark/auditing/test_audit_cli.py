@@ -39,10 +39,20 @@ def bad(good: Path, tmp_path: Path) -> Path:
 
 
 def test_a_good_run_ends_with_0(good: Path, spark: SparkSession, capsys: pytest.CaptureFixture[str]):
-    assert run(["spark", "audit", "--data", str(good)]) == 0
+    assert run(["spark", "audit", "--data", str(good), "--since", "-24h", "--subject", "order.*"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^ *billing +ordered +12 +12 +0 +0 +0 ", out, re.MULTILINE)
     assert out.endswith("every promise was kept\n")
+
+
+def test_a_group_that_is_older_than_the_action_log_ends_with_2(
+    good: Path, spark: SparkSession, capsys: pytest.CaptureFixture[str]
+):
+    (segment,) = (good / "action").iterdir()
+    # As where retention has deleted what was before.
+    segment.rename(segment.with_name(f"{1 << 22:020d}.log"))
+    assert run(["spark", "audit", "--data", str(good)]) == 2
+    assert "unknown: order.book, group billing: 12 of 12 messages" in capsys.readouterr().out
 
 
 def test_a_broken_promise_ends_with_1(

@@ -263,10 +263,11 @@ def test_a_client_that_got_a_new_number_is_no_stranger():
 
 def test_a_second_ack_in_a_later_epoch_may_be_what_is_left_of_a_pull_that_was_lost():
     script = Script()
-    script.add(Action.PULL, 1, 0, 10, 1)
-    script.add(Action.ACK, 1, 0, 10)
+    script.add(Action.PULL, 1, 0, 10, 1, epoch=2)
+    script.add(Action.ACK, 1, 0, 10, epoch=2)
     script.add(Action.ACK, 2, 0, 10, epoch=2)
     assert broken(script.judge()) == {}
+    assert broken(script.judge(rows_of(epochs=[1] * 9 + [2] * 31))) == {"double_acks": [9]}
 
 
 def test_rows_that_go_to_a_second_consumer_while_the_first_has_them_are_in_two_hands():

@@ -12,6 +12,8 @@ from plait.spark.auditing.report import AuditReport
 from plait.testing.disk import SimulatedDisk
 from tests.broker.test_ordered_model import World
 from tests.broker.test_retry_model import Retrying
+from tests.sim.cluster import Cluster
+from tests.sim.ordered_cluster import OrderedCluster
 from tests.spark.auditing.conftest import audit_here, one_group
 
 
@@ -44,6 +46,25 @@ def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes
     assert report.held, report
     group = one_group(report)
     assert group.acked == group.messages == world.number
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_a_simulated_broker_with_shared_groups_through_faults_and_losses_of_power(seed: int):
+    cluster = Cluster(seed, flush="sync" if seed % 2 else "async")
+    cluster.run()
+    report = audit_simulated(cluster.broker.disk)
+    assert report.held, report
+    assert sum(group.acked for group in report.groups()) > 20
+
+
+@pytest.mark.parametrize("affinity", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_simulated_brokers_with_ordered_groups_through_faults_and_changes_of_routes(seed: int, affinity: bool):
+    cluster = OrderedCluster(seed, affinity=affinity)
+    cluster.run()
+    for broker in cluster.brokers:
+        report = audit_simulated(broker.disk)
+        assert report.held, report
 
 
 class Audited(Retrying):
