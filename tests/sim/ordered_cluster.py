@@ -230,7 +230,11 @@ class OrderedCluster:
     def _has_the_lock(self, process: Process, message: plait.Message, lock: int) -> None:
         """Who begins with a message has the lock that it goes by, as its broker knows."""
         server = self.servers[message.partition.group]
-        group = server.broker.subjects[message.partition.name].groups[GROUP]
+        partition = server.broker.subjects.get(message.partition.name)
+        if partition is None:
+            # It has just been started, and does not know yet what it had.
+            return
+        group = partition.groups[GROUP]
         assert isinstance(group, OrderedGroup)
         owner, epoch = int(group.locks.owner[lock]), int(group.locks.epoch[lock])
         names = {consumer.id: client for client, consumer in group.consumers.items()}
