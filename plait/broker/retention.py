@@ -8,14 +8,19 @@ not finished is copied to the kept log first. Groups that had not come to what e
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
 from plait.broker.broker import Broker
 from plait.broker.group import Group
 from plait.broker.partition import Partition
+from plait.errors import DiskFull, FlowControl
 from plait.storage.archived import read_archived
 from plait.storage.consume_log import Record
 from plait.storage.ranges import Range
+
+log = logging.getLogger("plait.broker")
 
 #: A consume log is rewritten when more than this many of its records, and more than half, are expired.
 COMPACT_FROM = 4096
@@ -28,20 +33,25 @@ class Retention:
         self._broker = broker
         #: Partition id → (its start, the first record kept): most partitions need no look into their consume log.
         self._heads: dict[int, tuple[int, Record]] = {}
-        #: The message log is needed from here on, once the kept log is durable up to there.
-        self._waiting = (0, 0)
+        #: The message log is needed from here on, once the kept log and itself are durable up to there.
+        self._waiting = (0, 0, 0)
         self._needed = 0
 
     def run(self) -> list[int]:
         """Expire and delete; the bases of the deleted message-log segments."""
         broker = self._broker
-        broker.stages.expire()
+        try:
+            broker.stages.expire()
+        except (DiskFull, FlowControl) as error:
+            # What goes below makes room for saying it the next time.
+            log.warning("stages that nobody asked for cannot be given up yet: %s", error)
         needed = broker.message_log.end
         for partition in broker.partitions.values():
             self._expire(partition)
             head = self._head(partition)
             if head is not None:
                 needed = min(needed, head.offset)
+        self._heads = {number: head for number, head in self._heads.items() if number in broker.partitions}
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
@@ -64,12 +74,19 @@ class Retention:
         return archived.message_offset, archived.action_offset
 
     def _certain(self, needed: int) -> int:
-        """What the message log is needed from, as far as what was copied from it is durable where it is now."""
-        log = self._broker.kept_log
-        for offset, end in (self._waiting, (needed, log.end)):
-            if log.durable >= end:
-                self._needed = offset
-        self._waiting = (needed, log.end)
+        """What the message log is needed from, as far as what was copied from it is durable where it is now.
+
+        What is begun with goes to the kept log; what a stage held, or that it was given up, to the message log again.
+        """
+        kept, messages = self._broker.kept_log, self._broker.message_log
+        now = (needed, kept.end, messages.end)
+        for waiting in (self._waiting, now):
+            self._waiting = waiting
+            offset, kept_end, message_end = waiting
+            if kept.durable < kept_end or messages.durable < message_end:
+                # It stays until it is: the end of a busy log never would be.
+                break
+            self._needed = offset
         return self._needed
 
     def _kept_from(self) -> int:
@@ -89,6 +106,8 @@ class Retention:
 
     def _head(self, partition: Partition) -> Record | None:
         """The first record that is still needed."""
+        if partition.start >= partition.next:
+            return None
         known = self._heads.get(partition.id)
         if known is not None and known[0] == partition.start:
             return known[1]

@@ -13,12 +13,14 @@ that is not known any more nothing is left to be done. That is why one that expi
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from plait.broker.heads import HEAD_ROWS
 from plait.broker.partition import Partition
 from plait.broker.sends import Appended
 from plait.broker.subjects import create_partition, drop_partition
@@ -43,6 +45,8 @@ from plait.storage.catalog import STAGE, PartitionRow, Stage
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
+
+log = logging.getLogger("plait.broker")
 
 PUBLISHING: Final = "publishing"
 EXPIRED: Final = "expired"
@@ -268,6 +272,8 @@ class Stages:
                     if size >= room:
                         break
             except DamageError as error:
+                # It is tried again when somebody asks for it; if nobody does, it is given up in time.
+                log.error("nothing more is published to %s: %s", partition.row.name, error)
                 self._queue.popleft()
                 self._answer(stage.producer, error)
                 return size
@@ -290,7 +296,7 @@ class Stages:
                     frame.verify()
                 if (frame.partition, frame.base, frame.count) != (partition.id, start, record.count):
                     raise FrameError("another one stands there")
-            except FrameError as error:
+            except (FrameError, DamageError) as error:
                 raise DamageError(
                     f"row {start} of the stage of producer {_stage(partition).producer:016x} does not read back "
                     f"({error}): the batch cannot be published; run 'plait doctor'"
@@ -341,32 +347,35 @@ class Stages:
         now, limits = broker.clock.now(), broker.limits
         late = now - int(limits.stage_seconds * 1_000_000)
         gone = late - int(limits.stage_forget_seconds * 1_000_000)
-        old = [partition for partition in self._all.values() if _last_time(partition) < late]
-        expired = [partition for partition in old if not _stage(partition).state]
-        if expired:
-            self._change(expired, EXPIRED)
-            for partition in expired:
-                partition.start = partition.next
-        self._delete([p for p in old if _stage(p).state == EXPIRED and _last_time(p) < gone])
+        queued = set(self._queue)
+        self._change(
+            # One that damage keeps from being published holds the log for nothing.
+            [p for p in self._all.values() if _stage(p).state != EXPIRED and p not in queued and _silent(p, late)],
+            EXPIRED,
+        )
+        self._delete([p for p in self._all.values() if _stage(p).state == EXPIRED and _silent(p, gone)])
 
     def _change(self, partitions: list[Partition], state: str) -> None:
         """The catalog says what becomes of stages."""
         broker = self._broker
-        rows = [
-            msgspec.structs.replace(each.row, stage=msgspec.structs.replace(_stage(each), state=state))
-            for each in partitions
-        ]
-        broker.append_own(broker.heads.catalog(rows))
-        for partition, row in zip(partitions, rows, strict=True):
-            partition.row = row
-            broker.touch(partition)
+        for some in _pages(partitions):
+            rows = [
+                msgspec.structs.replace(each.row, stage=msgspec.structs.replace(_stage(each), state=state))
+                for each in some
+            ]
+            broker.append_own(broker.heads.catalog(rows))
+            for partition, row in zip(some, rows, strict=True):
+                partition.row = row
+                if state == EXPIRED:
+                    partition.start = partition.next
+                broker.touch(partition)
 
     def _delete(self, partitions: list[Partition]) -> int:
-        if partitions:
-            broker = self._broker
-            rows = [msgspec.structs.replace(each.row, deleted=True) for each in partitions]
+        broker = self._broker
+        for some in _pages(partitions):
+            rows = [msgspec.structs.replace(each.row, deleted=True) for each in some]
             broker.append_own(broker.heads.catalog(rows))
-            for partition in partitions:
+            for partition in some:
                 drop_partition(broker, partition)
         return len(partitions)
 
@@ -395,7 +404,14 @@ def _stage(partition: Partition) -> Stage:
     return stage
 
 
-def _last_time(partition: Partition) -> int:
-    """When its last row was stored."""
+def _silent(partition: Partition, since: int) -> bool:
+    """Nothing was stored in it since then. Most are younger as a whole: their consume logs stay closed."""
+    if partition.row.created >= since:
+        return False
     records = partition.consume_log
-    return records.record(len(records) - 1).time if len(records) else partition.row.created
+    return not len(records) or records.record(len(records) - 1).time < since
+
+
+def _pages(partitions: list[Partition]) -> Iterator[list[Partition]]:
+    """As many as one frame of the catalog takes; what is done of them stands when the disk is full after that."""
+    return (partitions[start : start + HEAD_ROWS] for start in range(0, len(partitions), HEAD_ROWS))

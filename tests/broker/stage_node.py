@@ -97,3 +97,11 @@ def settle(node: Node) -> None:
         if not node.broker.stages.ready:
             return
     raise AssertionError("it goes on for ever")
+
+
+def ask_and_settle(node: Node, *tasks: Task) -> PlaitError | None:
+    """Ask for stages to be published, and wait for the answer."""
+    answers = ask(node, tasks)
+    settle(node)
+    [error] = answers
+    return error

@@ -10,24 +10,20 @@ from plait.broker import sealing, staging
 from plait.errors import (
     DamageError,
     DiskFull,
-    Expired,
     FrameError,
     InvalidArgument,
     LimitExceeded,
     OutOfSequence,
-    PlaitError,
     StaleRoute,
 )
 from plait.frame.lp import lp_of_key
 from plait.limits import ServerLimits
-from plait.storage.catalog import Fence, SubjectSettings
+from plait.storage.catalog import Fence
 from plait.storage.log import segment_name
 from plait.testing.disk import SimulatedCrash
 from tests.broker.schedule_node import SECOND, later, schedules
-from tests.broker.stage_node import Task, ask, complete, publish, settle, staged
+from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
 from tests.support.broker_node import Node, Producer, rows_of
-
-DAY = 86_400
 
 
 @pytest.fixture
@@ -272,11 +268,14 @@ def test_damage_is_told_and_holds_up_nothing_else(node: Node, task: Task) -> Non
     assert isinstance(ask_and_settle(node, task), DamageError)
 
 
-def ask_and_settle(node: Node, *tasks: Task) -> PlaitError | None:
-    answers = ask(node, tasks)
-    settle(node)
-    [error] = answers
-    return error
+def test_a_stage_whose_segment_is_gone_is_named(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    for _ in range(3):
+        node.send("other", *[b"y" * 1000] * 7)
+    log = node.broker.message_log
+    assert log.remove_before(log.segments[1].base)
+    with pytest.raises(DamageError, match=r"row 0 of the stage of producer 000000000000000b .* run 'plait doctor'"):
+        node.broker.stages.read(11, 0, 1 << 20)
 
 
 # --- routes -----------------------------------------------------------------------------------------
@@ -340,45 +339,6 @@ def test_a_subject_that_is_deleted_takes_what_was_on_its_way_along(
     settle(node)
     assert answers == [None]
     assert staged(node) == 0
-
-
-# --- the end of what nobody wants -------------------------------------------------------------------
-
-
-def test_a_stage_that_nobody_publishes_expires_and_is_remembered(node: Node, task: Task) -> None:
-    task.write(node, *[b"x" * 1000] * 20)
-    start = node.broker.message_log.start
-    node.clock.advance(6 * DAY)
-    node.retention.run()
-    complete(node, task)
-    node.clock.advance(2 * DAY)
-    node.retention.run()
-    for _ in range(6):
-        node.send("orders", *[b"y" * 1000] * 6)
-        node.broker.delete_subject("orders")
-        node.checkpoint()
-        node.retention.run()
-    assert node.broker.message_log.start > start
-    node = node.killed()
-    for call in (node.broker.stages.complete, node.broker.stages.publish):
-        with pytest.raises(Expired, match="expired"):
-            call([task.named], lambda _: None)
-    node.clock.advance(31 * DAY)
-    node.retention.run()
-    assert staged(node) == 0
-
-
-def test_a_stage_that_waits_holds_its_part_of_the_log(node: Node, task: Task) -> None:
-    task.write(node, b"a")
-    node.broker.create_subject("other", SubjectSettings(retention_seconds=1))
-    for _ in range(4):
-        node.send("other", *[b"y" * 1000] * 6)
-        node.clock.advance(5)
-        node.checkpoint()
-        node.retention.run()
-    assert node.broker.message_log.start == 0
-    publish(node, task)
-    assert node.bodies("orders") == [b"a"]
 
 
 # --- crashes ----------------------------------------------------------------------------------------

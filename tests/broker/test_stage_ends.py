@@ -1,0 +1,219 @@
+"""Stages that nobody publishes: they are given up in time, and the log goes only when that counts."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from plait.broker import staging
+from plait.errors import DamageError, Expired
+from plait.storage.catalog import SubjectSettings
+from plait.storage.log import segment_name
+from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
+from tests.support.broker_node import Node
+
+DAY = 86_400
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def task() -> Task:
+    return Task(11)
+
+
+def fill_and_expire(node: Node) -> None:
+    """Rows come and go, with as many checkpoints as are kept: what else holds the log shows."""
+    for _ in range(6):
+        node.send("passing", *[b"y" * 1000] * 6)
+        node.broker.delete_subject("passing")
+        node.checkpoint()
+        node.retention.run()
+
+
+def test_a_stage_that_nobody_publishes_expires_and_is_remembered(node: Node, task: Task) -> None:
+    task.write(node, *[b"x" * 1000] * 20)
+    start = node.broker.message_log.start
+    node.clock.advance(6 * DAY)
+    node.retention.run()
+    complete(node, task)
+    node.clock.advance(2 * DAY)
+    node.retention.run()
+    fill_and_expire(node)
+    assert node.broker.message_log.start > start
+    node = node.killed()
+    for call in (node.broker.stages.complete, node.broker.stages.publish):
+        with pytest.raises(Expired, match="expired"):
+            call([task.named], lambda _: None)
+    node.clock.advance(31 * DAY)
+    node.retention.run()
+    assert staged(node) == 0
+
+
+def test_a_stage_that_waits_holds_its_part_of_the_log(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    node.broker.create_subject("other", SubjectSettings(retention_seconds=1))
+    for _ in range(4):
+        node.send("other", *[b"y" * 1000] * 6)
+        node.clock.advance(5)
+        node.checkpoint()
+        node.retention.run()
+    assert node.broker.message_log.start == 0
+    publish(node, task)
+    assert node.bodies("orders") == [b"a"]
+
+
+@pytest.mark.parametrize("flush", ["async", "sync"])
+@pytest.mark.parametrize("published", [True, False])
+def test_the_log_goes_only_when_what_became_of_a_stage_is_durable(flush: str, published: bool, task: Task) -> None:
+    node = Node(flush=flush)
+    bodies = [b"%d" % n + b"x" * 1000 for n in range(20)]
+    for body in bodies:
+        task.write(node, body)
+    complete(node, task)
+    for _ in range(6):
+        node.checkpoint()
+    if published:
+        ask(node, [task])
+        node.commit()
+    else:
+        node.clock.advance(8 * DAY)
+    for _ in range(3):
+        assert node.retention.run() == []
+    again = node.power_lost()
+    publish(again, task)
+    assert again.bodies("orders") == bodies
+    node.turn()
+    node.sync()
+    assert node.retention.run() != []
+    again = node.power_lost()
+    if published:
+        publish(again, task)
+        assert again.bodies("orders") == bodies
+    else:
+        with pytest.raises(Expired):
+            ask(again, [task])
+
+
+def test_on_a_busy_log_what_was_durable_a_while_ago_goes(node: Node, task: Task) -> None:
+    for _ in range(20):
+        task.write(node, b"x" * 1000)
+    complete(node, task)
+    for _ in range(6):
+        node.checkpoint()
+    ask(node, [task])
+    node.commit()
+    assert node.retention.run() == []
+    node.sync()
+    node.send("orders", b"meanwhile")
+    assert node.retention.run() != []
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EMFILE])
+def test_stages_that_cannot_be_given_up_yet_hold_up_nothing_else(
+    code: int, task: Task, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(retention_seconds=10.0)
+    for _ in range(6):
+        node.send("orders", *[b"y" * 1000] * 7)
+    task.write(node, b"a")
+    node.clock.advance(8 * DAY)
+    for _ in range(6):
+        node.checkpoint()
+    log = node.broker.message_log
+    # The segment has no room for a word more, and there is no other.
+    node.send("orders", b"y" * (log.segments[-1].end - log.end - 300))
+    node.sync()
+    for operation in ("create", "allocate"):
+        node.disk.fail(operation, path="message/*", times=None, error=code)
+    assert node.retention.run() != []
+    assert "cannot be given up yet" in caplog.text
+    assert node.broker.failed is None
+    node = node.killed()
+    node.retention.run()
+    with pytest.raises(Expired):
+        ask(node, [task])
+
+
+def test_more_stages_end_at_once_than_one_frame_of_the_catalog_takes(
+    monkeypatch: pytest.MonkeyPatch, node: Node
+) -> None:
+    monkeypatch.setattr(staging, "HEAD_ROWS", 3)
+    sizes: list[int] = []
+    catalog = node.broker.heads.catalog
+    monkeypatch.setattr(node.broker.heads, "catalog", lambda rows: sizes.append(len(rows)) or catalog(rows))
+    tasks = [Task(n) for n in range(1, 9)]
+    for task in tasks:
+        task.write(node, b"a")
+    sizes.clear()
+    assert node.broker.stages.drop([1]) == 1
+    node.clock.advance(8 * DAY)
+    node.retention.run()
+    assert staged(node) == 7
+    node.clock.advance(31 * DAY)
+    node.retention.run()
+    assert staged(node) == 0
+    assert sizes == [1, 3, 3, 1, 3, 3, 1]
+    node.turn()
+    assert staged(node.killed()) == 0
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_damaged_stage_is_given_up_in_time_and_the_log_goes_on(
+    node: Node, task: Task, restarted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    task.write(node, b"spoilt")
+    complete(node, task)
+    node.checkpoint()
+    record = task.open(node).consume_log.record(0)
+    node.disk.flip_bit(f"message/{segment_name(0)}", record.offset + record.size - 1, 0)
+    assert isinstance(ask_and_settle(node, task), DamageError)
+    if restarted:
+        node = node.killed()
+        caplog.clear()
+        settle(node)
+    assert "orders" in caplog.text
+    assert "000000000000000b" in caplog.text
+    node.clock.advance(6 * DAY)
+    node.retention.run()
+    assert isinstance(ask_and_settle(node, task), DamageError)
+    node.clock.advance(2 * DAY)
+    node.retention.run()
+    node.turn()
+    for each in (node.killed(), node):
+        with pytest.raises(Expired):
+            ask(each, [task])
+        fill_and_expire(each)
+        assert each.broker.message_log.start > 0
+
+
+def test_what_waits_for_the_disk_is_not_given_up(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    answers = ask(node, [task])
+    node.broker.low_space = "full"
+    node.turn()
+    node.clock.advance(8 * DAY)
+    node.retention.run()
+    node.broker.low_space = ""
+    settle(node)
+    assert answers == [None]
+    assert node.bodies("orders") == [b"a"]
+
+
+def test_a_look_at_stages_opens_no_consume_log_of_young_ones(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    node.checkpoint()
+    records = task.open(node).consume_log
+    records.unmap()
+    node.broker.stages.expire()
+    assert not records.mapped
+    node.clock.advance(8 * DAY)
+    node.broker.stages.expire()
+    assert records.mapped
+    records.unmap()
+    node.broker.stages.expire()
+    assert not records.mapped
