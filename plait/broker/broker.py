@@ -42,6 +42,7 @@ from plait.errors import (
 )
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.reason import Reason
@@ -253,6 +254,8 @@ class Broker:
             raise FrameError("a producer's frame holds its own rows only")
         if partition.row.kind == STAGE:
             self.stages.check(partition, frame)
+        elif frame.flags & FLAG_UNSEQUENCED and reply is not None:
+            raise FrameError("unsequenced frames are for stages, or are sent oneway: stored twice, nobody would know")
         elif frame.column_bits & _DELAYED_BIT or partition.row.kind:
             self.schedules.check(partition, frame)
         waiting = self._pending.get(partition)

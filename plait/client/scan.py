@@ -116,8 +116,13 @@ class RangeScan:
                 # At its end, or only busy with what it has sent already.
                 await self._check_end(at, end)
                 continue
-            frames += frames_in(payload)
-            at = reply.next
+            found = frames_in(payload)
+            if reply.next > end:
+                # Rows at the beginning have expired meanwhile, or do not read back: others came in their place.
+                found, at = _before(end, found)
+            else:
+                at = reply.next
+            frames += found
         return frames
 
     async def _ask(self, at: int, end: int) -> tuple[m.ReadReply, memoryview]:
@@ -156,8 +161,7 @@ class RangeScan:
         gaps: list[tuple[int, int]] = []
         expected = start
         for frame in frames:
-            selection = frame.selection()
-            first = frame.base if selection is None else frame.base + int(selection.rows[0])
+            first = _first(frame)
             if first > expected:
                 gaps.append((expected, first))
             expected = first + frame.count
@@ -168,3 +172,18 @@ class RangeScan:
         spans = await self._surveyor.spans([self._span.place])
         kept_from = spans[0].start if spans else end
         return [Gap(first, last, first < kept_from) for first, last in gaps]
+
+
+def _first(frame: FrameView) -> int:
+    """The sequence of its first row."""
+    selection = frame.selection()
+    return frame.base if selection is None else frame.base + int(selection.rows[0])
+
+
+def _before(end: int, frames: list[FrameView]) -> tuple[list[FrameView], int]:
+    """Those that lie before ``end``, and where to go on: one that passes it is asked for again, up to there."""
+    for index, frame in enumerate(frames):
+        first = _first(frame)
+        if first + frame.count > end:
+            return frames[:index], min(first, end)
+    return frames, end

@@ -18,7 +18,7 @@ from plait import chance
 from plait.client.node import Node
 from plait.client.router import Router, SubjectRoute
 from plait.client.types import PartitionName
-from plait.errors import PlaitError, StaleRoute, SubjectNotFound, Timeout, Unavailable
+from plait.errors import DataLost, PlaitError, StaleRoute, SubjectNotFound, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 
@@ -114,8 +114,14 @@ class Surveyor:
         await self.close()
 
     def node(self, place: PartitionName) -> Node:
-        """The broker of a partition that ``find`` has found."""
-        return self._places[place]
+        """The broker of a partition that ``find`` has found; ``DataLost`` where it has not."""
+        node = self._places.get(place)
+        if node is None:
+            raise DataLost(
+                f"{place} is not one of the partitions of its subject (any more): "
+                "it was deleted, or made anew with fewer of them"
+            )
+        return node
 
     async def find(self, subjects: Iterable[str], prefixes: Iterable[str] = ()) -> list[PartitionName]:
         """The partitions of these subjects, and of those that begin so; ``SubjectNotFound`` where there is none."""

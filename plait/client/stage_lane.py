@@ -23,6 +23,7 @@ from plait.errors import (
 from plait.frame.builder import FrameParts
 from plait.limits import ClientLimits
 from plait.wire import messages as m
+from plait.wire.dial import Link
 
 #: What passes. A frame that comes after one that was refused is out of sequence, and follows it when it is sent again.
 _PASSING: Final = (Unavailable, Timeout, FlowControl, DiskFull, ReadOnly, OutOfSequence)
@@ -60,7 +61,10 @@ class StageLane:
             "batch": batch,
             "delayed": delayed,
         }
+        #: The stage's number at its broker, and the link on which it counts: behind the next one there may be a broker
+        #: that lost its last moments, and has given the number to another partition since.
         self._partition = 0
+        self._link: Link | None = None
         #: Frames that are not answered, the oldest first.
         self._frames: deque[FrameParts] = deque()
         #: Answers to frames that were sent before the last time that all were sent again do not count.
@@ -70,7 +74,9 @@ class StageLane:
 
     async def open(self) -> None:
         """Make the stage. ``StaleRoute``: its partition is not there."""
+        link = await self._node.ready(self._limits.request_seconds)
         self._partition = await ask(self._node, "stage.open", int, **self._arguments)
+        self._link = link
 
     async def push(self, parts: FrameParts) -> None:
         """Send a frame; waits while too many are under way. Raises what ended the stage."""
@@ -101,7 +107,7 @@ class StageLane:
     def _send(self, parts: FrameParts) -> None:
         if self._error is None:
             link = self._node.link
-            if link is None:
+            if link is None or link is not self._link:
                 self._fail(Unavailable("the connection to the server was lost"))
                 return
             answered = functools.partial(self._answered, self._turn)

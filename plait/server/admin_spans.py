@@ -109,4 +109,4 @@ def cut(server: Server, request: CutSpans) -> list[CutView]:
 
 def _records(partition: Partition, start: int, end: int) -> Records:
     log = partition.consume_log
-    return log.slice(log.find(start), log.find(end - 1) + 1 if end > start else 0)
+    return log.slice(log.find(start), log.find(end - 1) + 1) if start < end else log.slice(0, 0)

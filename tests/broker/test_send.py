@@ -179,6 +179,14 @@ def test_oneway_rows_are_stored_without_idempotence():
     assert node.killed().bodies("orders") == [b"a", b"a"]
 
 
+def test_unsequenced_rows_that_somebody_waits_for_are_refused():
+    node = Node()
+    sent = node.submit(Producer(9).oneway("orders", b"a"))
+    node.turn()
+    assert isinstance(sent.error, FrameError)
+    assert node.bodies("orders") == []
+
+
 # --- what is refused ----------------------------------------------------------------------------
 
 

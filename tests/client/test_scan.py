@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
 import plait
@@ -161,6 +162,63 @@ async def test_an_end_that_is_not_there_is_said_and_not_waited_for(client: plait
     with pytest.raises(DataLost, match="orders@g1 ends at sequence 20, and 20 to 29 were there"):
         async for _ in RangeScan(surveyor, await span_of(surveyor), 10, 30):
             pass
+
+
+@pytest.mark.parametrize(("kept_from", "end"), [(305, 500), (320, 500), (485, 497), (500, 500)])
+async def test_what_expires_while_it_is_read_is_a_gap_and_the_rest_comes_once(
+    broker: EmbeddedBroker,
+    client: plait.Client,
+    surveyor: Surveyor,
+    monkeypatch: pytest.MonkeyPatch,
+    kept_from: int,
+    end: int,
+) -> None:
+    sent = await send(client, 500)
+    planned = RangeScan._pieces
+
+    async def expiring(self: RangeScan) -> object:
+        pieces = await planned(self)
+        broker.server.broker.subjects["orders"].start = kept_from
+        return pieces
+
+    monkeypatch.setattr(RangeScan, "_pieces", expiring)
+    pieces = [piece async for piece in RangeScan(surveyor, await span_of(surveyor), 0, end)]
+    assert rows_of(pieces) == sent[kept_from:end]
+    gaps = [gap for piece in pieces for gap in piece.gaps]
+    assert [sequence for gap in gaps for sequence in range(gap.start, gap.end)] == list(range(min(kept_from, end)))
+    assert all(gap.expired for gap in gaps)
+
+
+async def test_what_does_not_read_back_is_a_gap_and_the_rest_comes_once(
+    broker: EmbeddedBroker, client: plait.Client, surveyor: Surveyor
+) -> None:
+    sent = await send(client, 500)
+    span = await span_of(surveyor)
+    await broker.stop()
+    for segment in (broker.data / "message").iterdir():
+        content = segment.read_bytes()
+        segment.write_bytes(content.replace(sent[255], bytes(len(sent[255]))))
+    await broker.start()
+    pieces = [piece async for piece in RangeScan(surveyor, span, 0, 495)]
+    assert rows_of(pieces) == sent[:250] + sent[260:495]
+    assert [gap for piece in pieces for gap in piece.gaps] == [(250, 260, False)]
+
+
+async def test_a_partition_that_is_there_no_more_is_named(surveyor: Surveyor) -> None:
+    with pytest.raises(DataLost, match="orders#7@g1 is not one of the partitions"):
+        await surveyor.spans([PartitionName("orders#7", "g1")])
+
+
+async def test_times_are_found_where_everything_is_expired(broker: EmbeddedBroker, client: plait.Client) -> None:
+    await send(client, 20)
+    partition = broker.server.broker.subjects["orders"]
+    broker.server.broker.checkpoint()
+    await send(client, 60)
+    # What came last is not acknowledged yet.
+    partition.start = partition.visible = 20
+    spans = await client._router.meta.request(m.Admin("partition.spans", {"names": ["orders"], "times": [0, 1 << 62]}))
+    (span,) = msgspec.msgpack.decode(spans.result)
+    assert (span["at"], span["until"]) == ([20, 20], [20, 20])
 
 
 async def test_a_broker_that_stays_away_is_named(broker: EmbeddedBroker, client: plait.Client) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
 import plait
 from plait.client.stage_lane import ask
 from plait.client.staging import StagedRows, StageWriter
-from plait.errors import Expired, InvalidArgument, InvalidName
+from plait.errors import Expired, InvalidArgument, InvalidName, OutOfSequence, Timeout
 from plait.limits import STAGES_PAGE_MAX
 from plait.testing import EmbeddedBroker
 from tests.cli.commands import plait as run_plait
+from tests.client.support import EAGER
 
 OPEN = {"name": "orders", "producer": 7, "query": "q", "batch": 0}
 
@@ -51,6 +55,28 @@ async def test_of_a_stage_that_is_not_known_nothing_is_left_to_be_done(client: p
     assert await ask(node, "stage.publish", Any, stages=[(8, 1)]) is None
     assert await ask(node, "stage.drop", int, producers=[8]) == 0
     assert await ask(node, "stage.forget", int, query="q", batch=3) == 0
+
+
+async def test_a_broker_that_lost_its_last_moments_gets_no_rows_under_a_number_of_before(tmp_path: Path):
+    # With one frame under way at a time, what was written is answered.
+    limits = msgspec.structs.replace(EAGER, send_seconds=0.1, in_flight_frames=1)
+    async with EmbeddedBroker(tmp_path / "data", metas=()) as broker, broker.connect(limits=limits) as client:
+        await client.send("orders", b"before")
+        shutil.copytree(broker.data, tmp_path / "durable")
+        writer = StageWriter(client, "orders", "q", 0)
+        await writer.write(StagedRows(pa.array([b"a"], pa.binary())))
+        (number,) = [each.id for each in broker.server.broker.partitions.values() if each.row.stage is not None]
+        await broker.kill()
+        shutil.rmtree(broker.data)
+        shutil.copytree(tmp_path / "durable", broker.data)
+        await broker.start()
+        await client.send("payments", b"p")
+        payments = broker.server.broker.subjects["payments"]
+        assert payments.id == number
+        # The rows before it are lost: whenever it is sent again, there is a gap.
+        with pytest.raises((OutOfSequence, Timeout)):
+            await writer.write(StagedRows(pa.array([b"b"], pa.binary())))
+        assert payments.next == 1
 
 
 async def test_a_directory_with_stages_is_in_good_order(broker: EmbeddedBroker, client: plait.Client):
