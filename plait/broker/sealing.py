@@ -57,7 +57,10 @@ def open_lps(
 
 
 def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Callable[[list[Fence]], None]) -> None:
-    """The partition takes rows of these no more; ``reply`` gets the fences, once that is durable."""
+    """The partition takes rows of these no more; ``reply`` gets the fences, once that is durable.
+
+    ``FlowControl``: stages have begun to be published to it, and more remains of them than is done at once; ask again.
+    """
     chosen = checked(lps)
     partition = broker.subjects.get(name)
     if partition is None:
@@ -65,7 +68,6 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
     if version < partition.row.route:
         raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
     # What this turn brought was taken before, and so was a stage that has begun to be published.
-    broker.commit()
     broker.stages.finish(partition)
     accepts = np.ones(LOGICAL_PARTITIONS, bool) if partition.accepts is None else partition.accepts
     fences = np.zeros(LOGICAL_PARTITIONS, np.int64) if partition.fences is None else partition.fences.copy()

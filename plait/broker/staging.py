@@ -52,6 +52,8 @@ PUBLISHING: Final = "publishing"
 EXPIRED: Final = "expired"
 #: Bytes that are published in one turn: the loop has others to serve.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
+#: A seal that waits for what is being published keeps more from beginning for so long: it is asked for again sooner.
+CLOSING_SECONDS: Final = 10.0
 #: Time before what the disk had no room for is tried again.
 RETRY_SECONDS: Final = 1.0
 
@@ -83,6 +85,8 @@ class Stages:
         self.ready = False
         #: On the monotonic clock: until then it does not.
         self._held_until = 0.0
+        #: Partitions that a seal waits for → until when (monotonic) nothing more begins to be published to them.
+        self._closing: dict[str, float] = {}
 
     # --- which there are ------------------------------------------------------------------------
 
@@ -178,17 +182,16 @@ class Stages:
         """(producer, rows) of stages that consumers are to see; ``reply`` is called when that is so, durably.
 
         Those that are not known have been published before. Raises, and nothing has begun, if one of the others has
-        expired, or its partition does not take its keys any more (``StaleRoute``): those rows go elsewhere.
+        expired, or its partition does not take its keys any more (``StaleRoute``): those rows go elsewhere; or where a
+        seal waits for what has begun (``FlowControl``).
         """
         broker = self._broker
         broker.refuse_when_full()
         broker.commit()
         wanted = {producer: self._checked(producer, rows) for producer, rows in producers if producer in self._all}
         begun = [partition for partition in wanted.values() if not _stage(partition).state]
-        for partition in begun:
-            self._check_route(partition)
-        if begun:
-            self._change(begun, PUBLISHING)
+        self._check_routes(begun)
+        self._change(begun, PUBLISHING)
         if not wanted:
             broker.answer_when_durable(lambda: reply(None))
             return
@@ -212,18 +215,25 @@ class Stages:
         return self._delete([p for p in chosen if _stage(p).batch <= batch and _stage(p).state != PUBLISHING])
 
     def finish(self, target: Partition) -> None:
-        """Publish to its end what has begun to be published to a partition."""
-        broker = self._broker
-        while any(partition.row.name == target.row.name for partition in self._queue):
-            if broker.clock.monotonic() < self._held_until:
-                raise FlowControl(
-                    f"messages are being published to {target.row.name!r}, and the disk is full; try again"
-                )
+        """Commit, and be done with what has begun to be published to a partition; ``FlowControl``: not yet, ask again.
+
+        It goes on a turn's worth at a time, as others are to be served as well. Meanwhile nothing more begins.
+        """
+        broker, name = self._broker, target.row.name
+        if self._busy_with(name) and broker.clock.monotonic() >= self._held_until:
             self.ready = True
             broker.answer_after_commit(None)
-            broker.commit()
-            if broker.failed is not None:
-                raise broker.failed
+        broker.commit()
+        if broker.failed is not None:
+            raise broker.failed
+        if self._busy_with(name):
+            self._closing[name] = broker.clock.monotonic() + CLOSING_SECONDS
+            full = ", and the disk is full" if broker.clock.monotonic() < self._held_until else ""
+            raise FlowControl(f"messages are being published to {name!r}{full}; try again")
+        self._closing.pop(name, None)
+
+    def _busy_with(self, name: str) -> bool:
+        return any(partition.row.name == name for partition in self._queue)
 
     def look(self) -> bool:
         """Whether there is something to do for ``run``."""
@@ -314,20 +324,31 @@ class Stages:
                 self._waiters.remove(waiter)
                 self._broker.answer_when_durable(lambda reply=waiter.reply: reply(error))  # type: ignore[misc]
 
-    def _check_route(self, partition: Partition) -> None:
+    def _check_routes(self, partitions: list[Partition]) -> None:
+        """Raise unless all of these may be published where they are for; every one that may not is named."""
+        now = self._broker.clock.monotonic()
+        self._closing = {name: until for name, until in self._closing.items() if now < until}
+        for partition in partitions:
+            if partition.row.name in self._closing:
+                raise FlowControl(f"partition {partition.row.name!r} is about to take fewer keys; try again")
+        moved = [partition for partition in partitions if not self._takes(partition)]
+        if moved:
+            producers = [_stage(partition).producer for partition in moved]
+            raise StaleRoute(
+                f"partition {moved[0].row.name!r} does not take these keys (any more); write them elsewhere",
+                producer=producers[0],
+                producers=producers,
+            )
+
+    def _takes(self, partition: Partition) -> bool:
         target = self._broker.subjects.get(partition.row.name)
         # Delayed rows are looked at when they are due.
-        takes = target is not None and (
+        return target is not None and (
             _stage(partition).delayed
             or target.accepts is None
             # A look at the key hashes; what is wrong with a frame is found before it is published.
             or all(target.takes(frame) for frame, _ in self._frames(partition, 0, trusted=True))
         )
-        if not takes:
-            raise StaleRoute(
-                f"partition {partition.row.name!r} does not take these keys (any more); write them elsewhere",
-                producer=_stage(partition).producer,
-            )
 
     def _write(self) -> None:
         """Rows that came this turn can be read from here on."""

@@ -413,11 +413,18 @@ def decode(kind: int, head: memoryview) -> Message:
 
 def failure_of(error: PlaitError) -> Failure:
     """The packet that tells of an error."""
-    details = {k: v for k, v in error.details.items() if isinstance(v, int | str | float | None)}
+    details = {k: v for k, v in error.details.items() if _plain(v)}
     message = error.message
     if len(message) > MESSAGE_LENGTH_MAX:
         message = message[: MESSAGE_LENGTH_MAX - 3] + "..."
     return Failure(error.code, message, details)
+
+
+def _plain(value: Any) -> bool:
+    """What says the same on the other side."""
+    if isinstance(value, list):
+        return all(isinstance(each, int) for each in value)
+    return isinstance(value, int | str | float | None)
 
 
 def error_of(failure: Failure) -> PlaitError:

@@ -10,6 +10,7 @@ from plait.broker import sealing, staging
 from plait.errors import (
     DamageError,
     DiskFull,
+    FlowControl,
     FrameError,
     InvalidArgument,
     LimitExceeded,
@@ -21,6 +22,7 @@ from plait.limits import ServerLimits
 from plait.storage.catalog import Fence
 from plait.storage.log import segment_name
 from plait.testing.disk import SimulatedCrash
+from plait.wire import messages as m
 from tests.broker.schedule_node import SECOND, later, schedules
 from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
 from tests.support.broker_node import Node, Producer, rows_of
@@ -296,12 +298,24 @@ def test_keys_that_have_moved_are_not_published_here(node: Node) -> None:
     sealed(node, [(lp, lp + 1)])
     with pytest.raises(StaleRoute) as refused:
         ask(node, [staying, moving])
-    assert refused.value.details["producer"] == 2
+    assert refused.value.details == {"producer": 2, "producers": [2]}
     assert node.bodies("orders") == []
     subject, frames, end = node.broker.stages.read(2, 0, 1 << 20)
     assert (subject, [row.body for row in rows_of(frames)], end) == ("orders", [b"m", b"n"], 2)
     publish(node, staying)
     assert node.bodies("orders") == [b"s"]
+
+
+def test_all_stages_whose_keys_have_moved_are_named_at_once(node: Node) -> None:
+    tasks = [Task(n) for n in range(1, 5)]
+    for task, key in zip(tasks, ("stays", "gone", "stays", "gone"), strict=True):
+        task.write(node, b"a", **keyed(key))
+    lp = lp_of_key("gone")
+    sealed(node, [(lp, lp + 1)])
+    with pytest.raises(StaleRoute) as refused:
+        ask(node, tasks)
+    told = m.error_of(m.failure_of(refused.value))
+    assert told.details == {"producer": 2, "producers": [2, 4]}
 
 
 def test_what_has_begun_is_published_before_keys_move(monkeypatch: pytest.MonkeyPatch, node: Node, task: Task) -> None:
@@ -311,9 +325,60 @@ def test_what_has_begun_is_published_before_keys_move(monkeypatch: pytest.Monkey
     answers = ask(node, [task])
     node.commit()
     lp = lp_of_key("gone")
+    with pytest.raises(FlowControl, match="being published to 'orders'; try again"):
+        sealed(node, [(lp, lp + 1)])
+    assert node.bodies("orders") == [b"0", b"1"], "no more than a turn's worth"
     assert sealed(node, [(lp, lp + 1)]) == [(lp, lp + 1, 3)]
     assert answers == [None]
     assert node.bodies("orders") == [b"0", b"1", b"2"]
+
+
+def test_a_seal_is_not_kept_waiting_by_what_comes_after_it(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
+    first, second, elsewhere = Task(1), Task(2), Task(3, subject="payments")
+    for task in (first, second, elsewhere):
+        for n in range(4):
+            task.write(node, b"%d-%d" % (task.stage.producer, n), **keyed("gone"))
+    lp = lp_of_key("gone")
+    answers = ask(node, [first])
+    node.commit()
+    with pytest.raises(FlowControl):
+        sealed(node, [(lp, lp + 1)])
+    with pytest.raises(FlowControl, match="'orders' is about to take fewer keys; try again"):
+        ask(node, [second])
+    publish(node, first, elsewhere)
+    assert answers == [None]
+    assert sealed(node, [(lp, lp + 1)]) == [(lp, lp + 1, 4)]
+    with pytest.raises(StaleRoute):
+        ask(node, [second])
+    assert node.bodies("orders") == first.bodies
+
+
+def test_a_seal_that_nobody_asks_for_any_more_holds_up_nothing(monkeypatch: pytest.MonkeyPatch, node: Node) -> None:
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
+    first, second = Task(1), Task(2)
+    for task in (first, second):
+        for n in range(4):
+            task.write(node, b"%d" % n)
+    ask(node, [first])
+    node.commit()
+    with pytest.raises(FlowControl):
+        sealed(node, [(0, 1)])
+    settle(node)
+    node.clock.advance(staging.CLOSING_SECONDS)
+    publish(node, second)
+    assert node.bodies("orders") == first.bodies + second.bodies
+
+
+def test_a_seal_says_that_it_waits_for_a_full_disk(node: Node, task: Task) -> None:
+    task.write(node, b"a")
+    ask(node, [task])
+    node.broker.low_space = "full"
+    with pytest.raises(FlowControl, match="the disk is full"):
+        sealed(node, [(0, 1)])
+    node.broker.low_space = ""
+    node.later(2)
+    assert sealed(node, [(0, 1)]) == [(0, 1, 1)]
 
 
 def test_a_stage_outlives_the_partition_it_is_for(node: Node, task: Task) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from plait import errors
 from plait.errors import PlaitError, ProtocolError
+from plait.limits import STAGES_PAGE_MAX
 from plait.reason import Reason
 from plait.retry import Retry
 from plait.wire import messages as m
@@ -235,6 +236,14 @@ def test_every_error_arrives_as_itself(code: str):
     arrived = m.error_of(failure)
     assert type(arrived) is type(error)
     assert (arrived.message, arrived.details, str(arrived)) == (error.message, error.details, str(error))
+
+
+def test_an_error_names_as_many_stages_as_a_request():
+    producers = [(1 << 63) - 1 - n for n in range(STAGES_PAGE_MAX)]
+    error = errors.StaleRoute("elsewhere", producer=producers[0], producers=producers, odd=[b"x"], pair=(1, 2))
+    failure = decode(m.Failure.KIND, m.encode(m.failure_of(error)))
+    assert isinstance(failure, m.Failure)
+    assert m.error_of(failure).details == {"producer": producers[0], "producers": producers}
 
 
 def test_an_error_code_of_a_later_version_is_a_plain_error():
