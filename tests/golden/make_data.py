@@ -125,9 +125,15 @@ class Writer:
                     }
                 )
 
-        if not oneway:
-            self._last[producer, subject] = first + count - 1
-        self.broker.submit(self.broker.partition_of(subject), FrameView(frame.tobytes()), stored)
+        partition, view = self.broker.partition_of(subject), FrameView(frame.tobytes())
+        if oneway:
+            # It has no answer: where it is stored is known as it comes alone.
+            sequence = partition.next
+            self.broker.submit(partition, view, None)
+            self.broker.answer_after_commit(lambda: stored(sequence, None))
+            return
+        self._last[producer, subject] = first + count - 1
+        self.broker.submit(partition, view, stored)
 
     def send(self, subject: str, producer: int, bodies: list[bytes], **columns: Any) -> None:
         self.submit(subject, producer, bodies, **columns)
