@@ -109,12 +109,14 @@ class Commits:
     def exchange(self, query: str, batch: int, version: int, stages: Stages) -> Decision | None:
         """The batch's rows that are not published are in these stages now.
 
-        None: it is not decided in that version, or it is done.
+        None: it is not decided in that version, or it is done. Who asks again, as an answer was lost, is told the same.
         """
         _check(stages)
 
         def exchange(connection: sa.Connection) -> Decision | None:
             known, body = _find(connection, query)
+            if known is not None and (known.batch, known.version, known.stages) == (batch, version + 1, stages):
+                return known
             if known is None or (known.batch, known.version, known.done) != (batch, version, False):
                 return None
             decision = Decision(query, batch, version + 1, stages, False)

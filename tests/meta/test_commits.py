@@ -108,6 +108,20 @@ def test_who_goes_by_old_stages_cannot_say_that_a_batch_is_done(service: MetaSer
     assert commits.exchange("q", 0, new.version, stages(3)) is None
 
 
+def test_who_exchanges_stages_and_asks_again_is_told_the_same(service: MetaService):
+    """None would mean that others count, and these would be dropped."""
+    commits = service.commits
+    old = commits.decide("q", 0, stages(1))
+    new = commits.exchange("q", 0, old.version, stages(2))
+    assert new is not None
+    assert commits.exchange("q", 0, old.version, stages(2)) == new
+    assert commits.done("q", 0, new.version)
+    again = commits.exchange("q", 0, old.version, stages(2))
+    assert again is not None
+    assert again.done
+    assert commits.exchange("q", 0, old.version, stages(3)) is None
+
+
 def test_a_query_is_forgotten_30_days_after_its_last_word(service: MetaService, clock: ManualClock):
     commits = service.commits
     commits.done("q", 0, commits.decide("q", 0, stages(1)).version)
