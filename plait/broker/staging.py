@@ -168,7 +168,10 @@ class Stages:
         """A stage that somebody counts on, with so many rows."""
         partition = self._all.get(producer)
         if partition is None or _stage(partition).state == EXPIRED:
-            raise Expired(f"the stage of producer {producer:016x} has expired, or was dropped; its rows are gone")
+            raise Expired(
+                f"the stage of producer {producer:016x} has expired, or was dropped; its rows are gone: "
+                "start the query with a new checkpoint, from where its messages are not there yet"
+            )
         if partition.next != count:
             raise DamageError(
                 f"the stage of producer {producer:016x} has {partition.next} rows, not {count}: the others were lost "

@@ -3,11 +3,13 @@
 Whatever breaks in between, the decision stands, and whoever comes next carries it out: publishing a stage that is
 published already changes nothing. A stage whose partition does not take its keys any more, because the route has
 changed, is written again to where the route leads now, and exchanged in the decision; so a key's rows stay in order.
+What is published by then is not named any more, so that the decision does not outgrow what one may name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Iterable
 from itertools import groupby
@@ -40,6 +42,8 @@ ATTEMPTS: Final = 20
 #: A broker, or the meta server, that is away comes back within this, or the commit fails and is repeated by whoever
 #: comes next.
 PATIENCE_SECONDS: Final = 60.0
+#: A batch that somebody else left undone is tried for so long: its broker may be away, and others wait behind it.
+OTHER_SECONDS: Final = 5.0
 
 _PASSING: Final = (Unavailable, FlowControl, DiskFull, ReadOnly, MetaUnavailable, MetaBusy)
 
@@ -96,35 +100,66 @@ async def abort(client: Client, query: str, batch: int, stages: Iterable[Staged]
             await carry_out(client, decision)
 
 
-async def finish_others(client: Client) -> int:
-    """Carry out what drivers that are gone have decided and left undone; how many batches that was."""
-    decisions: list[Decision] = await ask(client._router.meta, "commit.undone", list[Decision])
-    for decision in decisions:
-        log.warning(
-            "batch %d of query %s was decided and left undone; it is published now", decision.batch, decision.query
-        )
-        await carry_out(client, decision)
-    return len(decisions)
+async def finish_others(client: Client, query: str = "") -> int:
+    """Carry out what drivers that are gone have decided and left undone; how many batches that was.
+
+    One that cannot be finished, or takes long, holds up nobody: it is logged, and left to who comes next. Those behind
+    ``query`` are first, by name: with names of their own, not all begin with the same ones.
+    """
+    count = 0
+    tried: set[str] = set()
+    for after in dict.fromkeys((query, "")):
+        last = after
+        while page := await ask(client._router.meta, "commit.undone", list[Decision], after=last):
+            last = page[-1].query
+            new = [decision for decision in page if decision.query not in tried]
+            tried.update(decision.query for decision in new)
+            count += sum(await asyncio.gather(*(_finish(client, decision) for decision in new)))
+    return count
+
+
+async def _finish(client: Client, decision: Decision) -> bool:
+    batch, query = decision.batch, decision.query
+    log.warning("batch %d of query %s was decided and left undone; it is published now", batch, query)
+    try:
+        async with asyncio.timeout(OTHER_SECONDS):
+            await carry_out(client, decision)
+    except PlaitError as error:
+        log.warning("batch %d of query %s stays undone: %s", batch, query, error)
+    except TimeoutError:
+        log.warning("batch %d of query %s stays undone: it takes longer than %g s", batch, query, OTHER_SECONDS)
+    else:
+        return True
+    return False
 
 
 async def carry_out(client: Client, decision: Decision) -> None:
     """Publish what was decided; returns when all of it is visible, durably."""
-    try:
-        await _carry_out(client, decision)
-    except Expired:
-        # Somebody else may have done all of it meanwhile, and cleaned up.
-        if not (await _decide(client, decision.query, decision.batch, [])).done:
-            raise
+    for _ in range(ATTEMPTS):
+        try:
+            await _carry_out(client, decision)
+            return
+        except Expired:
+            # Somebody else may have done all of it meanwhile, or exchanged stages, and cleaned up.
+            newest = await _decide(client, decision.query, decision.batch, [])
+            if newest.done or newest.batch != decision.batch:
+                return
+            if newest.version == decision.version:
+                raise
+            decision = newest
+    raise _unsteady(decision)
 
 
 async def _carry_out(client: Client, decision: Decision) -> None:
+    groups: set[str] = set()
     for _ in range(ATTEMPTS):
+        groups.update(staged.group for staged in decision.staged)
         moved = await _publish(client, decision.staged)
         if not moved:
             if await _patiently(
                 client, "commit.done", bool, query=decision.query, batch=decision.batch, version=decision.version
             ):
-                await _forget(client, decision)
+                await _forget(client, decision, groups)
                 return
             # Somebody else has exchanged stages meanwhile, and may be gone.
             decision = await _decide(client, decision.query, decision.batch, [])
@@ -132,7 +167,13 @@ async def _carry_out(client: Client, decision: Decision) -> None:
                 return
         else:
             decision = await _exchange(client, decision, moved)
-    raise FlowControl(f"batch {decision.batch} of query {decision.query}: its route changes again and again; try again")
+    raise _unsteady(decision)
+
+
+def _unsteady(decision: Decision) -> FlowControl:
+    return FlowControl(
+        f"batch {decision.batch} of query {decision.query}: its route changes again and again; try again"
+    )
 
 
 async def _publish(client: Client, stages: list[Staged]) -> list[Staged]:
@@ -151,7 +192,8 @@ async def _publish_at(client: Client, group: str, stages: list[Staged]) -> list[
             named = [(staged.producer, staged.rows) for staged in page]
             await _patiently(client, "stage.publish", None, group=group, stages=named)
         except StaleRoute as error:
-            gone = [staged for staged in page if staged.producer == error.details.get("producer")]
+            refused = {error.details.get("producer"), *error.details.get("producers", ())}
+            gone = [staged for staged in page if staged.producer in refused]
             if not gone:
                 raise
             moved += gone
@@ -160,11 +202,20 @@ async def _publish_at(client: Client, group: str, stages: list[Staged]) -> list[
 
 
 async def _exchange(client: Client, decision: Decision, moved: list[Staged]) -> Decision:
-    """Write stages anew to where the route leads now, and let them count in the place of the old ones."""
-    new: list[Staged] = []
-    for staged in moved:
-        new += await _copy(client, decision, staged)
-    kept = [staged for staged in decision.staged if staged not in moved]
+    """Write stages anew to where the route leads now, and let them count in the place of the old ones.
+
+    All others are published. Each place gets one stage, whatever the number of those that had its rows.
+    """
+    writers: dict[str, StageWriter] = {}
+    try:
+        for staged in moved:
+            await _copy(client, decision, staged, writers)
+        new = [staged for writer in writers.values() for staged in await writer.complete()]
+    except PlaitError:
+        for writer in writers.values():
+            with contextlib.suppress(PlaitError):
+                await writer.drop()
+        raise
     exchanged = await _patiently(
         client,
         "commit.exchange",
@@ -172,15 +223,15 @@ async def _exchange(client: Client, decision: Decision, moved: list[Staged]) -> 
         query=decision.query,
         batch=decision.batch,
         version=decision.version,
-        stages=_by_place(kept + new),
+        stages=_by_place(new),
     )
     # Either way one of the two is of no use: the old ones now, or the new ones because others have exchanged them.
     await _drop(client, new if exchanged is None else moved)
     return exchanged or await _decide(client, decision.query, decision.batch, [])
 
 
-async def _copy(client: Client, decision: Decision, staged: Staged) -> list[Staged]:
-    writer: StageWriter | None = None
+async def _copy(client: Client, decision: Decision, staged: Staged, writers: dict[str, StageWriter]) -> None:
+    """Write a stage's rows once more, with the writer of their subject."""
     start = 0
     while start < staged.rows:
         found: _Page = await _patiently(
@@ -188,11 +239,11 @@ async def _copy(client: Client, decision: Decision, staged: Staged) -> list[Stag
         )
         if found.end <= start:
             raise Expired(f"row {start} of the stage of producer {staged.producer:016x} is gone")
-        writer = writer or StageWriter(client, found.subject, decision.query, decision.batch)
+        if found.subject not in writers:
+            writers[found.subject] = StageWriter(client, found.subject, decision.query, decision.batch)
         for data in found.frames:
-            await writer.copy(FrameView(data).verify())
+            await writers[found.subject].copy(FrameView(data).verify())
         start = found.end
-    return await writer.complete() if writer is not None else []
 
 
 async def _decide(client: Client, query: str, batch: int, stages: list[Staged]) -> Decision:
@@ -210,9 +261,9 @@ async def _drop(client: Client, stages: list[Staged]) -> None:
             await _try(client, group, "stage.drop", producers=producers[start : start + STAGES_PAGE_MAX])
 
 
-async def _forget(client: Client, decision: Decision) -> None:
-    """What failed attempts have left goes. Where a broker does not answer, it expires."""
-    for group in sorted({staged.group for staged in decision.staged}):
+async def _forget(client: Client, decision: Decision, groups: set[str]) -> None:
+    """What failed attempts have left at the batch's brokers goes. Elsewhere, or without an answer, it expires."""
+    for group in sorted(groups):
         await _try(client, group, "stage.forget", query=decision.query, batch=decision.batch)
 
 

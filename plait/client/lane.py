@@ -391,12 +391,12 @@ class Lane:
     def _turned_away(self, frame: Frame, error: PlaitError) -> None:
         """The broker takes nothing at present.
 
-        A frame in doubt stays, as the broker may have it from before, and so does one of a strict subject: both are
-        tried again until their time is over. Others go to another partition, or fail.
+        A frame in doubt stays, as the broker may have it from before, and so does one of a strict subject, or one that
+        is pinned: all are tried again until their time is over. Others go to another partition, or fail.
         """
         self._broken = True
         frame.refusal = error
-        if frame.doubt or self.outlet.strict:
+        if frame.doubt or self.outlet.holds:
             if self._retry is None:
                 limits = self.producer.limits
                 self._pause = min(self._pause * 2 or limits.send_retry_first_seconds, limits.send_retry_max_seconds)

@@ -5,7 +5,8 @@ answered or sent again until it is. Rows that come meanwhile still join the old 
 known, what is not stored is taken back and goes where the new route leads, split where it has to be, and from then on
 so does what is new: in one step, so no row overtakes another of its key (R8).
 
-What a broker definitely refused goes to another partition, unless the subject is strict (R6).
+What a broker definitely refused goes to another partition, unless the subject is strict (R6), or the outlet is pinned:
+then its rows have numbers that a later process goes by, and those mean something at one partition only.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ class Outlet:
         "delayed",
         "entry",
         "error",
+        "pinned",
         "producer",
         "route",
         "subject",
@@ -76,6 +78,8 @@ class Outlet:
         #: The first error of a posted frame since the last flush.
         self.error: PlaitError | None = None
         self.closed = False
+        #: Rows keep their partition and their numbers, whatever the subject's order.
+        self.pinned = False
         self.entry: Entry
         # Until the route is known, rows wait in a queue of no partition.
         self._enter(self._new_queue())
@@ -272,14 +276,14 @@ class Outlet:
             queue.take_over(piece)
 
     @property
-    def strict(self) -> bool:
+    def holds(self) -> bool:
         """A refused send holds its place."""
-        return self.route is not None and self.route.order == "strict"
+        return self.pinned or (self.route is not None and self.route.order == "strict")
 
     @property
     def movable(self) -> bool:
         """A refused send may go to another partition."""
-        return isinstance(self.entry, Fan) and not self.strict
+        return isinstance(self.entry, Fan) and not self.holds
 
     def patience(self, queue: Lane) -> float:
         """How long a broker that is not connected is waited for before rows go elsewhere."""
@@ -296,7 +300,7 @@ class Outlet:
         entry, producer = self.entry, self.producer
         producer.health.failed(self.group_of(queue), producer.loop.time())
         frame.refusal = error
-        if not isinstance(entry, Fan) or self.strict or frame.tries + 1 >= producer.limits.send_attempts:
+        if not isinstance(entry, Fan) or self.holds or frame.tries + 1 >= producer.limits.send_attempts:
             return False
         other = entry.pick(but=queue)
         if not self.writable(other):

@@ -5,7 +5,8 @@ caller's: he is told them before rows leave, writes them down, and whoever comes
 same numbers. A broker that has them says so and stores nothing.
 
 That holds as long as the same rows go to the same partitions, which ``Prepared.digest`` shows, and as long as brokers
-remember a producer that is silent, which is a week.
+remember a producer that is silent, which is a week. So no row goes elsewhere because its broker is away or takes
+nothing: it waits, and fails when its time is over, whatever the subject's order.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class SteadySender:
     def __init__(self, client: Client, subject: str) -> None:
         self._producer = client._producer
         self._outlet = self._producer.outlet(subject)
+        self._outlet.pinned = True
 
     async def open(self) -> None:
         """Find out where the subject's rows go."""

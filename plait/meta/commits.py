@@ -5,6 +5,9 @@ query the last batch that was decided is kept, with the stages that hold its row
 is told what was decided the first time; its own rows do not count. The next batch is decided when the last one is done:
 published by all brokers that have stages of it. Where rows have to go elsewhere, the stages are exchanged for others,
 under a new version; who goes by an old version cannot say that the batch is done.
+
+A query is forgotten some time after the last word on it. A batch that is not done must be forgotten before brokers
+forget that its stages have expired, as they take stages that they do not know for published: no veto prolongs it.
 """
 
 from __future__ import annotations
@@ -46,6 +49,8 @@ class _Body(msgspec.Struct):
     stages: Stages = []
     #: One producer of each attempt that was called off.
     vetoed: list[int] = []
+    #: Where stages were exchanged: the producers that the batch was decided with. Its driver knows those alone.
+    decided: list[int] = []
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -88,25 +93,35 @@ class Commits:
 
         def veto(connection: sa.Connection) -> Decision | None:
             known, body = _find(connection, query)
-            if known is not None and producer in _producers(known.stages):
+            if known is not None and (producer in body.decided or producer in _producers(known.stages)):
                 return known
             body.vetoed = [*body.vetoed, producer][-VETOES_MAX:]
-            none_yet = Decision(query, NO_BATCH, 0, [], True)
-            self._put(connection, known or none_yet, body, new=known is None)
+            if known is not None and not known.done:
+                row = sa.update(COMMITS).where(COMMITS.c.query == query)
+                connection.execute(row.values(body=_encoder.encode(body)))
+            else:
+                none_yet = Decision(query, NO_BATCH, 0, [], True)
+                self._put(connection, known or none_yet, body, new=known is None)
             return None
 
         return self._carry_out(veto)
 
     def exchange(self, query: str, batch: int, version: int, stages: Stages) -> Decision | None:
-        """The batch's rows are in these stages now. None: it is not decided in that version, or it is done."""
+        """The batch's rows that are not published are in these stages now.
+
+        None: it is not decided in that version, or it is done. Who asks again, as an answer was lost, is told the same.
+        """
         _check(stages)
 
         def exchange(connection: sa.Connection) -> Decision | None:
             known, body = _find(connection, query)
+            if known is not None and (known.batch, known.version, known.stages) == (batch, version + 1, stages):
+                return known
             if known is None or (known.batch, known.version, known.done) != (batch, version, False):
                 return None
             decision = Decision(query, batch, version + 1, stages, False)
-            self._put(connection, decision, _Body(stages, body.vetoed), new=False)
+            decided = body.decided or _producers(known.stages)
+            self._put(connection, decision, _Body(stages, body.vetoed, decided), new=False)
             return decision
 
         return self._carry_out(exchange)
@@ -125,10 +140,14 @@ class Commits:
 
         return self._carry_out(done)
 
-    def undone(self, limit: int) -> list[Decision]:
-        """Batches that were decided a while ago and are not done: their drivers are gone, or in trouble."""
+    def undone(self, limit: int, after: str = "") -> list[Decision]:
+        """Batches that were decided a while ago and are not done: their drivers are gone, or in trouble.
+
+        Of the queries behind ``after``, by name: who has seen the last one of a page asks for what is behind it.
+        """
         late = self._core.clock.now() - int(self._core.limits.commit_late_seconds * 1_000_000)
-        statement = sa.select(COMMITS.c.query).where(~COMMITS.c.done, COMMITS.c.time < late).limit(limit)
+        statement = sa.select(COMMITS.c.query).where(~COMMITS.c.done, COMMITS.c.time < late, COMMITS.c.query > after)
+        statement = statement.limit(limit)
 
         def undone(connection: sa.Connection) -> list[Decision]:
             queries = connection.execute(statement.order_by(COMMITS.c.query)).scalars().all()
@@ -138,25 +157,25 @@ class Commits:
         return self._carry_out(undone)
 
     def _put(self, connection: sa.Connection, decision: Decision, body: _Body, *, new: bool) -> None:
-        now = self._core.clock.now()
         values = {
             "batch": decision.batch,
             "version": decision.version,
             "done": decision.done,
-            "time": now,
+            "time": self._core.clock.now(),
             "body": _encoder.encode(body),
         }
         if new:
             connection.execute(sa.insert(COMMITS).values(query=decision.query, **values))
         else:
             connection.execute(sa.update(COMMITS).where(COMMITS.c.query == decision.query).values(**values))
-        old = now - int(self._core.limits.commit_seconds * 1_000_000)
-        connection.execute(sa.delete(COMMITS).where(COMMITS.c.time < old))
 
     def _carry_out(self, call: Callable[[sa.Connection], _T]) -> _T:
         for _ in range(self._core.limits.attempts):
+            old = self._core.clock.now() - int(self._core.limits.commit_seconds * 1_000_000)
             try:
                 with self._core.noted(), self._core.store.database.writing() as connection:
+                    # First: nobody may be told of what is too old.
+                    connection.execute(sa.delete(COMMITS).where(COMMITS.c.time < old))
                     return call(connection)
             except Lost:
                 # Somebody else made the row.

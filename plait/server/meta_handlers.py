@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("plait.meta")
 
-#: Batches that their drivers left undone and that one answer names: they are published one after another.
+#: Batches that their drivers left undone and that one answer names: they are published at the same time.
 UNDONE_MAX = 4
 
 
@@ -123,6 +123,12 @@ class BatchDone(msgspec.Struct, forbid_unknown_fields=True):
     version: int
 
 
+class UndoneBatches(msgspec.Struct, forbid_unknown_fields=True):
+    """Batches that were left undone, of the queries whose names come behind one."""
+
+    after: str = ""
+
+
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
     """No arguments."""
 
@@ -164,7 +170,7 @@ class MetaHandlers:
             "commit.veto": (VetoBatch, self._veto_batch),
             "commit.exchange": (ExchangeStages, self._exchange_stages),
             "commit.done": (BatchDone, self._batch_done),
-            "commit.undone": (Nothing, self._undone),
+            "commit.undone": (UndoneBatches, self._undone),
         }
 
     def takes(self, message: m.Message) -> bool:
@@ -321,8 +327,8 @@ class MetaHandlers:
     async def _batch_done(self, request: BatchDone) -> bool:
         return await self._host.call(lambda s: s.commits.done(request.query, request.batch, request.version))
 
-    async def _undone(self, _: Nothing) -> list[Decision]:
-        return await self._host.call(lambda s: s.commits.undone(UNDONE_MAX))
+    async def _undone(self, request: UndoneBatches) -> list[Decision]:
+        return await self._host.call(lambda s: s.commits.undone(UNDONE_MAX, request.after))
 
     async def _allocation(self, request: OfGroup) -> Any:
         return await self._host.call(lambda s: s.allocation(request.subject, request.group))

@@ -37,9 +37,10 @@ _OPTIONS = ("server", "subject", "compression", "checkpointLocation", "path")
 #: Where Spark tells a task which batch of which query it works for.
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
-#: Which batches of a stream look after what other drivers have left undone (a save always does), and for how long.
+#: Which batches of a stream look after what other drivers have left undone (a save always does), and for how long in
+#: all: time for a few that cannot be finished.
 OTHERS_EVERY = 50
-OTHERS_SECONDS = 5.0
+OTHERS_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class _Writer:
             if not await committing.commit(client, query, batch, _stages(done)):
                 log.info("batch %d of query %s was committed before", batch, query)
             if batch % OTHERS_EVERY == 0:
-                await _finish_others(client)
+                await _finish_others(client, query)
 
         self._run(commit)
 
@@ -215,11 +216,11 @@ class PlaitStreamWriter(_Writer, DataSourceStreamArrowWriter):
             self._abort(done[0].query, batchId, done)
 
 
-async def _finish_others(client: Client) -> None:
+async def _finish_others(client: Client, query: str) -> None:
     """What other drivers have left undone is done, unless it takes long: their broker may be away."""
     try:
         async with asyncio.timeout(OTHERS_SECONDS):
-            await committing.finish_others(client)
+            await committing.finish_others(client, query)
     except TimeoutError:
         log.warning("what other drivers have left undone stays so: it takes longer than %g s", OTHERS_SECONDS)
     except PlaitError as error:

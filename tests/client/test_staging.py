@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
+from itertools import permutations
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,12 +13,15 @@ import pytest
 import plait
 from plait.client import committing
 from plait.client.committing import abort, carry_out, commit, finish_others
+from plait.client.node import Node
 from plait.client.rows import hash_keys
+from plait.client.stage_lane import ask
 from plait.client.staging import Staged, StagedRows, StageWriter
-from plait.errors import InvalidArgument, StaleSession
+from plait.errors import InvalidArgument, MetaUnavailable, StaleSession
 from plait.frame.lp import lp_of_key
+from plait.server.meta_handlers import UNDONE_MAX
 from plait.testing import EmbeddedBroker
-from tests.client.support import EAGER, config_of
+from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
 from tests.client.test_expanding import by_key, settled, wait_for
 
 KEYS = [f"k{n}" for n in range(40)]
@@ -114,13 +118,61 @@ async def test_what_a_dead_driver_left_is_finished_by_others(
 ):
     await committing._decide(client, "gone", 0, await stage(client, "a", query="gone"))
     assert await finish_others(client) == 0
+    a_minute_passes(nodes, monkeypatch)
+    assert await finish_others(client) == 1
+    assert await by_key(client, "s") == wanted("a")
+    assert await finish_others(client) == 0
+
+
+def a_minute_passes(nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the meta server."""
     host = nodes[0].server.cluster._host
     assert host is not None
     now = host._opened()._core.clock.now
     monkeypatch.setattr(host._opened()._core.clock, "now", lambda: now() + 61_000_000)
-    assert await finish_others(client) == 1
-    assert await by_key(client, "s") == wanted("a")
-    assert await finish_others(client) == 0
+
+
+@pytest.mark.parametrize("own", ["", "m", "z"])
+async def test_batches_that_cannot_be_finished_hold_up_no_other(
+    nodes: list[EmbeddedBroker],
+    client: plait.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    own: str,
+):
+    """More of them than one answer names, before and behind those that can be."""
+    stuck = [f"{letter}{n}" for letter in "ay" for n in range(UNDONE_MAX + 1)]
+    for query in stuck:
+        await committing._decide(client, query, 0, [Staged("nowhere", "s", 1, 1)])
+    for query in ("n", "z"):
+        await committing._decide(client, query, 0, await stage(client, query, query=query))
+    a_minute_passes(nodes, monkeypatch)
+    assert await finish_others(client, own) == 2
+    found = await by_key(client, "s")
+    assert {key: sorted(bodies) for key, bodies in found.items()} == wanted("n", "z")
+    said = [record.getMessage() for record in caplog.records if "stays undone" in record.getMessage()]
+    assert sorted(text.split()[4] for text in said) == stuck
+    assert all("no broker group 'nowhere'" in text for text in said)
+
+
+async def test_a_batch_whose_broker_is_away_holds_up_no_other(
+    nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
+):
+    here = [key for key in KEYS if lp_of_key(key) < 512]
+    await committing._decide(client, "a", 0, await stage(client, "a", query="a"))
+    await committing._decide(client, "b", 0, await stage(client, "b", query="b", keys=here))
+    await nodes[1].kill()
+    a_minute_passes(nodes, monkeypatch)
+    monkeypatch.setattr(committing, "OTHER_SECONDS", 0.2)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        # Where the machine is slow, the second one takes longer, too.
+        while not await finish_others(client):
+            pass
+    left = await committing.ask(client._router.meta, "commit.undone", list[committing.Decision])
+    assert [decision.query for decision in left] == ["a"]
+    await nodes[1].start()
+    assert not await commit(client, "a", 0, [])
+    assert (await by_key(client, "s")).keys() == set(KEYS)
 
 
 async def test_an_aborted_attempt_is_never_seen(nodes: list[EmbeddedBroker], client: plait.Client):
@@ -178,6 +230,74 @@ async def test_of_two_drivers_that_move_the_same_rows_one_counts(nodes: list[Emb
     decision = await committing._decide(client, "q", 0, staged)
     await asyncio.gather(carry_out(client, decision), carry_out(client, decision))
     assert await by_key(client, "s") == wanted("a")
+    assert stages_at(nodes) == 0
+
+
+async def test_who_finds_the_stages_exchanged_by_another_goes_on_with_the_new_ones(
+    nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
+):
+    """The other one is gone, and has dropped the stages that this one is about to read."""
+    staged = await stage(client, "a")
+    await client.admin.expand_subject("s", 4)
+    await settled(client, "s")
+    decision = await committing._decide(client, "q", 0, staged)
+    publish = committing._publish
+    exchanged: list[committing.Decision] = []
+
+    async def overtaken(of: plait.Client, stages: list[Staged]) -> list[Staged]:
+        moved = await publish(of, stages)
+        if not exchanged:
+            exchanged.append(await committing._exchange(of, decision, moved))
+        return moved
+
+    monkeypatch.setattr(committing, "_publish", overtaken)
+    await carry_out(client, decision)
+    assert exchanged[0].version == 2
+    assert await by_key(client, "s") == wanted("a")
+    assert (await committing._decide(client, "q", 0, [])).version == 2
+    assert stages_at(nodes) == 0
+
+
+async def test_rows_that_moved_are_not_dropped_where_the_answer_to_that_was_lost(
+    nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
+):
+    staged = await stage(client, "a")
+    await client.admin.expand_subject("s", 4)
+    await settled(client, "s")
+    asked: list[str] = []
+
+    async def lossy(node: Node, operation: str, kind: object = None, **arguments: object) -> object:
+        answer = await ask(node, operation, kind, **arguments)
+        asked.append(operation)
+        if asked.count("commit.exchange") == 1 and operation == "commit.exchange":
+            raise MetaUnavailable("the connection was lost")
+        return answer
+
+    monkeypatch.setattr(committing, "ask", lossy)
+    assert await commit(client, "q", 0, staged)
+    assert asked.count("commit.exchange") == 2
+    assert await by_key(client, "s") == wanted("a")
+    assert stages_at(nodes) == 0
+
+
+async def test_a_batch_of_as_many_stages_as_may_be_is_published_after_the_route_has_changed(
+    nodes: list[EmbeddedBroker], client: plait.Client, monkeypatch: pytest.MonkeyPatch
+):
+    """The rows of each stage go to several places then, and other stages stay where they are."""
+    stays = next(key for key in KEYS if lp_of_key(key) < 128)
+    labels = ["a", "b", "c"]
+    staged = [each for label in labels for each in await stage(client, label)]
+    staged += [each for label in labels for each in await stage(client, label, keys=[stays])]
+    monkeypatch.setattr("plait.meta.commits.COMMIT_STAGES_MAX", len(staged))
+    await client.admin.expand_subject("s", 8)
+    await settled(client, "s")
+    assert await commit(client, "q", 0, staged)
+    found = await by_key(client, "s")
+    once = wanted(*labels)
+    assert {key: sorted(bodies) for key, bodies in found.items()} == once | {stays: sorted(once[stays] * 2)}
+    # Tasks have no order among each other; what one wrote of a key is in order, and in one piece.
+    orders = [wanted(*order)["k0"] for order in permutations(labels)]
+    assert all(bodies in orders for key, bodies in found.items() if key != stays)
     assert stages_at(nodes) == 0
 
 

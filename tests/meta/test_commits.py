@@ -73,6 +73,21 @@ def test_calling_off_what_is_decided_changes_nothing(service: MetaService):
     assert commits.decide("q", 0, stages(4)) == decision
 
 
+def test_calling_off_what_is_decided_changes_nothing_after_its_stages_were_exchanged(service: MetaService):
+    """A driver knows the stages that it decided with, not those that hold their rows now."""
+    commits = service.commits
+    decision = commits.decide("q", 0, stages(1, 2))
+    for version, producer in ((1, 3), (2, 4)):
+        commits.exchange("q", 0, version, stages(producer))
+    newest = commits.decide("q", 0, [])
+    assert newest.stages == stages(4)
+    assert commits.veto("q", 0, 1) == commits.veto("q", 0, 2) == newest
+    assert commits.done("q", 0, newest.version)
+    commits.decide("q", 1, stages(5))
+    assert commits.veto("q", 1, 1) is None
+    assert decision.version == 1
+
+
 def test_only_the_newest_vetoes_are_remembered(service: MetaService):
     for producer in range(VETOES_MAX + 1):
         service.commits.veto("q", 0, producer)
@@ -91,6 +106,20 @@ def test_who_goes_by_old_stages_cannot_say_that_a_batch_is_done(service: MetaSer
     assert commits.decide("q", 0, stages(4)).stages == stages(2)
     assert commits.done("q", 0, new.version)
     assert commits.exchange("q", 0, new.version, stages(3)) is None
+
+
+def test_who_exchanges_stages_and_asks_again_is_told_the_same(service: MetaService):
+    """None would mean that others count, and these would be dropped."""
+    commits = service.commits
+    old = commits.decide("q", 0, stages(1))
+    new = commits.exchange("q", 0, old.version, stages(2))
+    assert new is not None
+    assert commits.exchange("q", 0, old.version, stages(2)) == new
+    assert commits.done("q", 0, new.version)
+    again = commits.exchange("q", 0, old.version, stages(2))
+    assert again is not None
+    assert again.done
+    assert commits.exchange("q", 0, old.version, stages(3)) is None
 
 
 def test_a_query_is_forgotten_30_days_after_its_last_word(service: MetaService, clock: ManualClock):
@@ -113,6 +142,56 @@ def test_what_is_left_undone_is_found_after_a_minute(service: MetaService, clock
     assert commits.undone(10) == [left]
     commits.done("q", 0, left.version)
     assert commits.undone(10) == []
+
+
+def test_all_that_is_left_undone_is_found_page_by_page(service: MetaService, clock: ManualClock):
+    left = [service.commits.decide(f"q{n}", 0, stages(n)) for n in range(5)]
+    clock.advance(61)
+    assert service.commits.undone(2) == left[:2]
+    assert service.commits.undone(2, after="q1") == left[2:4]
+    assert service.commits.undone(2, after="q3") == left[4:]
+    assert service.commits.undone(2, after="q4") == []
+
+
+def test_a_veto_does_not_prolong_a_batch_that_is_not_done(service: MetaService, clock: ManualClock):
+    """Brokers forget that its stages have expired, and would take them for published."""
+    commits = service.commits
+    left = commits.decide("q", 0, stages(1))
+    clock.advance(29 * DAY)
+    assert commits.veto("q", 0, 2) is None
+    assert commits.undone(10) == [left]
+    clock.advance(2 * DAY)
+    assert commits.decide("q", 0, stages(3)).stages == stages(3)
+
+
+def test_a_veto_of_a_batch_that_is_not_done_is_remembered(service: MetaService):
+    commits = service.commits
+    left = commits.decide("q", 0, stages(1))
+    assert commits.veto("q", 1, 2) is None
+    assert commits.done("q", 0, left.version)
+    with pytest.raises(StaleSession):
+        commits.decide("q", 1, stages(2))
+
+
+def test_a_veto_of_the_batch_after_one_that_is_done_counts_for_as_long_as_any(service: MetaService, clock: ManualClock):
+    commits = service.commits
+    commits.done("q", 0, commits.decide("q", 0, stages(1)).version)
+    clock.advance(29 * DAY)
+    assert commits.veto("q", 1, 2) is None
+    clock.advance(2 * DAY)
+    with pytest.raises(StaleSession):
+        commits.decide("q", 1, stages(2))
+
+
+def test_a_batch_that_is_too_old_is_told_to_nobody_even_if_nothing_was_written_since(
+    service: MetaService, clock: ManualClock
+):
+    commits = service.commits
+    left = commits.decide("q", 0, stages(1))
+    clock.advance(31 * DAY)
+    assert commits.undone(10) == []
+    assert commits.exchange("q", 0, left.version, stages(2)) is None
+    assert commits.decide("q", 0, stages(3)).stages == stages(3)
 
 
 def test_impossible_batches_are_refused(service: MetaService):
