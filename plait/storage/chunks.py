@@ -320,6 +320,7 @@ class _PartitionPlace(msgspec.Struct, array_like=True):
 
     row: PartitionRow
     start: int
+    next: int
 
 
 _places = msgspec.msgpack.Decoder(list[_PartitionPlace])
@@ -327,10 +328,22 @@ _places = msgspec.msgpack.Decoder(list[_PartitionPlace])
 
 def logical_starts(checkpoint: Loaded | None) -> dict[int, int]:
     """Partition → the first sequence that retention has left, as far as a checkpoint knows it."""
-    if checkpoint is None:
-        return {}
-    shards = [data for shard, data in checkpoint.shards.items() if shard.startswith("partitions-")]
-    return {place.row.id: place.start for data in shards for place in _places.decode(data) if place.start}
+    return {place.row.id: place.start for place in _places_of(checkpoint) if place.start}
+
+
+def logical_ends(checkpoint: Loaded | None) -> dict[int, int]:
+    """Partition → the sequence that came next when a checkpoint was made, whatever has expired since; 0 is left out.
+
+    Retention removes nothing that follows a checkpoint: where the log has no frame of a partition, it ends here.
+    """
+    return {place.row.id: place.next for place in _places_of(checkpoint) if place.next}
+
+
+def _places_of(checkpoint: Loaded | None) -> Iterator[_PartitionPlace]:
+    if checkpoint is not None:
+        for shard, data in checkpoint.shards.items():
+            if shard.startswith("partitions-"):
+                yield from _places.decode(data)
 
 
 def read_chunk(
