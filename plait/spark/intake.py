@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Final
 
@@ -41,6 +41,8 @@ class Round:
     message_offset: int
     action_offset: int
     damages: list[Damage] = field(default_factory=list)
+    #: Stretches before the round's that retention removed.
+    lost: list[Damage] = field(default_factory=list)
 
 
 class Intake:
@@ -89,7 +91,9 @@ class Intake:
         damages = [damage for damage in planned.damages if source.message_offset <= damage.offset < message_end]
         lost = self._lost(reader, "message", source.message_offset)
         lost += self._lost(actions, "action", source.action_offset)
-        rounds[-1] = Round([*last.tasks, *events], message_end, action_plan.end, lost + damages + action_plan.damages)
+        rounds[-1] = Round([*last.tasks, *events], message_end, action_plan.end, damages + action_plan.damages)
+        # What is archived in any round lies behind what is gone.
+        rounds[0] = replace(rounds[0], lost=lost)
         if not rounds[-1].tasks and (message_end, action_plan.end) == (source.message_offset, source.action_offset):
             rounds.pop()
         return rounds
@@ -111,8 +115,10 @@ class Intake:
 
     def _lost(self, reader: LogReader, log: str, begun: int) -> list[Damage]:
         """Retention was faster than the archiver, which had come to ``begun``."""
-        segment = reader.map(0) if begun and reader.files else None
-        if segment is None or segment.base <= begun:
+        # Some may have gone since they were listed.
+        there = (reader.map(index) for index in range(len(reader.files)))
+        segment = next((segment for segment in there if segment is not None), None)
+        if not begun or segment is None or segment.base <= begun:
             return []
         try:
             ended = FrameView(segment.view, 0).verify_stamp().previous
@@ -169,7 +175,10 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
     log's headers told of, and nobody chose to go without."""
     sequences = dict(source.sequences)
     gaps = list(source.gaps)
-    left_out = [*source.left_out, *(LeftOut(d.log, d.offset, d.size, d.reason) for d in done.damages)]
+    left_out = [*source.left_out, *(LeftOut(d.log, d.offset, d.size, d.reason) for d in done.lost + done.damages)]
+    overtaken = set(source.overtaken)
+    if any(stretch.log == "message" for stretch in done.lost):
+        overtaken.update(sequences)
     for task, fact in zip(done.tasks, facts, strict=True):
         if not isinstance(task, MessageTask):
             continue
@@ -189,7 +198,8 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
             for first, end in pieces:
                 following = sequences.get(name, first)
                 if following < first:
-                    gaps.append(Gap(name, following, first))
+                    gaps.append(Gap(name, following, first, expired=name in overtaken))
+                overtaken.discard(name)
                 sequences[name] = end
     return msgspec.structs.replace(
         source,
@@ -198,6 +208,7 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
         sequences=sequences,
         gaps=gaps,
         left_out=left_out,
+        overtaken=sorted(overtaken),
     )
 
 
