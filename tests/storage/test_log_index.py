@@ -131,3 +131,19 @@ def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
         index_of(tmp_path, Wanted(frozenset({"gone"})))
     (empty,) = index_of(tmp_path, Wanted(frozenset({"empty"}))).partitions.values()
     assert (empty.start, empty.end, empty.epochs) == (0, 0, [])
+
+
+def test_damage_is_listed_once_however_often_it_is_looked_at(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    fill(node, 200)
+    node.broker.stop()
+    for path in sorted((tmp_path / "message").iterdir())[:3]:
+        data = bytearray(path.read_bytes())
+        for after in (2000, 4000):
+            data[data.index(b"PL", after) + 4] ^= 0xFF
+        path.write_bytes(data)
+    walk = open_log(str(tmp_path)).walk(fail_on_damage=False)
+    assert sum(len(piece.frames) for piece in walk) > 300
+    offsets = [damage.offset for damage in walk.damages]
+    assert offsets == sorted(set(offsets))
+    assert len(offsets) == 6
