@@ -136,7 +136,6 @@ def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
 def test_damage_is_listed_once_however_often_it_is_looked_at(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     fill(node, 200)
-    node.broker.stop()
     for path in sorted((tmp_path / "message").iterdir())[:3]:
         data = bytearray(path.read_bytes())
         for after in (2000, 4000):
