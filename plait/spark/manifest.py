@@ -342,7 +342,11 @@ class Archive:
                 if info.mtime is not None and info.mtime < oldest:
                     self.remove(self.relative(info))
                 elif int(match[1]) == number:
-                    raise self._conflict(number)
+                    raise ArchiveConflict(
+                        f"another archiver is about to commit to {self.place!r}, or ended while it did; nothing was "
+                        f"changed and nothing is lost: try again in {CLAIM_SECONDS / 60:.0f} minutes",
+                        number=number,
+                    )
             if number in self.numbers():
                 raise self._conflict(number)
             self.write(f"{DIRECTORY}/{_name(number)}", data)
