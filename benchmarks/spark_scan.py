@@ -197,7 +197,10 @@ class Scans:
                 scanning = threading.Thread(target=scan)
                 scanning.start()
                 try:
-                    return sent()
+                    speed = sent()
+                    if not scanning.is_alive():
+                        raise RuntimeError("the scan ended before the measurement did")
+                    return speed
                 finally:
                     self._spark.sparkContext.cancelAllJobs()
                     scanning.join()

@@ -50,7 +50,8 @@ def report(dead: DataFrame, messages: DataFrame) -> DataFrame:
             f.max("attempts").alias("attempts"),
             f.slice(f.array_sort(f.collect_set("key")), 1, KEYS_SHOWN).alias("keys"),
         )
-        .join(totals, "hour")
+        # Letters outlive the messages: of an hour that has expired the share is not known.
+        .join(totals, "hour", "left")
         .withColumn("share", f.round(f.col("dead") / f.col("messages"), 4))
         .orderBy("hour", f.desc("dead"), "type")
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Final
 
@@ -22,9 +22,9 @@ from plait.spark.manifest import RAW, Gap, LeftOut, Source, sync_directory
 from plait.spark.tasks import ActionTask, MessageTask, RawTask, Task, TaskFacts
 from plait.storage.action_reader import ActionReader, open_actions
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Wanted, plan
+from plait.storage.chunks import Plan, Wanted, plan
 from plait.storage.disk import RealDisk
-from plait.storage.reader import LogReader, open_log
+from plait.storage.reader import LogReader, MappedSegment, open_log
 from plait.storage.recovery import Damage
 
 #: So much of a message log is committed at once: what a crash makes a run do again is bounded by it.
@@ -41,6 +41,8 @@ class Round:
     message_offset: int
     action_offset: int
     damages: list[Damage] = field(default_factory=list)
+    #: Stretches before the round's that retention removed.
+    lost: list[Damage] = field(default_factory=list)
 
 
 class Intake:
@@ -70,8 +72,9 @@ class Intake:
             expired=True,
             may_be_empty=not source.subjects,
         )
-        self._check_end("message", planned.end, source.message_offset)
-        message_end = max(planned.end if self._now else sealed_end, source.message_offset)
+        self._check_copy(reader, planned, source.message_offset)
+        # Behind a torn tail there may be segments that a server cuts off when it starts.
+        message_end = max(planned.end if self._now else min(sealed_end, planned.end), source.message_offset)
         actions = open_actions(self._data)
         action_plan = actions.look(
             source.action_offset, sealed=not self._now, message_end=planned.end, fail_on_damage=fail
@@ -85,11 +88,18 @@ class Intake:
         rounds = self._rounds_of(messages, message_end, round_size)
         slim = {row.id: PartitionRow(row.id, row.subject, row.name, 0) for row in planned.partitions.values()}
         events: list[Task] = [ActionTask(self._data, self._group, part, slim) for part in action_plan.parts]
+        begun = source.message_offset
+        for number, each in enumerate(rounds):
+            found = [damage for damage in planned.damages if begun <= damage.offset < each.message_offset]
+            rounds[number] = replace(each, damages=_of_log("message", found))
+            begun = each.message_offset
         last = rounds[-1]
-        damages = [damage for damage in planned.damages if source.message_offset <= damage.offset < message_end]
+        damages = last.damages + _of_log("action", action_plan.damages)
+        rounds[-1] = Round([*last.tasks, *events], message_end, action_plan.end, damages)
+        # What is archived in any round lies behind what is gone.
         lost = self._lost(reader, "message", source.message_offset)
         lost += self._lost(actions, "action", source.action_offset)
-        rounds[-1] = Round([*last.tasks, *events], message_end, action_plan.end, lost + damages + action_plan.damages)
+        rounds[0] = replace(rounds[0], lost=lost)
         if not rounds[-1].tasks and (message_end, action_plan.end) == (source.message_offset, source.action_offset):
             rounds.pop()
         return rounds
@@ -111,8 +121,8 @@ class Intake:
 
     def _lost(self, reader: LogReader, log: str, begun: int) -> list[Damage]:
         """Retention was faster than the archiver, which had come to ``begun``."""
-        segment = reader.map(0) if begun and reader.files else None
-        if segment is None or segment.base <= begun:
+        segment = _first(reader)
+        if not begun or segment is None or segment.base <= begun:
             return []
         try:
             ended = FrameView(segment.view, 0).verify_stamp().previous
@@ -124,12 +134,23 @@ class Intake:
         reason = "retention removed it before it was archived"
         return [Damage(log, begun, segment.base - begun, "damaged", reason)]
 
-    def _check_end(self, log: str, end: int, archived: int) -> None:
-        if end < archived:
+    def _check_copy(self, reader: LogReader, planned: Plan, archived: int) -> None:
+        """The log is the one that was archived: it goes on where that ended."""
+        older = "older copy of the data directory that was archived. Use the newest one, or another archive"
+        if planned.end < archived:
             raise DataDirError(
-                f"the {log} log of {self._data} ends at {end}, and the archive has it up to {archived}: this is an "
-                "older copy of the data directory that was archived. Use the newest one, or another archive"
+                f"the message log of {self._data} ends at {planned.end}, and the archive has it up to {archived}: this "
+                f"is an {older}"
             )
+        first = _first(reader)
+        if planned.meets_start or not archived or first is None or first.base > archived:
+            return
+        if any(damage.offset <= archived <= damage.offset + damage.size for damage in planned.damages):
+            return
+        raise DataDirError(
+            f"the message log of {self._data} has no frame at {archived}, up to where the archive has it: it went on "
+            f"from an {older}"
+        )
 
     # --- whole segments -------------------------------------------------------------------------
 
@@ -137,10 +158,21 @@ class Intake:
         """Segments that nothing is added to any more, and that are not copied yet."""
         source = self._source
         message, action = open_log(self._data), open_actions(self._data)
+        sealed_end = _sealed_end(message)
+        _skip_before(message, source.raw_message_offset)
+        fail = self._fail_on_damage
+        there = (source.raw_message_offset, None)
+        planned = plan(message, Wanted(), fail_on_damage=fail, offsets=there, expired=True, may_be_empty=True)
+        self._check_copy(message, planned, source.raw_message_offset)
+        looked = action.look(source.raw_action_offset, sealed=True, message_end=planned.end, fail_on_damage=fail)
         tasks: list[Task] = []
         ends = []
-        for reader, start in ((message, source.raw_message_offset), (action, source.raw_action_offset)):
-            end = max(_sealed_end(reader), start)
+        for reader, start, found in (
+            (message, source.raw_message_offset, min(sealed_end, planned.end)),
+            (action, source.raw_action_offset, looked.end),
+        ):
+            # Whole segments: one that a server cuts when it starts is not full yet.
+            end = max(max((base for base, _ in reader.files if base <= found), default=0), start)
             self._make_durable(reader, start, end)
             bases = [base for base, _ in reader.files if base <= end]
             for (base, path), following in zip(reader.files, [*bases[1:], end], strict=False):
@@ -154,7 +186,8 @@ class Intake:
 
     def _make_durable(self, reader: LogReader, start: int, end: int) -> None:
         for (base, path), following in zip_longest(reader.files, reader.files[1:]):
-            if base < end and (following is None or following[0] > start):
+            # Also the segment that follows: if its first frame were lost, the log would go on before ``end``.
+            if base <= end and (following is None or following[0] > start):
                 file = RealDisk(self._data, read_only=True).open(path)
                 try:
                     file.sync()
@@ -169,7 +202,10 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
     log's headers told of, and nobody chose to go without."""
     sequences = dict(source.sequences)
     gaps = list(source.gaps)
-    left_out = [*source.left_out, *(LeftOut(d.log, d.offset, d.size, d.reason) for d in done.damages)]
+    left_out = [*source.left_out, *(LeftOut(d.log, d.offset, d.size, d.reason) for d in done.lost + done.damages)]
+    overtaken = set(source.overtaken)
+    if any(stretch.log == "message" for stretch in done.lost):
+        overtaken.update(sequences)
     for task, fact in zip(done.tasks, facts, strict=True):
         if not isinstance(task, MessageTask):
             continue
@@ -189,7 +225,8 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
             for first, end in pieces:
                 following = sequences.get(name, first)
                 if following < first:
-                    gaps.append(Gap(name, following, first))
+                    gaps.append(Gap(name, following, first, expired=name in overtaken))
+                overtaken.discard(name)
                 sequences[name] = end
     return msgspec.structs.replace(
         source,
@@ -198,12 +235,24 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
         sequences=sequences,
         gaps=gaps,
         left_out=left_out,
+        overtaken=sorted(overtaken),
     )
 
 
 def _skip_before(reader: LogReader, offset: int) -> None:
     """Leave out segments that end before a log offset: each begins with what it takes to be read."""
     del reader.files[: max(bisect_right([base for base, _ in reader.files], offset) - 1, 0)]
+
+
+def _of_log(log: str, damages: list[Damage]) -> list[Damage]:
+    """As the manifest names it: a scan names the place it was made of, which may be another one tomorrow."""
+    return [msgspec.structs.replace(damage, log=log) for damage in damages]
+
+
+def _first(reader: LogReader) -> MappedSegment | None:
+    """The oldest segment: some may have gone since they were listed."""
+    there = (reader.map(index) for index in range(len(reader.files)))
+    return next((segment for segment in there if segment is not None), None)
 
 
 def _shares(reader: LogReader, start: int) -> int:

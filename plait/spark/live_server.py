@@ -7,6 +7,7 @@ ones, so a row counts as archived only where its sequence and its time are.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -17,11 +18,13 @@ from plait.client.client import Client
 from plait.client.cursor import Cursor
 from plait.client.loops import shared_loop
 from plait.client.types import PartitionName
-from plait.errors import SubjectNotFound
+from plait.errors import SubjectNotFound, Unavailable
 from plait.frame.view import FrameView
 from plait.spark.live import matching_rows
 from plait.spark.selection import Selection
 from plait.storage.chunks import ChunkPartition
+
+log = logging.getLogger("plait.spark")
 
 #: Rows that are asked for at a time; the client's limits bound their bytes.
 READ_COUNT = 65_536
@@ -86,8 +89,25 @@ class ServerPiece:
                     yield partition, frame
                 # A broker that is busy with its output answers with nothing; one that lost its last moments, too.
                 stalls = 0 if frames or cursor.position[1] > before else stalls + 1
+            if cursor.position[1] < self.end:
+                self._explain(cursor.position[1], loop.run(_position(client, self.subject, self.partition, "latest")))
         finally:
             loop.run(client.close())
+
+    def _explain(self, reached: int, latest: int) -> None:
+        """Rows that did not come are there, and the broker has to be asked again; or they are lost."""
+        if latest > reached:
+            raise Unavailable(
+                f"{self.partition} has messages up to sequence {latest - 1}, and those from {reached} on did not come: "
+                "its broker is too busy; try again"
+            )
+        log.warning(
+            "%s ends at sequence %d: %d to %d, which it had when it was asked, are lost",
+            self.partition,
+            latest,
+            reached,
+            self.end - 1,
+        )
 
 
 def plan_server(address: str, selection: Selection, archived: Mapping[str, Archived]) -> list[ServerPiece] | None:

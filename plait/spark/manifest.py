@@ -82,12 +82,14 @@ class RawSegment(msgspec.Struct, frozen=True, kw_only=True):
     crc: int
 
 
-class Gap(msgspec.Struct, frozen=True):
+class Gap(msgspec.Struct, frozen=True, omit_defaults=True):
     """Sequences [start, end) of a partition that the log does not have."""
 
     partition: str
     start: int
     end: int
+    #: Retention removed log before it was archived, these among it: nothing was lost that was to be kept.
+    expired: bool = False
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -113,6 +115,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequences: dict[str, int] = {}
     gaps: list[Gap] = []
     left_out: list[LeftOut] = []
+    #: Partitions of which nothing was archived since retention removed log that was not: their next gap is expired.
+    overtaken: list[str] = []
     #: The same, of segments that are kept as they are.
     raw_message_offset: int = 0
     raw_action_offset: int = 0
@@ -338,7 +342,11 @@ class Archive:
                 if info.mtime is not None and info.mtime < oldest:
                     self.remove(self.relative(info))
                 elif int(match[1]) == number:
-                    raise self._conflict(number)
+                    raise ArchiveConflict(
+                        f"another archiver is about to commit to {self.place!r}, or ended while it did; nothing was "
+                        f"changed and nothing is lost: try again in {CLAIM_SECONDS / 60:.0f} minutes",
+                        number=number,
+                    )
             if number in self.numbers():
                 raise self._conflict(number)
             self.write(f"{DIRECTORY}/{_name(number)}", data)

@@ -166,15 +166,19 @@ def _rewritten(span: PartitionSpan, start: Position) -> tuple[int, str] | None:
 
 
 def check_end(span: PartitionSpan, end: Position) -> tuple[int, str | None]:
-    """Where reading ends, and what is missing before that; None: nothing."""
+    """Where reading ends, and what is missing before that; None: nothing.
+
+    It ends where ``check_start`` goes on from the same place: what has taken the place of lost messages is read once.
+    """
     place = span.place
     if end.number is not None and end.number != span.number:
-        return span.end, f"{place} was deleted and made anew: what it had up to sequence {end.sequence} is gone"
+        return span.start, f"{place} was deleted and made anew: what it had up to sequence {end.sequence} is gone"
+    again = max(min(span.first_after(end.epoch), span.end), span.start) if end.epoch else span.end
     if end.sequence > span.end:
-        return span.end, f"{place} ends at {span.end}: sequences {span.end} to {end.sequence - 1} are not there"
+        return again, f"{place} ends at {span.end}: sequences {span.end} to {end.sequence - 1} are not there"
     last = end.sequence - 1
     if end.epoch and last >= span.start and span.epoch_at(last) not in (0, end.epoch):
-        return end.sequence, (
+        return min(again, end.sequence), (
             f"{place} has other messages up to sequence {last}: those of epoch {end.epoch} are lost, and epoch "
             f"{span.epoch_at(last)} has given their sequences to others"
         )

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -25,6 +27,7 @@ from plait import chance, names
 from plait.client.arguments import limit_of
 from plait.client.client import Client
 from plait.client.encoding import decode_headers, encode_headers, encode_tags
+from plait.client.rows import hash_keys
 from plait.client.steady import OutgoingRows, SteadySender
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, TooLarge
@@ -43,6 +46,8 @@ REPLAY: Final = "plait-replay"
 #: Rows and bytes that leave together: few enough to come twice, and enough that waiting for each batch costs little.
 BATCH_COUNT: Final = 1_000
 BATCH_SIZE: Final = MIB
+#: So many keys are counted exactly: 8 MiB of hashes.
+KEYS_KEPT: Final = 1 << 20
 #: At a rate, batches leave this often, at most.
 BATCHES_PER_SECOND: Final = 10
 
@@ -61,6 +66,7 @@ class Counted(NamedTuple):
 
     messages: int
     size: int
+    #: Different ones: exact up to a million, and within a percent beyond that.
     keys: int
     #: Store times.
     first: datetime | None
@@ -102,15 +108,15 @@ class Replay:
     def count(self, progress: Progress | None = None) -> Counted:
         """What would be sent; nothing is."""
         count = size = 0
-        keys: set[str | None] = set()
+        keys = KeyCount()
         first = last = None
         for rows in self._rows(self._begun(""), progress):
             count += rows.num_rows
             size += pc.sum(pc.binary_length(rows["body"])).as_py()
-            keys.update(rows["key"].unique().to_pylist())
+            keys.add(rows["key"])
             first = first or rows["store_time"][0].as_py()
             last = rows["store_time"][-1].as_py()
-        return Counted(count, size, len(keys - {None}), first, last)
+        return Counted(count, size, keys.count, first, last)
 
     async def run(self, client: Client, progress: Progress | None = None) -> Replayed:
         """Send what was not sent by an earlier process with the same state file."""
@@ -223,6 +229,38 @@ class Replay:
                 yield rows
             if left == 0:
                 return
+
+
+class KeyCount:
+    """How many different keys there are, in bounded memory: the least of their hashes tell how dense all of them lie.
+
+    Exact as long as there are fewer than ``kept``; beyond that the error is about 1 / sqrt(kept) of the count.
+    """
+
+    def __init__(self, kept: int = KEYS_KEPT) -> None:
+        self._kept = kept
+        self._least = np.zeros(0, np.uint64)
+        self._new: list[npt.NDArray[np.uint64]] = []
+        self._new_count = 0
+
+    def add(self, keys: pa.ChunkedArray) -> None:
+        """Keys of some rows; null: it has none."""
+        found = keys.unique().drop_null()
+        self._new.append(hash_keys(found.to_pylist(), len(found)))
+        self._new_count += len(found)
+        if self._new_count >= self._kept:
+            self._merge()
+
+    def _merge(self) -> None:
+        self._least = np.unique(np.concatenate([self._least, *self._new]))[: self._kept]
+        self._new, self._new_count = [], 0
+
+    @property
+    def count(self) -> int:
+        self._merge()
+        if len(self._least) < self._kept:
+            return len(self._least)
+        return round((self._kept - 1) / (int(self._least[-1]) / 2**64))
 
 
 class _Batches:

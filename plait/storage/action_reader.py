@@ -112,14 +112,14 @@ class ActionReader(LogReader):
         self, segments: list[MappedSegment], start: int, end: int, damages: list[Damage], part_size: int
     ) -> list[ActionPart]:
         parts: list[ActionPart] = []
+        unseen = not start or _follows_unseen(segments, start)
         for segment, following in zip_longest(segments, segments[1:]):
             segment_end = min(end, following.base if following is not None else end)
             bad = tuple((d.offset, d.size) for d in damages if segment.base <= d.offset < segment_end)
             at = max(start, segment.base)
             while at < segment_end:
                 until = self._cut(segment, at, min(at + part_size, segment_end), segment_end, dict(bad))
-                first = not parts and start <= self.files[0][0]
-                parts.append(ActionPart(segment.path, segment.base, at, until, bad, first))
+                parts.append(ActionPart(segment.path, segment.base, at, until, bad, not parts and unseen))
                 at = until
         return parts
 
@@ -168,6 +168,17 @@ def read_actions(disk: Disk, place: str, part: ActionPart) -> Iterator[tuple[int
             yield offset, frame
             size = frame.size
         offset += size
+
+
+def _follows_unseen(segments: list[MappedSegment], start: int) -> bool:
+    """The first segment begins behind frames from ``start`` on that are gone."""
+    if not segments or segments[0].base <= start:
+        return False
+    try:
+        # What a segment begins with says where the one before ended.
+        return FrameView(segments[0].view, 0).verify_stamp().previous > start
+    except FrameError:
+        return True
 
 
 def _is_used(view: memoryview, position: int) -> bool:

@@ -116,6 +116,8 @@ class Plan:
     end: int = 0
     #: Every partition that the log defines, deleted ones included.
     partitions: Mapping[int, PartitionRow] = field(default_factory=dict)
+    #: A frame starts or ends where the offsets that were asked for do.
+    meets_start: bool = False
 
 
 @dataclass
@@ -168,7 +170,7 @@ def plan(
     rounds = max(-(-total // (chunk_size * chunks_min)), 1)
     size = max(-(-total // (rounds * chunks_min)), 1)
     known = {number: places.of(rows[number]) for number in live}
-    return Plan(_chunks(runs, known, size), planner.walk.damages, planner.end, partitions)
+    return Plan(_chunks(runs, known, size), planner.walk.damages, planner.end, partitions, planner.meets_start)
 
 
 class _Places:
@@ -207,6 +209,7 @@ class _Planner:
         self.end = 0
         self._stretch = 0
         self.frame_count = 0
+        self.meets_start = False
 
     def run(self) -> list[_Run]:
         version = -1
@@ -228,6 +231,7 @@ class _Planner:
         while self._runs and self._runs[-1].offset >= offset:
             self._runs.pop()
         self._next.clear()
+        self.meets_start = self.meets_start and offset > self._offset_min
 
     def _take(self, piece: Piece, ids: set[int]) -> None:
         wanted, places, expected = self._wanted, self._places, self._next
@@ -254,6 +258,9 @@ class _Planner:
         if piece.frames:
             position, size, *_ = piece.frames[-1]
             self.end = piece.segment_base + position + size
+            if piece.offset <= self._offset_min <= self.end:
+                start = self._offset_min - piece.segment_base
+                self.meets_start |= any(start in (frame[0], frame[0] + frame[1]) for frame in piece.frames)
 
 
 def _chunks(runs: list[_Run], known: Mapping[int, ChunkPartition], size: int) -> list[Chunk]:
@@ -320,6 +327,7 @@ class _PartitionPlace(msgspec.Struct, array_like=True):
 
     row: PartitionRow
     start: int
+    next: int
 
 
 _places = msgspec.msgpack.Decoder(list[_PartitionPlace])
@@ -327,10 +335,22 @@ _places = msgspec.msgpack.Decoder(list[_PartitionPlace])
 
 def logical_starts(checkpoint: Loaded | None) -> dict[int, int]:
     """Partition → the first sequence that retention has left, as far as a checkpoint knows it."""
-    if checkpoint is None:
-        return {}
-    shards = [data for shard, data in checkpoint.shards.items() if shard.startswith("partitions-")]
-    return {place.row.id: place.start for data in shards for place in _places.decode(data) if place.start}
+    return {place.row.id: place.start for place in _places_of(checkpoint) if place.start}
+
+
+def logical_ends(checkpoint: Loaded | None) -> dict[int, int]:
+    """Partition → the sequence that came next when a checkpoint was made, whatever has expired since; 0 is left out.
+
+    Retention removes nothing that follows a checkpoint: where the log has no frame of a partition, it ends here.
+    """
+    return {place.row.id: place.next for place in _places_of(checkpoint) if place.next}
+
+
+def _places_of(checkpoint: Loaded | None) -> Iterator[_PartitionPlace]:
+    if checkpoint is not None:
+        for shard, data in checkpoint.shards.items():
+            if shard.startswith("partitions-"):
+                yield from _places.decode(data)
 
 
 def read_chunk(

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Wanted, check_subjects, logical_starts
+from plait.storage.chunks import Wanted, check_subjects, logical_ends, logical_starts
 from plait.storage.consume_log import RECORD, Records
 from plait.storage.reader import LogReader, LogWalk, Piece
 
@@ -90,16 +90,21 @@ class LogIndex:
         rows = {row.id: row for row in walk.partitions.values() if not row.deleted}
         check_subjects(reader, self._wanted, list(rows.values()))
         starts = logical_starts(reader.checkpoint)
+        # Where retention has removed segments, a partition without frames has had some, up to here.
+        ends = logical_ends(reader.checkpoint) if bases and bases[0] > 0 else {}
         self.partitions = {
-            number: self._joined(row, starts.get(number, 0)) for number, row in rows.items() if self._wanted.covers(row)
+            number: self._joined(row, starts.get(number, 0), ends.get(number, 0))
+            for number, row in rows.items()
+            if self._wanted.covers(row)
         }
         for base in sorted(self._segments)[-OPEN_SEGMENTS:]:
             del self._segments[base]
 
-    def _joined(self, row: PartitionRow, start: int) -> IndexedPartition:
+    def _joined(self, row: PartitionRow, start: int, end: int) -> IndexedPartition:
+        """All pieces of a partition; one that has none starts and ends where the checkpoint says it had come to."""
         pieces = [piece for base in sorted(self._segments) for piece in self._segments[base].pieces.get(row.id, ())]
         if not pieces:
-            return IndexedPartition(row, start, np.empty(0, RECORD), [])
+            return IndexedPartition(row, max(start, end), np.empty(0, RECORD), [])
         records = np.concatenate([piece.records for piece in pieces])
         numbers = np.concatenate([piece.epochs for piece in pieces])
         changes = np.flatnonzero(np.diff(numbers, prepend=numbers[:1] - 1))

@@ -356,6 +356,8 @@ class LogWalk:
         # Whose frame it is can be told where only its rows are damaged: that is for those to say who want them.
         heads = {damage: self._intact_head(segments, damage) for damage in damages}
         found += [(damage.offset, head) for damage, head in heads.items() if head is not None]
+        # As with frames: what was told of from there on is told again.
+        self.damages = [damage for damage in self.damages if damage.offset < start]
         self._report([damage for damage, head in heads.items() if head is None], segments)
         del self._marks[bisect_right(self._marks, start - 1) :]
         if segments:

@@ -90,3 +90,10 @@ def test_dead_letters_are_reported_by_reason(spark: SparkSession, broker: Blocki
         ("ValueError", 3, ["order-0", "order-1", "order-2"], 10, 0.3),
         ("KeyError", 1, ["order-3"], 10, 0.1),
     ]
+    # Letters are kept when their messages have expired.
+    expired = spark.createDataFrame([], "store_time timestamp")
+    rows = dead_letters.report(found, expired).collect()
+    assert [(row.type, row.dead, row.messages, row.share) for row in rows] == [
+        ("ValueError", 3, None, None),
+        ("KeyError", 1, None, None),
+    ]

@@ -83,7 +83,7 @@ def test_whoever_is_about_to_commit_is_respected_until_he_is_surely_gone(
     archive.commit(Manifest(number=1))
     other = "_plait/claim-00000000000000000002-00ff"
     archive.write(other, b"")
-    with pytest.raises(ArchiveConflict):
+    with pytest.raises(ArchiveConflict, match=r"is about to commit.*or ended while it did.*again in 10 minutes"):
         archive.commit(Manifest(number=2))
     later = datetime.now(UTC) + timedelta(seconds=manifest_module.CLAIM_SECONDS + 60)
 

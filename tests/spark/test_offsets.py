@@ -201,13 +201,26 @@ def test_a_start_that_leads_elsewhere_goes_on_with_the_first_message_not_seen(
         (Position(50, 5, 7), 50, False),
         (Position(40, 2), 40, False),
         (Position(51), 50, True),
-        (Position(45, 2), 45, True),
-        (Position(45, 5, 8), 50, True),
+        (Position(60, 5), 50, True),
+        (Position(60, 2), 40, True),
+        (Position(60, 1), 20, True),
+        (Position(45, 2), 40, True),
+        (Position(30, 3), 30, True),
+        (Position(45, 5, 8), 10, True),
     ],
 )
 def test_an_end_that_leads_elsewhere_is_known(end: Position, expected: int, lost: bool):
     sequence, loss = check_end(SPAN, end)
     assert (sequence, loss is not None) == (expected, lost)
+
+
+@pytest.mark.parametrize("number", [7, 8])
+@pytest.mark.parametrize(
+    ("sequence", "epoch"), [(15, 1), (30, 1), (30, 2), (45, 1), (45, 2), (45, 5), (50, 5), (60, 1), (60, 2), (60, 5)]
+)
+def test_a_batch_ends_where_the_next_one_starts(sequence: int, epoch: int, number: int):
+    place = Position(sequence, epoch, number)
+    assert check_end(SPAN, place)[0] == check_start(SPAN, place)[0]
 
 
 def test_offsets_are_json_with_sorted_names():

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 import plait
@@ -19,7 +20,7 @@ from plait.limits import HEADERS_SIZE_MAX
 from plait.server import Server
 from plait.spark import replay as replay_module
 from plait.spark.history import History
-from plait.spark.replay import REPLAY, REPLAYED_FROM, Replay
+from plait.spark.replay import REPLAY, REPLAYED_FROM, KeyCount, Replay
 from plait.spark.replay_state import StateFile
 from plait.storage.disk import RealDisk
 from tests.spark.histories import archive, serving, thirty_messages
@@ -126,6 +127,18 @@ async def test_a_dry_run_counts_and_sends_nothing(history: History):
     assert (counted.messages, counted.keys) == (30, 3)
     assert counted.size == sum(len(f"body-{number}") for number in range(30))
     assert counted.first < counted.last
+
+
+def test_more_keys_than_are_kept_are_counted_nearly():
+    exact, near = KeyCount(kept=10_001), KeyCount(kept=1_000)
+    for start in range(0, 10_000, 500):
+        # Half of them were there before.
+        keys = pa.chunked_array([pa.array([None, *(f"key-{n}" for n in range(max(start - 500, 0), start + 500))])])
+        exact.add(keys)
+        near.add(keys)
+    assert exact.count == 10_000
+    assert near.count == pytest.approx(10_000, rel=0.1)
+    assert KeyCount().count == 0
 
 
 async def test_a_rate_is_kept(history: History, target: plait.Client):

@@ -195,6 +195,34 @@ def test_a_loss_is_said_once_and_nothing_that_follows_it_is_missed(
     assert stream.bodies() == [b"d", b"e", b"f"]
 
 
+def test_a_batch_that_is_read_again_leaves_what_replaced_its_messages_to_the_next(
+    plait_broker: BlockingBroker, client: Client, place: dict[str, Any]
+):
+    for body in (b"a", b"b", b"c"):
+        send(client, body)
+    stream = Stream(failOnDataLoss=False, **place)
+    planned = stream.reader.latestOffset(stream.offset, ReadAllAvailable())
+    plait_broker.kill()
+    lose_tail(plait_broker.data, 2)
+    plait_broker.start()
+    with plait.sync.connect(plait_broker.address) as another:
+        send(another, b"d", b"e", b"f")
+    again = [row["body"] for row in stream.read(stream.offset, planned)]
+    stream.offset = planned
+    assert again + stream.all_bodies() == [b"a", b"d", b"e", b"f"]
+
+
+def test_a_batch_that_is_read_again_has_nothing_of_a_subject_made_anew(place: dict[str, Any], client: Client):
+    send(client, b"a", b"b")
+    stream = Stream(failOnDataLoss=False, **place)
+    planned = stream.reader.latestOffset(stream.offset, ReadAllAvailable())
+    client.admin.delete_subject("orders")
+    send(client, b"c", b"d", b"e")
+    again = [row["body"] for row in stream.read(stream.offset, planned)]
+    stream.offset = planned
+    assert again + stream.all_bodies() == [b"c", b"d", b"e"]
+
+
 def test_a_partition_that_is_gone_fails_the_query_or_is_warned_of_once(
     plait_broker: BlockingBroker, client: Client, caplog: pytest.LogCaptureFixture
 ):

@@ -18,6 +18,7 @@ from tests.spark.histories import thirty_messages
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
+from plait.spark import wide
 from plait.spark.wide import dataframe, tables
 
 if TYPE_CHECKING:
@@ -40,6 +41,38 @@ def test_spark_finds_what_a_lookup_finds(spark: SparkSession, history: History):
     frame = dataframe(spark, history, selection)
     assert frame.columns == SCHEMA.names
     assert frame.where("sequence >= 20").count() == 5
+
+
+def test_the_driver_never_has_all_rows_at_once(spark: SparkSession, history: History, monkeypatch: pytest.MonkeyPatch):
+    added: list[int] = []
+    add = wide.Ordering.add
+
+    def watched(self: wide.Ordering, rows: pa.Table) -> None:
+        added.append(rows.num_rows)
+        add(self, rows)
+
+    monkeypatch.setattr(wide.Ordering, "add", watched)
+    selection = history.selection("orders")
+    everything = pa.concat_tables(tables(spark, history, selection)).to_pylist()
+    assert everything == history.table(selection).to_pylist()
+    added.clear()
+    assert pa.concat_tables(tables(spark, history, selection)).num_rows == sum(added) == 30
+    assert max(added) < 30
+    added.clear()
+    assert pa.concat_tables(tables(spark, history, selection, limit=2)).to_pylist() == everything[:2]
+    assert max(added) <= 2
+    assert not spark.sparkContext._jsc.getPersistentRDDs()
+
+
+def test_a_task_keeps_the_first_of_each_partition(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(wide, "CUT_COUNT", 10)
+    given = [
+        pa.table({"partition": [f"p{n % 3}" for n in numbers], "sequence": list(numbers)})
+        for numbers in (range(50, 100), range(25), range(25, 50))
+    ]
+    (kept,) = wide.first_of_each(iter(given), 4)
+    assert kept["sequence"].to_pylist() == [0, 3, 6, 9, 1, 4, 7, 10, 2, 5, 8, 11]
+    assert list(wide.first_of_each(iter([]), 4)) == []
 
 
 def test_nothing_is_an_empty_frame(spark: SparkSession, history: History):

@@ -104,6 +104,23 @@ def test_damage_is_said_or_left_out(tmp_path: Path):
     assert len(partition.records) in (99, 100)
 
 
+def test_a_partition_whose_messages_are_all_gone_ends_where_it_had_come_to(tmp_path: Path):
+    node = Node(RealDisk(tmp_path), retention_seconds=5.0)
+    fill(node, 100)
+    for _ in range(6):
+        node.clock.advance(100.0)
+        node.send("others", b"x" * 4000)
+        node.checkpoint()
+    # The checkpoints are older than this: they know nothing of what it expires.
+    node.retention.run()
+    assert node.broker.message_log.start > 0
+    (partition,) = index_of(tmp_path).partitions.values()
+    assert len(partition.records) == 0
+    here = node.partition("orders")
+    assert (partition.start, partition.end) == (here.start, here.visible) == (200, 200)
+    node.broker.stop()
+
+
 def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
     node = Node(RealDisk(tmp_path))
     fill(node, 1)
@@ -114,3 +131,18 @@ def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
         index_of(tmp_path, Wanted(frozenset({"gone"})))
     (empty,) = index_of(tmp_path, Wanted(frozenset({"empty"}))).partitions.values()
     assert (empty.start, empty.end, empty.epochs) == (0, 0, [])
+
+
+def test_damage_is_listed_once_however_often_it_is_looked_at(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    fill(node, 200)
+    for path in sorted((tmp_path / "message").iterdir())[:3]:
+        data = bytearray(path.read_bytes())
+        for after in (2000, 4000):
+            data[data.index(b"PL", after) + 4] ^= 0xFF
+        path.write_bytes(data)
+    walk = open_log(str(tmp_path)).walk(fail_on_damage=False)
+    assert sum(len(piece.frames) for piece in walk) > 300
+    offsets = [damage.offset for damage in walk.damages]
+    assert offsets == sorted(set(offsets))
+    assert len(offsets) == 6

@@ -1,0 +1,224 @@
+"""What an archiver takes in of a log that retention, damage or a loss of power has shortened."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from plait.errors import DataDirError
+from plait.spark import archiving, intake
+from plait.spark.manifest import Archive, Gap, Manifest, Source
+from plait.storage.disk import RealDisk, RealFile
+from tests.spark.archives import Filler, archive_here, archived_events, archived_rows, log_rows, run_here
+from tests.support.broker_node import Node, Producer
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks run in this process."""
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+
+def source_of(to: Path) -> Source:
+    (source,) = Archive.at(to).open().sources.values()
+    return source
+
+
+def break_frame(path: Path) -> None:
+    """Give a frame in the middle of a segment a size that leads nowhere."""
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PL", 2000) + 4] ^= 0xFF
+    path.write_bytes(content)
+
+
+def expire(filler: Filler) -> None:
+    """All that was sent so far goes, and the segments with it."""
+    filler.node.clock.advance(100)
+    for _ in range(6):
+        filler.node.send("others", b"x" * 4000)
+        filler.node.checkpoint()
+    for _ in range(2):
+        filler.node.retention.run()
+        filler.node.turn()
+
+
+# --- what retention took ------------------------------------------------------------------------
+
+
+def test_gaps_behind_what_retention_took_are_noted_as_expired_in_whichever_run_they_show(tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(10, ("orders", "rare"))
+    archive_here(data, to, now=True)
+    filler.rounds(30, ("orders", "rare"))
+    expire(filler)
+    filler.rounds(10)
+    archive_here(data, to, now=True)
+    source = source_of(to)
+    assert [each.reason for each in source.left_out if each.log == "message"] == [
+        "retention removed it before it was archived"
+    ]
+    assert source.gaps == [Gap("orders@g1", 30, 120, expired=True)]
+    filler.rounds(1, ("rare",))
+    archive_here(data, to, now=True)
+    assert source_of(to).gaps[1:] == [Gap("rare@g1", 30, 120, expired=True)]
+    assert source_of(to).overtaken == []
+    filler.stop()
+
+
+def test_gaps_of_damage_are_not_expired(tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(40)
+    filler.stop()
+    break_frame(sorted((data / "message").iterdir())[0])
+    archive_here(data, to, now=True, skip_damage=True)
+    (gap,) = source_of(to).gaps
+    assert (gap.partition, gap.end - gap.start, gap.expired) == ("orders@g1", 3, False)
+
+
+def test_damage_and_what_is_lost_are_noted_with_the_round_that_they_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(10)
+    archive_here(data, to, now=True)
+    filler.rounds(30)
+    expire(filler)
+    filler.rounds(60)
+    filler.stop()
+    path = sorted((data / "message").iterdir())[-3]
+    break_frame(path)
+    monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 1})
+    committed: list[Source] = []
+    commit = Archive.commit
+
+    def watched(self: Archive, manifest: Manifest) -> None:
+        committed.extend(manifest.sources.values())
+        commit(self, manifest)
+
+    monkeypatch.setattr(Archive, "commit", watched)
+    archive_here(data, to, now=True, skip_damage=True)
+    assert len(committed) > 3
+    for source in committed:
+        messages = [each for each in source.left_out if each.log == "message"]
+        assert "retention" in messages[0].reason
+        inside = [each.offset for each in messages[1:]]
+        assert len(inside) == (source.message_offset > int(path.stem))
+        assert all(int(path.stem) <= offset < source.message_offset for offset in inside)
+
+
+# --- what a server would cut off ----------------------------------------------------------------
+
+
+def torn(filler: Filler) -> Path:
+    """As after a loss of power: a segment lacks its end, which never was durable; the one behind it is there."""
+    data = filler.node.disk.root
+    used = [path for path in sorted((data / "message").iterdir()) if path.read_bytes()[:2] == b"PL"]
+    content = bytearray(used[-2].read_bytes())
+    places = [place for place in range(0, len(content), 8) if content[place : place + 2] == b"PL"]
+    content[places[-3] :] = bytes(len(content) - places[-3])
+    used[-2].write_bytes(content)
+    return used[-2]
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_segments_behind_a_torn_tail_are_not_archived_before_a_server_has_decided(tmp_path: Path, now: bool):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    path = torn(filler)
+    archive_here(data, to, now=now)
+    assert int(path.stem) < source_of(to).message_offset < int(path.stem) + path.stat().st_size - 300
+    node = Node(RealDisk(data))
+    producer = Producer(9)
+    for number in range(40):
+        node.send("orders", b"new %d" % number, b"y" * 100, producer=producer)
+    node.broker.stop()
+    archive_here(data, to, now=True)
+    assert archived_rows(to) == log_rows(data)
+    assert source_of(to).gaps == []
+
+
+def test_a_segment_with_a_torn_tail_is_not_copied(tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    path = torn(filler)
+    archive_here(data, to, raw=True)
+    assert source_of(to).raw_message_offset == int(path.stem)
+    assert path.name not in [copy.name for copy in to.glob("raw/*/message/*.log")]
+    node = Node(RealDisk(data))
+    producer = Producer(9)
+    for number in range(80):
+        node.send("orders", b"new %d" % number, b"y" * 100, producer=producer)
+    node.broker.stop()
+    archive_here(data, to, raw=True)
+    (copies,) = to.glob("raw/*/message")
+    rows = log_rows(copies)
+    assert rows == log_rows(data)[: len(rows)]
+    assert any(row["body"].startswith(b"new") for row in rows)
+
+
+def test_what_says_that_a_segment_is_full_is_made_durable_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    synced: list[str] = []
+    opened = RealDisk.open
+
+    def watched(self: RealDisk, path: str, *, create: bool = False) -> RealFile:
+        file = opened(self, path, create=create)
+        sync = file.sync
+
+        def told() -> None:
+            synced.append(path)
+            sync()
+
+        monkeypatch.setattr(file, "sync", told)
+        return file
+
+    monkeypatch.setattr(RealDisk, "open", watched)
+    archive_here(data, to)
+    assert f"message/{source_of(to).message_offset:020d}.log" in synced
+    filler.stop()
+
+
+# --- another log --------------------------------------------------------------------------------
+
+
+def test_an_older_copy_that_has_gone_on_by_itself_is_refused(tmp_path: Path):
+    data, copy, to = tmp_path / "data", tmp_path / "copy", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(10)
+    shutil.copytree(data, copy)
+    filler.rounds(10)
+    filler.stop()
+    archive_here(data, to, now=True)
+    node = Node(RealDisk(copy))
+    for number in range(60):
+        node.send("orders", b"z" * (number + 1), producer=Producer(50 + number))
+    node.broker.stop()
+    shutil.copy(data / "identity", copy / "identity")
+    before = Archive.at(to).open()
+    with pytest.raises(DataDirError, match="it went on from an older copy of the data directory"):
+        archive_here(copy, to, now=True)
+    assert Archive.at(to).open() == before
+
+
+def test_names_are_archived_once_though_segments_go_that_are_archived(tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
+    for now in (False, True, False, True):
+        filler.rounds(60)
+        archive_here(data, to, now=now)
+        expire(filler)
+    assert filler.node.broker.action_log.start > 0
+    filler.rounds(60)
+    filler.stop()
+    archive_here(data, to, now=True)
+    named = [(row["action"], row["consumer_group"]) for row in archived_events(to) if row["detail"] is not None]
+    assert sorted(named) == [("consumer", "billing"), ("group", "billing")]
