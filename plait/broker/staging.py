@@ -170,7 +170,7 @@ class Stages:
         if partition is None or _stage(partition).state == EXPIRED:
             raise Expired(
                 f"the stage of producer {producer:016x} has expired, or was dropped; its rows are gone: "
-                "start the query with a new checkpoint, from where its messages are not there yet"
+                "start the query with a new checkpoint"
             )
         if partition.next != count:
             raise DamageError(
