@@ -143,7 +143,7 @@ class Intake:
                 f"is an {older}"
             )
         first = _first(reader)
-        if planned.meets_start or not archived or first is None or first.base > archived:
+        if planned.meets_start or archived in (0, planned.end) or first is None or first.base > archived:
             return
         if any(damage.offset <= archived <= damage.offset + damage.size for damage in planned.damages):
             return

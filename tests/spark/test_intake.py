@@ -222,3 +222,28 @@ def test_names_are_archived_once_though_segments_go_that_are_archived(tmp_path: 
     archive_here(data, to, now=True)
     named = [(row["action"], row["consumer_group"]) for row in archived_events(to) if row["detail"] is not None]
     assert sorted(named) == [("consumer", "billing"), ("group", "billing")]
+
+
+def test_a_segment_that_is_full_to_the_last_byte_is_gone_on_from(tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    node = Node(RealDisk(data))
+    log = node.broker.message_log
+    node.send("orders", b"x" * 800)
+    before = log.end
+    node.send("orders", b"x" * 800)
+    overhead = log.end - before - 800
+    while log.end + 2 * (overhead + 800) <= 8192:
+        node.send("orders", b"x" * 800)
+    node.send("orders", b"x" * (8192 - log.end - overhead))
+    assert log.end == 8192
+    sent = len(node.stored("orders"))
+    # Made ahead of need, as it is before the first frame comes.
+    (data / "message" / f"{8192:020d}.log").write_bytes(bytes(8192))
+    for _ in range(2):
+        archive_here(data, to, now=True)
+        assert source_of(to).message_offset == 8192
+    (data / "message" / f"{8192:020d}.log").unlink()
+    node.send("orders", b"y")
+    node.broker.stop()
+    archive_here(data, to, now=True)
+    assert [row["sequence"] for row in archived_rows(to)] == list(range(sent + 1))
