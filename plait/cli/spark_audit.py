@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -76,6 +77,10 @@ def audit(
         return _undecided(error.message, error.code)
     except OSError as error:
         return _undecided(str(error), "system")
+    except Exception as error:  # noqa: BLE001 - whatever it is, nothing was judged
+        # Python would end with 1, which says here that a promise was broken.
+        traceback.print_exc()
+        return _undecided(f"the audit itself failed: {error!r}", "internal")
     if output == "json":
         print_json(report)
     else:

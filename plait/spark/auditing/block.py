@@ -48,7 +48,7 @@ class Block:
     events_of: Callable[[GroupFacts], Events]
 
 
-def audit_block(block: Block, groups: Iterable[GroupFacts], scale: Scale, begins: int, facts: Tally) -> None:
+def audit_block(block: Block, groups: Iterable[GroupFacts], scale: Scale, facts: Tally) -> None:
     """Add what a block says of its partition and of each group."""
     rows = block.rows
     if not len(rows):
@@ -57,7 +57,7 @@ def audit_block(block: Block, groups: Iterable[GroupFacts], scale: Scale, begins
     _add_keys(block, facts)
     for group in groups:
         events = block.events_of(group)
-        verdict = judge(rows, events, touches(rows, events, group), group, begins=begins)
+        verdict = judge(rows, events, touches(rows, events, group), group)
         _add_order(rows, verdict, group, facts)
         _add_verdict(rows, verdict, group, facts)
         _add_times(rows, events, verdict, group, scale, facts)

@@ -40,8 +40,10 @@ class GroupFacts:
     affinity: bool = False
     #: Of an ordered group: a failed message holds its key.
     strict: bool = False
-    #: The log has it from its definition on.
+    #: The log has it from its definition on...
     whole: bool = True
+    #: ...or only from this time on.
+    begins: int = 0
     forgotten: bool = False
     #: Places of resets: what is between two of them is an *era*.
     resets: list[int] = field(default_factory=list)
@@ -79,6 +81,7 @@ class GroupTable:
         self.groups: dict[int, GroupFacts] = {}
         #: The log begins where the broker began.
         self._whole = whole
+        self._begins = 0
         self._client_numbers: dict[tuple[int, str], int] = {}
 
     def define(self, definition: Definition, *, head: bool = False) -> None:
@@ -91,7 +94,13 @@ class GroupTable:
             return
         known = self.groups.get(definition.id)
         if known is None:
-            self.groups[definition.id] = _facts(definition, whole=self._whole or not head)
+            self.groups[definition.id] = _facts(definition, whole=self._whole or not head, begins=self._begins)
+
+    def cut(self, begins: int) -> None:
+        """Events are missing here, and the log goes on at this time: what was before it is not known."""
+        self._whole, self._begins = False, begins
+        for group in self.groups.values():
+            group.whole, group.begins = False, begins
 
     def take(self, events: Events) -> None:
         """The next events."""
@@ -136,7 +145,7 @@ class GroupTable:
         group.scan = int(reached[-1])
 
 
-def _facts(definition: GroupDefinition, *, whole: bool) -> GroupFacts:
+def _facts(definition: GroupDefinition, *, whole: bool, begins: int) -> GroupFacts:
     start = definition.start
     return GroupFacts(
         definition.id,
@@ -149,6 +158,7 @@ def _facts(definition: GroupDefinition, *, whole: bool) -> GroupFacts:
         ordered=definition.ordered or definition.affinity,
         affinity=definition.affinity,
         whole=whole,
+        begins=begins,
         scan=start,
         passed=start,
     )

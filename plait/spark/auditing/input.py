@@ -45,10 +45,6 @@ class AuditInput(Protocol):
     def groups(self) -> Mapping[int, GroupFacts]: ...
 
     @property
-    def begins(self) -> int:
-        """When the action log begins, where it does not go back to the broker's beginning; 0: it does."""
-
-    @property
     def time_min(self) -> int: ...
 
     @property

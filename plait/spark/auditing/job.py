@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -25,6 +26,7 @@ from plait.spark.auditing.order import crossings
 from plait.spark.auditing.report import AuditReport
 from plait.spark.auditing.summary import scale_of, summarize
 from plait.spark.auditing.tally import Tally
+from plait.spark.running import SHOWN_LENGTH_MAX
 from plait.spark.worker import prepare_worker
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ def judge_part(source: AuditInput, number: int) -> pa.Table:
     for group in source.groups.values():
         groups.setdefault(group.partition, []).append(group)
     for block in source.blocks(number):
-        audit_block(block, groups.get(block.partition, []), scale, source.begins, facts)
+        audit_block(block, groups.get(block.partition, []), scale, facts)
     return facts.table()
 
 
@@ -73,15 +75,34 @@ def crossed_of(table: pa.Table) -> Counter[int]:
 def run(
     spark: SparkSession, source: AuditInput, *, since: int | None, until: int | None, progress: Progress
 ) -> AuditReport:
-    """Judge all parts, and add up."""
+    """Judge all parts, and add up. ``PlaitError`` where Spark does not get to the end."""
+    with failures_in_words():
+        table, crossed = _judge_all(spark, source, progress)
+    return summarize(source, tally.added_up(table), crossed, since=since, until=until)
+
+
+@contextmanager
+def failures_in_words() -> Iterator[None]:
+    """What Spark itself has to say about its end, in one line: it tells nothing of any promise."""
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (PySparkException, Py4JError) as error:
+        words = " ".join(str(error).split())[:SHOWN_LENGTH_MAX]
+        raise PlaitError(f"Spark did not end the audit, and nothing was judged; run again: {words}") from error
+
+
+def _judge_all(spark: SparkSession, source: AuditInput, progress: Progress) -> tuple[pa.Table, dict[int, int]]:
+    """The facts of all parts, and what is out of order between blocks, by group."""
     from pyspark import StorageLevel
     from pyspark.sql.pandas.types import from_arrow_schema
 
     prepare_worker()
     count = len(source)
     if not count:
-        empty = tally.added_up(tally.SCHEMA.empty_table())
-        return summarize(source, empty, {}, since=since, until=until)
+        return tally.SCHEMA.empty_table(), {}
 
     done = spark.sparkContext.accumulator(0)
 
@@ -101,11 +122,12 @@ def run(
         crossed = _crossed(facts, count, progress) if _needs_order(source) else {}
     finally:
         facts.unpersist()
-    return summarize(source, tally.added_up(table), crossed, since=since, until=until)
+    return table, crossed
 
 
 def _needs_order(source: AuditInput) -> bool:
-    return len(source) > 1 and any(group.ordered and not group.affinity for group in source.groups.values())
+    """Also where there is one part alone: it may be of several blocks."""
+    return any(group.ordered and not group.affinity for group in source.groups.values())
 
 
 def _crossed(facts: DataFrame, count: int, progress: Progress) -> dict[int, int]:

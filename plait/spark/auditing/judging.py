@@ -112,11 +112,11 @@ class _Told:
         return found
 
 
-def judge(rows: Rows, events: Events, found: Touches, group: GroupFacts, *, begins: int = 0) -> Verdict:
-    """Rows of a partition and one group. ``begins``: what was stored before is older than the action log."""
+def judge(rows: Rows, events: Events, found: Touches, group: GroupFacts) -> Verdict:
+    """Rows of a partition and one group."""
     told = _Told(rows, events, found, group)
     action = told.action
-    old = rows.store_times < begins if not group.whole else np.zeros(len(rows), bool)
+    old = rows.store_times < group.begins if not group.whole else np.zeros(len(rows), bool)
     is_ack = action == Action.ACK
     handed = is_ack & (told.attempt > 0) if group.at_most_once else action == Action.PULL
     acks = told.first(is_ack & told.current)

@@ -27,7 +27,7 @@ from plait.spark.auditing.rows import Numbers, Rows
 from plait.storage.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
 from plait.storage.action_reader import ActionPart, open_actions
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Chunk, Wanted, plan, read_chunk
+from plait.storage.chunks import Chunk, Wanted, logical_ends, plan, read_chunk
 from plait.storage.disk import RealDisk
 from plait.storage.reader import expired_error, open_log
 
@@ -56,7 +56,6 @@ class LiveInput:
     chunks: list[Chunk]
     parts: list[ActionPart]
     spans: list[Spans]
-    begins: int
     time_min: int
     time_max: int
 
@@ -234,7 +233,10 @@ def open_live(
         events, told = read_part(disk, path, part, table)
         spans.append(spans_of(events))
         times += told
-    begins = times[0] if log_start and times else 0
+    if log_start and times:
+        begins = times[0]
+        for group in table.groups.values():
+            group.begins = begins
     planned = plan(reader, wanted, chunk_size=BLOCK_SIZE, chunks_min=tasks_min, fail_on_damage=fail_on_damage)
     rows = {row.id: row for row in walk.partitions.values() if not row.deleted and wanted.covers(row)}
     there = {number: group for number, group in table.groups.items() if group.partition in rows}
@@ -243,14 +245,24 @@ def open_live(
     for group in known.values():
         group.strict = group.ordered and not group.affinity and rows[group.partition].settings.order == STRICT
     starts = {number: each.start for chunk in planned.chunks for number, each in chunk.partitions.items()}
+    nexts = logical_ends(reader.checkpoint)
     from_zero = not reader.files or reader.files[0][0] == 0
     partitions = {}
     for number, row in rows.items():
-        start = starts.get(number, 0) or (0 if from_zero else coverage.first(number))
-        first, end = max(start, coverage.first(number)), coverage.end(number)
+        # Retention may have taken segments since the checkpoint.
+        start = max(starts.get(number, 0), 0 if from_zero else coverage.first(number))
+        end = max(coverage.end(number), nexts.get(number, 0))
+        if not from_zero and number not in coverage.ranges:
+            # All of it has expired: the checkpoint says how far it had come.
+            start = max(start, end)
+        first = max(start, coverage.first(number))
         name = f"{row.name}@{broker_group}"
         readable = 0 if fail_on_damage else coverage.count(number, start)
         partitions[number] = PartitionFacts(row.subject, name, first, end, coverage.missing(number, start), readable)
+    for group in known.values():
+        if not from_zero and group.partition not in coverage.ranges:
+            # An older checkpoint does not know all of what has expired.
+            group.reach = min(group.reach, partitions[group.partition].end)
     times += [time for number in rows for time in coverage.times.get(number, ())]
     time_min, time_max = min(times, default=0), max(times, default=0)
     return LiveInput(
@@ -263,7 +275,6 @@ def open_live(
         chunks=planned.chunks,
         parts=looked.parts,
         spans=spans,
-        begins=begins,
         time_min=max(time_min, wanted.time_min),
         time_max=time_max,
     )

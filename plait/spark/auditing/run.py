@@ -50,12 +50,15 @@ def run_audit(
         skip_damage=skip_damage,
         progress=told,
     )
-    from plait.spark.auditing.job import run
-    from plait.spark.session import session
+    from plait.spark.auditing.job import failures_in_words, run
+    from plait.spark.session import check_packages, session
+
+    check_packages()
 
     if spark is None:
         told("starting Spark", 0, 1)
-        spark = session("plait audit", master=master or DEFAULT_MASTER)
+        with failures_in_words():
+            spark = session("plait audit", master=master or DEFAULT_MASTER)
     return run(spark, source, since=_micros(since), until=_micros(until), progress=told)
 
 

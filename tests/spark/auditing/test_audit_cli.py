@@ -6,12 +6,13 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import pyarrow.parquet as pq
 import pytest
 
 from plait.cli.run import run
+from plait.spark.auditing import run as auditing_run
 from plait.spark.auditing.page import page
 from plait.spark.auditing.plots import bar_plot, line_plot
 from plait.spark.auditing.report import AuditReport
@@ -94,6 +95,40 @@ def test_what_cannot_be_judged_ends_with_2(
 ):
     assert run(["spark", "audit", *(each.format(good=good) for each in arguments)]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_failure_of_spark_ends_with_2(
+    good: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Broken:
+        """Here, so that it goes to the workers as it is."""
+
+        partitions: ClassVar[dict[int, object]] = {}
+        groups: ClassVar[dict[int, object]] = {}
+        time_min = time_max = 0
+
+        def __len__(self) -> int:
+            return 1
+
+        def blocks(self, number: int) -> None:
+            raise RuntimeError("the worker has no memory")
+
+    monkeypatch.setattr(auditing_run, "open_input", lambda *arguments, **options: Broken())
+    assert run(["spark", "audit", "--data", str(good)]) == 2
+    told = capsys.readouterr().err
+    assert "error: Spark did not end the audit" in told
+    assert "the worker has no memory" in told
+
+
+def test_a_defect_of_the_audit_itself_ends_with_2(
+    good: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*arguments: object, **options: object) -> None:
+        raise ZeroDivisionError("by what")
+
+    monkeypatch.setattr(auditing_run, "open_input", fail)
+    assert run(["spark", "audit", "--data", str(good)]) == 2
+    assert "the audit itself failed: ZeroDivisionError('by what') (internal)" in capsys.readouterr().err
 
 
 class _Outside(HTMLParser):

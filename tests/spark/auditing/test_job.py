@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
 import plait.spark
 from plait.errors import DamageError, InvalidArgument
+from plait.spark import archiving
 from plait.spark.auditing import live
+from plait.spark.manifest import Archive
 from plait.testing import EmbeddedBroker
+from plait.testing.embedded import TEST_CONFIG
+from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import swapped_acks
 from tests.spark.auditing.test_live import SUBJECT, consume, send
@@ -73,6 +78,28 @@ async def test_a_pair_that_was_swapped_between_two_blocks_is_found(
     monkeypatch.setattr(live, "BLOCK_SIZE", 4096)
     assert plait.spark.audit(tmp_path / "good", spark=spark).held
     report = plait.spark.audit(tmp_path / "bad", spark=spark)
+    assert report.groups()[0].broken == ["out_of_order"]
+
+
+async def test_a_pair_that_was_swapped_between_two_files_of_an_archive_is_found(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+):
+    config = msgspec.structs.replace(TEST_CONFIG, message_segment_size=4096)
+    async with (
+        EmbeddedBroker(tmp_path / "good", config=config) as broker,
+        broker.connect() as client,
+        client.consumer(SUBJECT, group="mail", ordered=True) as ordered,
+    ):
+        for number in range(8):
+            await client.send(SUBJECT, bytes(2048), key=f"k-{number % 2}")
+            await consume(ordered, 1)
+    swapped_acks(tmp_path / "good", tmp_path / "bad", 1, 7)
+    monkeypatch.setattr(archiving, "run_job", run_here)
+    for name in ("good", "bad"):
+        archive_here(tmp_path / name, tmp_path / f"{name}-archive", now=True)
+    assert len(Archive.at(tmp_path / "bad-archive").open().find("messages")) > 1
+    assert plait.spark.audit(archive=str(tmp_path / "good-archive"), spark=spark).held
+    report = plait.spark.audit(archive=str(tmp_path / "bad-archive"), spark=spark)
     assert report.groups()[0].broken == ["out_of_order"]
 
 

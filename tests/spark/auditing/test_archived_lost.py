@@ -1,0 +1,123 @@
+"""Audits of archives that do not have all of a log: what retention took before it was archived breaks no promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.spark import archiving
+from plait.spark.auditing.archived import open_archived
+from plait.spark.auditing.input import AuditInput
+from plait.spark.auditing.live import open_live
+from plait.spark.manifest import Archive
+from plait.storage.chunks import Wanted
+from tests.spark.archives import Filler, archive_here, run_here
+from tests.spark.auditing.conftest import Audit, one_group
+from tests.spark.test_intake import expire
+
+ORDERS = Wanted(frozenset({"orders"}))
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archivers of this test do without Spark."""
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+
+def consume(filler: Filler) -> None:
+    """All that there is."""
+    consumer = filler.consumers["orders"]
+    while ranges := filler.node.pull(consumer).ranges:
+        for start, end, _ in ranges:
+            filler.node.ack(consumer, (start, end))
+        filler.node.turn()
+
+
+def test_an_archive_that_retention_overtook(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(10)
+    consumers, filler.consumers = filler.consumers, {}
+    filler.rounds(10)
+    archive_here(data, to, now=True)
+    # Acks of what is archived are among what nobody archives any more.
+    filler.consumers = consumers
+    consume(filler)
+    filler.rounds(30)
+    expire(filler)
+    filler.rounds(10)
+    archive_here(data, to, now=True)
+    filler.stop()
+    (source,) = Archive.at(to).open().sources.values()
+    assert {each.log for each in source.left_out} == {"message", "action"}
+    report = audit(archive=to, subjects=["orders"])
+    group = one_group(report)
+    assert report.held
+    assert (report.subjects[0].missing, group.lost) == (0, 0)
+    assert (group.unknown, group.acked) == (30, group.messages - 30)
+
+
+def test_what_is_missing_of_an_archive_that_retention_overtook_is_missing_still(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data, retention_seconds=5.0)
+    filler.rounds(10)
+    archive_here(data, to, now=True)
+    filler.rounds(30)
+    expire(filler)
+    filler.rounds(40)
+    filler.stop()
+    path = sorted((data / "message").iterdir())[-2]
+    content = bytearray(path.read_bytes())
+    # A size that leads nowhere.
+    content[content.index(b"PL", 2000) + 4] ^= 0xFF
+    path.write_bytes(content)
+    archive_here(data, to, now=True, skip_damage=True)
+    assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 3
+
+
+def test_of_two_data_directories_each_begins_where_its_own_action_log_does(tmp_path: Path, audit: Audit):
+    to = tmp_path / "archive"
+    for name in ("g1", "g2"):
+        filler = Filler(tmp_path / name)
+        filler.rounds(40)
+        if name == "g2":
+            for _ in range(6):
+                filler.rounds(10)
+                filler.node.checkpoint()
+            filler.node.retention.run()
+            assert filler.node.broker.action_log.start > 0
+        filler.stop()
+        archive_here(tmp_path / name, to, now=True, group=name)
+    report = audit(archive=to)
+    group = one_group(report)
+    assert report.held
+    assert (group.lost, group.messages) == (0, 120 + 300)
+    assert 0 < group.unknown < 300
+
+
+def slots(source: AuditInput) -> list[int]:
+    return [int(slot) for number in range(len(source)) for block in source.blocks(number) for slot in block.rows.lps]
+
+
+def test_a_message_is_in_the_slot_that_it_was_sent_to(tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    hashes = np.array([1, 2, 1023], np.uint64)
+    filler.node.submit(filler.producer.frame("orders", b"a", b"b", b"c", keys=["x", "y", "z"], key_hashes=hashes))
+    filler.node.turn()
+    filler.stop()
+    archive_here(data, to, now=True)
+    live = open_live(
+        str(data),
+        ORDERS,
+        frozenset(),
+        broker_group="g1",
+        fail_on_damage=True,
+        tasks_min=1,
+        progress=lambda *told: None,
+    )
+    assert (
+        slots(open_archived(str(to), ORDERS, frozenset(), progress=lambda *told: None)) == slots(live) == [1, 2, 1023]
+    )

@@ -1,0 +1,130 @@
+"""Audits of archives whose files do not follow on each other: merged over a larger one, or shared by two days."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from plait.clock import ManualClock
+from plait.spark import archiving
+from plait.spark.auditing import archived
+from plait.spark.files import FileWriter
+from plait.spark.manifest import Archive, ArchivedFile
+from plait.spark.tasks import CompactTask
+from plait.testing import EmbeddedBroker
+from tests.spark.archives import archive_here, run_here
+from tests.spark.auditing.conftest import Audit
+from tests.spark.auditing.test_archived import counts
+from tests.spark.auditing.test_live import SUBJECT, consume, send
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archivers of this test do without Spark."""
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+
+def merge_every_other(to: Path, kind: str) -> None:
+    """As an archiver left it that merged small files and passed over the larger ones between them."""
+    archive = Archive.at(to)
+    manifest = archive.open()
+    files = sorted(manifest.find(kind), key=lambda file: file.start)
+    assert len(files) >= 4
+    rest: list[ArchivedFile] = [file for file in manifest.files if file.kind != kind]
+    for some in (files[::2], files[1::2]):
+        rest += CompactTask(tuple(some)).run(FileWriter(archive, manifest.number + 1, some[0].source)).files
+    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, files=rest))
+
+
+async def in_runs(data: Path, to: Path, *, ordered: bool, runs: int = 5) -> None:
+    """Each run of the archiver leaves a file of each log."""
+    async with (
+        EmbeddedBroker(data) as broker,
+        broker.connect() as client,
+        client.consumer(SUBJECT, group="billing", ordered=ordered) as consumer,
+    ):
+        for _ in range(runs):
+            await send(client, 20)
+            await consume(consumer, 20)
+            await broker.stop()
+            archive_here(data, to, now=True)
+            await broker.start()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("kind", ["messages", "actions"])
+@pytest.mark.parametrize("block", [1 << 20, 30])
+async def test_files_that_were_merged_over_others_are_one_log(
+    tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch, kind: str, ordered: bool, block: int
+):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    await in_runs(data, to, ordered=ordered)
+    merge_every_other(to, kind)
+    monkeypatch.setattr(archived, "BLOCK_COUNT", block)
+    report = audit(archive=to)
+    assert report.held
+    assert report.subjects[0].messages == 100
+    assert counts(report) == counts(audit(data))
+
+
+async def test_what_becomes_of_a_message_over_files_is_read_in_the_order_of_the_log(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        await send(client, 20)
+        for step in range(5):
+            if step < 3:
+                async with client.consumer(SUBJECT, group="billing") as consumer:
+                    batch = await consumer.fetch(20, wait=5)
+                    if step < 2:
+                        await next(message for message in batch if message.sequence == 3).nack(delay=0)
+                    await batch.ack()
+            else:
+                await client.admin.reset_group(SUBJECT, "billing", 15 if step == 3 else 5)
+            await broker.stop()
+            archive_here(data, to, now=True)
+            await broker.start()
+    merge_every_other(to, "actions")
+    report = audit(archive=to)
+    assert report.held
+    (group,) = report.groups()
+    assert group.messages == 15
+    assert "after_ack" not in group.redelivered
+    assert counts(report) == counts(audit(data))
+
+
+async def test_a_part_of_the_log_that_days_share_is_read_in_its_order(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    clock = ManualClock()
+    async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
+        for _ in range(4):
+            await send(client, 10)
+            async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
+                await consume(consumer, 10)
+            await broker.advance(40_000)
+    archive_here(data, to, now=True)
+    files = Archive.at(to).open().find("actions")
+    assert len({file.date for file in files}) >= 2
+    assert len({file.start for file in files}) == 1
+    report = audit(archive=to)
+    assert report.held
+    assert counts(report) == counts(audit(data))
+
+
+async def test_a_subject_that_was_made_anew_is_not_merged_with_what_it_was(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        for _ in range(2):
+            await send(client, 10)
+            async with client.consumer(SUBJECT, group="billing") as consumer:
+                await consume(consumer, 10)
+            await client.flush()
+            await broker.stop()
+            archive_here(data, to, now=True)
+            await broker.start()
+            await client.admin.delete_subject(SUBJECT)
+    report = audit(archive=to)
+    assert report.subjects[0].messages == 20
+    source = archived.open_archived(str(to), archived.Wanted(prefixes=("",)), frozenset(), progress=lambda *told: None)
+    assert [(len(unit.paths), unit.low, unit.high) for part in source.parts for unit in part] == [(1, 0, 10)] * 2
