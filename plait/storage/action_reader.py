@@ -140,8 +140,8 @@ def open_actions(path: str) -> ActionReader:
     return ActionReader(RealDisk(path, read_only=True), DIRECTORY, path)
 
 
-def read_actions(disk: Disk, place: str, part: ActionPart) -> Iterator[tuple[int, FrameView]]:
-    """(log offset, verified frame) of a part, and of what stands before it in its segment."""
+def read_actions(disk: Disk, place: str, part: ActionPart, *, alone: bool = False) -> Iterator[tuple[int, FrameView]]:
+    """(log offset, verified frame) of a part, and, unless it is ``alone``, of what stands before it in its segment."""
     try:
         file = disk.open(part.segment)
     except FileNotFoundError:
@@ -151,7 +151,7 @@ def read_actions(disk: Disk, place: str, part: ActionPart) -> Iterator[tuple[int
     finally:
         file.close()
     bad = dict(part.damages)
-    offset = part.base
+    offset = part.start if alone else part.base
     while offset < part.end:
         size = bad.get(offset)
         if size is None:

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
 from plait.frame.lp import NO_KEY_HASH, Hashes, key_hashes, lp_set, lps_of
 from plait.frame.view import FrameView
@@ -25,11 +24,11 @@ from plait.spark.auditing.groups import GroupFacts, GroupTable
 from plait.spark.auditing.input import PartitionFacts, Progress, check_groups
 from plait.spark.auditing.rows import Numbers, Rows
 from plait.storage.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
-from plait.storage.action_reader import ActionPart, open_actions
+from plait.storage.action_reader import ActionPart, open_actions, read_actions
 from plait.storage.catalog import PartitionRow
 from plait.storage.chunks import Chunk, Wanted, logical_ends, plan, read_chunk
 from plait.storage.disk import RealDisk
-from plait.storage.reader import expired_error, open_log
+from plait.storage.reader import open_log
 
 #: Log that one task reads: about a million short messages.
 BLOCK_SIZE: Final = 32 * MIB
@@ -286,7 +285,7 @@ def read_part(
     """The events of a part, and the times of its first and last frame; ``table`` learns from it, in log order."""
     found: list[tuple[int, int, Any]] = []
     times: list[int] = []
-    for offset, frame in _frames(disk, place, part):
+    for offset, frame in read_actions(disk, place, part, alone=True):
         times = [times[0] if times else frame.store_time, frame.store_time]
         if frame.partition == EVENTS:
             found.append((offset, frame.store_time, read_events(frame)))
@@ -297,33 +296,3 @@ def read_part(
     if table is not None:
         table.take(events)
     return events, times
-
-
-def _frames(disk: RealDisk, place: str, part: ActionPart) -> Iterator[tuple[int, FrameView]]:
-    """(log offset, verified frame) of a part alone; it begins with a frame."""
-    try:
-        file = disk.open(part.segment)
-    except FileNotFoundError:
-        raise expired_error(place, part.segment) from None
-    try:
-        view = file.view()
-    finally:
-        file.close()
-    bad = dict(part.damages)
-    offset = part.start
-    while offset < part.end:
-        size = bad.get(offset)
-        if size is None:
-            position = offset - part.base
-            if bytes(view[position : position + 2]) == b"\0\0":
-                return
-            try:
-                frame = FrameView(view, position).verify()
-            except FrameError as error:
-                raise DamageError(
-                    f"{place}/{part.segment} has changed at offset {position} since it was looked at ({error}); "
-                    "audit again"
-                ) from error
-            yield offset, frame
-            size = frame.size
-        offset += size
