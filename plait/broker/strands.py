@@ -14,6 +14,7 @@ from plait.frame.lp import LpSet, runs_of
 from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.action_log import Action
 from plait.storage.strand import Strand, StrandState
+from plait.storage.waiting import Waiting
 
 #: Records (action, strand, start, end, value, attempt).
 Tell = Callable[[Action, int, int, int, int, int], None]
@@ -165,7 +166,9 @@ class Strands:
             if other is not None:
                 self._join(strand, [other])
             strand.next = end
+            # Nothing waited in any of them, or they had not been joined: what was due meanwhile was not told.
             strand.returned.clear()
+            strand.waiting = Waiting()
 
     def dump(self) -> list[StrandState]:
         return [strand.dump() for strand in self._all.values()]

@@ -229,6 +229,36 @@ def test_a_failed_message_of_a_best_tried_subject_waits_and_its_key_goes_on():
     assert [(row.body, row.attempt) for row in owner.pull()] == [(b"a1", 2)]
 
 
+def test_a_retry_that_was_handled_elsewhere_does_not_come_again_when_its_keys_have_come_back_and_the_broker_restarts():
+    node = node_with("best_tried")
+    retry = Retry(first=5, jitter=0)
+    keyed(node, Producer(5), [("a", b"a1"), ("b", b"b1")])
+    first, second = Owner(node, "c1", retry=retry), Owner(node, "c2", retry=retry)
+    first.lease(ALL)
+    first.pull()
+    failed = first.first_of("a")
+    first.nack(failed, None)
+    first.ack(*first.rows)
+    # The key changes hands while its message waits; both halves know of it, and one has it.
+    first.lease([(0, failed.lp, 1), (failed.lp + 1, 1024, 1)])
+    second.lease([(failed.lp, failed.lp + 1, 2)])
+    node.later(6)
+    first.lease()
+    second.lease()
+    assert first.pull() == []
+    assert [(row.body, row.attempt) for row in second.pull()] == [(b"a1", 2)]
+    second.ack(*second.rows)
+    second.lease([])
+    first.lease([(0, 1024, 3)])
+    assert first.pull() == []
+    assert len(list(first.group.strands)) == 1
+    node = first.node = node.killed()
+    first.attach()
+    node.later(30)
+    first.lease()
+    assert first.pull() == []
+
+
 def parked_key() -> tuple[Node, Owner, Producer]:
     node = node_with()
     producer = Producer(5)
