@@ -77,8 +77,13 @@ class Listener:
         await self._listening.start_serving()
 
     def end_listening(self) -> None:
+        """Let nobody in any more."""
         if self._listening is not None:
-            self._listening.close()
+            # asyncio leaves a connection open for good that it accepted just before its server closes: so accepting
+            # ends first, and the server closes when those that were accepted have begun.
+            for accepting in self._listening.sockets:
+                self.loop.remove_reader(accepting.fileno())
+            self.loop.call_soon(self._listening.close)
 
     async def hang_up(self) -> None:
         """Close all connections; answers that are still on their way have a moment to leave."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import msgspec
 import pytest
@@ -279,3 +282,19 @@ async def test_the_default_retention_is_the_brokers():
         await client.send("orders", b"old")
         await broker.advance(11)
         assert (await client.admin.subject("orders")).subject.start == 1
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_whoever_comes_while_the_server_stops_is_sent_away(serve: Serve, turns: int):
+    """A connection that was accepted, but had not begun, when the server stopped, must not be left open."""
+    server = await serve()
+    with socket.create_connection((server.host, server.port)) as late:
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        stopping = asyncio.ensure_future(server.stop())
+        late.settimeout(10)
+        with suppress(ConnectionResetError):
+            assert await asyncio.get_running_loop().run_in_executor(None, late.recv, 1) == b""
+        await stopping
+    # What asyncio lost sight of warns when it is collected.
+    gc.collect()

@@ -263,6 +263,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         _refuse(options)
         return self.simulation.network.listen(self, protocol_factory, host or "127.0.0.1", port or 0)
 
+    def remove_reader(self, fd: Any) -> bool:
+        """No file is ever waited for."""
+        return False
+
     # --- the rest -------------------------------------------------------------------------------
 
     def is_running(self) -> bool:

@@ -240,6 +240,10 @@ class _Socket:
     def getsockname(self) -> Address:
         return self._address
 
+    def fileno(self) -> int:
+        """No file of this machine."""
+        return -1
+
 
 class _Dialling:
     """One attempt to connect, the repeated questions of TCP included."""
