@@ -171,6 +171,9 @@ def _fates(rows: Rows, told: _Told, group: GroupFacts, old: Flags) -> npt.NDArra
     fates[told.any(told.current & (action == Action.SKIP))] = Fate.EXPIRED
     ends = told.last(np.isin(action, (Action.BURY, Action.PURGE, Action.REVIVE, Action.PULL)))
     fates[told.is_any(ends, Action.BURY, Action.PURGE)] = Fate.DEAD
+    if group.logs_pulls:
+        # A reset went back before it: whatever is said of the dead letter, the scan comes by.
+        fates[told.is_any(ends, Action.REVIVE, Action.PURGE) & (sequences >= group.scan)] = Fate.PENDING
     return fates
 
 

@@ -110,6 +110,7 @@ class Driven:
         if start < end:
             self.script.add(Action.PULL, consumer, start, end, attempt + 1)
             self.log.pulled(consumer, start, end, attempt + 1)
+            self.purged.remove(start, end)
 
     def _held(self) -> tuple[int, int, int, int] | None:
         pieces = [(consumer, *piece) for consumer, held in sorted(self.log.held.items()) for piece in held]
@@ -185,7 +186,7 @@ class Driven:
 
             if there(self.acked):
                 fates.append(Fate.ACKED)
-            elif there(self.log.dead):
+            elif there(self.log.dead) or (there(self.purged) and row < self.log.next):
                 fates.append(Fate.DEAD)
             elif there(self.skipped):
                 fates.append(Fate.EXPIRED)
@@ -200,7 +201,7 @@ class Driven:
         return fates
 
 
-STEPS = ["pull", "pull", "ack", "ack", "nack", "bury", "offline", "revive", "skip", "reset"]
+STEPS = ["pull", "pull", "ack", "ack", "nack", "bury", "offline", "revive", "purge", "skip", "reset"]
 
 
 @settings(deadline=None)
@@ -304,6 +305,20 @@ def test_acks_of_a_broadcast_group_leave_gaps_that_are_not_lost():
     verdict = script.judge()
     assert broken(verdict) == {}
     assert (verdict.fates[:10] == Fate.PENDING).all()
+
+
+@pytest.mark.parametrize(
+    ("action", "below"), [(Action.REVIVE, Fate.RETURNED), (Action.PURGE, Fate.DEAD)], ids=["resent", "purged"]
+)
+def test_a_dead_row_that_is_resent_or_purged_after_a_reset_went_back_before_it_is_pending(action: Action, below: Fate):
+    script = Script()
+    script.add(Action.PULL, 1, 0, 2, 1)
+    script.add(Action.BURY, 1, 0, 2, 1)
+    script.add(Action.RESET, 0, 1, 1)
+    script.add(action, 0, 0, 2)
+    verdict = script.judge()
+    assert broken(verdict) == {}
+    assert verdict.fates[:3].tolist() == [below, Fate.PENDING, Fate.PENDING]
 
 
 def test_what_is_before_the_start_of_a_group_is_not_its_business():
