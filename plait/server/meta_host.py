@@ -118,10 +118,11 @@ class MetaHost:
         if self._store is not None:
             self._store.close()
 
-    def _spawn(self, job: Any) -> None:
+    def _spawn(self, job: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = self._loop.create_task(job)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def call(self, decide: Callable[[MetaService], _T]) -> _T:
         """Run a decision in the thread; what follows from it is seen to afterwards."""
@@ -260,9 +261,7 @@ class MetaHost:
         if self._looking is not None and not self._looking.done():
             self._look_again = True
             return
-        self._looking = self._loop.create_task(self._look())
-        self._tasks.add(self._looking)
-        self._looking.add_done_callback(self._tasks.discard)
+        self._looking = self._spawn(self._look())
 
     async def _look(self) -> None:
         try:
@@ -296,14 +295,7 @@ class MetaHost:
             job.close()
             return
         self._busy.add(what)
-
-        async def carry_out() -> None:
-            try:
-                await job
-            finally:
-                self._busy.discard(what)
-
-        self._spawn(carry_out())
+        self._spawn(job).add_done_callback(lambda _: self._busy.discard(what))
 
     async def _make(self, make: Make) -> None:
         async def order(address: str) -> None:
