@@ -41,12 +41,14 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m mypy --strict plait
 
-# A server that the benchmarks' smoke run compares with, and the meta server's database; where they cannot be installed
-# their tests are skipped.
+# A server that the benchmarks' smoke run compares with, the meta server's database, and a browser for pages; where they
+# cannot be installed their tests are skipped.
 servers:
 	@command -v redis-server >/dev/null 2>&1 || tools/debian-install redis-server >/dev/null || true
 	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null 2>&1 \
 		|| tools/debian-install postgresql >/dev/null || true
+	@command -v chromium >/dev/null 2>&1 && command -v chromedriver >/dev/null 2>&1 \
+		|| tools/debian-install chromium chromium-driver >/dev/null || true
 
 test: lint servers
 	$(PY) -m pytest -m "not deep and not bench" --numprocesses $(WORKERS) --dist worksteal $(ARGS)

@@ -77,7 +77,7 @@ def _subject(subject: SubjectAudit) -> str:
     partitions = [(each.partition, float(each.messages)) for each in subject.partitions]
     keys = [(each.key, float(each.count)) for each in subject.hot_keys]
     facts = (
-        f"{subject.messages:,} messages in {len(subject.partitions)} partitions, {subject.missing:,} missing. "
+        f"Messages: {subject.messages:,}, partitions: {len(subject.partitions)}, missing: {subject.missing:,}. "
         f"The fullest partition has {subject.partition_skew:g} times the mean, the fullest logical partition "
         f"{subject.slot_skew:g} times."
     )
