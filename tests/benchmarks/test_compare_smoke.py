@@ -6,15 +6,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.require import require
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+# Twelve servers and programs are started, one after the other.
+@pytest.mark.timeout(400)
 def test_every_workload_is_compared_with_the_last_commit():
     require((ROOT / ".git").exists(), "there is no repository here to take an earlier commit from")
     command = [sys.executable, "-m", "benchmarks.compare", "HEAD", "--rounds", "1", "--share", "0.001"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=380, check=False)
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
         "send_many",
