@@ -93,10 +93,14 @@ def runs_with(values: npt.NDArray[np.int64], chosen: LpSet) -> list[tuple[int, i
 
 def runs_alike(chosen: LpSet, *values: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
     """The chosen slots as runs [first, end) on which none of the values changes."""
-    within = chosen[1:] & chosen[:-1]
-    cuts = chosen[1:] != chosen[:-1]
+    # Mostly there are none, or few that lie together.
+    first, end = int(chosen.argmax()), len(chosen) - int(chosen[::-1].argmax())
+    if not chosen[first]:
+        return []
+    within = chosen[first + 1 : end] & chosen[first : end - 1]
+    cuts = chosen[first + 1 : end] != chosen[first : end - 1]
     for each in values:
-        cuts |= within & (each[1:] != each[:-1])
-    starts = [0, *(cuts.nonzero()[0] + 1).tolist()]
-    ends = [*starts[1:], len(chosen)]
+        cuts |= within & (each[first + 1 : end] != each[first : end - 1])
+    starts = [first, *(cuts.nonzero()[0] + first + 1).tolist()]
+    ends = [*starts[1:], end]
     return [run for run, mine in zip(zip(starts, ends, strict=True), chosen[starts].tolist(), strict=True) if mine]

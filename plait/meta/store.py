@@ -24,6 +24,7 @@ from plait.meta.schema import BEATS, CLUSTER, KINDS, Row
 _R = TypeVar("_R", bound=Row)
 
 _COUNTER: Final = sa.select(CLUSTER.c.number).where(CLUSTER.c.name == "changes")
+_REMOVED: Final = sa.select(CLUSTER.c.number).where(CLUSTER.c.name == "removed")
 _QUICK_COUNTER: Final = f"SELECT number FROM {CLUSTER.name} WHERE name = 'changes'"
 _COUNT: Final = (
     sa.update(CLUSTER)
@@ -128,15 +129,17 @@ class Store:
             number = connection.execute(_COUNTER).scalar_one()
             if number == seen:
                 return News(number, [], everything=False)
-            removed = connection.execute(sa.select(CLUSTER.c.number).where(CLUSTER.c.name == "removed")).scalar_one()
+            removed = connection.execute(_REMOVED).scalar_one()
             # Number before removed, by one who has not heard of its rows: there is nothing left to hear of them by.
             everything = seen < removed or seen > number
             rows: list[Row] = []
             for kind in KINDS:
-                statement = sa.select(*kind.COLUMNS)
-                if not everything:
-                    statement = statement.where(kind.TABLE.c.changed > seen)
-                rows += map(kind.of, connection.execute(statement).all())
+                statements = _STATEMENTS[kind]
+                if everything:
+                    found = connection.execute(statements.all)
+                else:
+                    found = connection.execute(statements.changed, {"seen": seen})
+                rows += map(kind.of, found.all())
             return News(number, rows, everything)
 
     @contextmanager
@@ -165,9 +168,9 @@ class Store:
 
     def beats(self, after: str, end: str, limit: int) -> list[tuple[str, int]]:
         """How often those with names between these two were heard of, in the order of their names."""
-        statement = sa.select(BEATS.c.who, BEATS.c.count).where(BEATS.c.who > after, BEATS.c.who < end)
+        between = {"after": after, "end": end, "limit": limit}
         with self.database.reading() as connection:
-            return [(who, count) for who, count in connection.execute(statement.order_by(BEATS.c.who).limit(limit))]
+            return [(who, count) for who, count in connection.execute(_BEATS_BETWEEN, between)]
 
     def forget_beats(self, whos: Sequence[str]) -> None:
         """These will not be heard of again."""
@@ -201,6 +204,8 @@ class _Statements:
     def __init__(self, kind: type[Row]) -> None:
         table = kind.TABLE
         still = [table.c[field] == sa.bindparam(f"old_{field}") for field in (*kind.KEY, "changed")]
+        self.all = sa.select(*kind.COLUMNS)
+        self.changed = self.all.where(table.c.changed > sa.bindparam("seen"))
         self.insert = sa.insert(table)
         self.update = sa.update(table).where(*still)
         self.delete = sa.delete(table).where(*still)
@@ -220,4 +225,10 @@ _BEAT: Final = sqlite.insert(BEATS).on_conflict_do_update(index_elements=["who"]
 _BEAT_ALL: Final = sa.text(
     f"INSERT INTO {BEATS.name} (who, count) SELECT who, 1 FROM unnest(CAST(:whos AS text[])) AS who ORDER BY who"
     f" ON CONFLICT (who) DO UPDATE SET count = {BEATS.name}.count + 1"
+)
+_BEATS_BETWEEN: Final = (
+    sa.select(BEATS.c.who, BEATS.c.count)
+    .where(BEATS.c.who > sa.bindparam("after"), BEATS.c.who < sa.bindparam("end"))
+    .order_by(BEATS.c.who)
+    .limit(sa.bindparam("limit"))
 )

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
 from plait.wire import messages as m
-from plait.wire.packets import PACKET_SIZE_MAX, SHARED_SIZE, Buffer, Receiver, pack, send
+from plait.wire.packets import PACKET_SIZE_MAX, SHARED_SIZE, Buffer, Receiver, memory, pack, send
 
 DEFAULT_PORT = 7450
 SCHEME = "plait://"
@@ -47,7 +47,7 @@ class Link(asyncio.BufferedProtocol):
 
     def __init__(self) -> None:
         # A client believes the sizes that the server it chose declares.
-        self._receiver = Receiver(memoryview(bytearray(SHARED_SIZE)), PACKET_SIZE_MAX)
+        self._receiver = Receiver(memory(SHARED_SIZE), PACKET_SIZE_MAX)
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, OnAnswer] = {}
         self._next = 1

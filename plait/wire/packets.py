@@ -87,7 +87,7 @@ class Receiver:
         if self._own is None:
             return self._shared
         if self._filled == len(self._own):
-            grown = _memory(min(self._size, 2 * len(self._own)))
+            grown = memory(min(self._size, 2 * len(self._own)))
             grown[: self._filled] = self._own
             self._own = grown
         return self._own[self._filled :]
@@ -124,11 +124,11 @@ class Receiver:
         self._filled = len(data)
         # Not the declared size at once: a peer that only declares must not cost memory.
         room = min(size, max(self._growth_first, 2 * len(data)))
-        self._own = _memory(room)
+        self._own = memory(room)
         self._own[: len(data)] = data
 
 
-def _memory(size: int) -> memoryview:
+def memory(size: int) -> memoryview:
     """Uninitialised memory: zeroing a large buffer that is about to be overwritten costs as much as receiving it."""
     empty: Any = np.empty(size, np.uint8)
     return memoryview(empty).cast("B")

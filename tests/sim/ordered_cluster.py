@@ -181,11 +181,13 @@ class OrderedCluster:
     def run(self) -> list[Violation]:
         """Go through it all; what is wrong at the end."""
         # What is alive would be looked at again and again.
+        collects = gc.isenabled()
         gc.disable()
         try:
             return self._run()
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
             for server in self._meta_servers:
                 if server.meta._store is not None:
                     server.meta._store.close()

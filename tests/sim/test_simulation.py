@@ -142,6 +142,19 @@ async def fails() -> None:
     raise ValueError("broken")
 
 
+def test_what_happens_outside_of_all_processes_has_no_loop():
+    with Simulation(1) as sim:
+        seen: list[object] = []
+
+        async def main() -> None:
+            sim.call_later(0.0, lambda: seen.append(asyncio._get_running_loop()))
+            await sim.sleep(1.0)
+            seen.append(asyncio.get_running_loop())
+
+        sim.run(main())
+        assert seen == [None, sim.process("test").loop()]
+
+
 def test_an_error_in_a_process_fails_the_simulation_with_its_seed_and_traceback():
     with Simulation(17) as sim:
         sim.process("p").start(fails())

@@ -17,13 +17,14 @@ from plait.storage.disk import RealDisk
 from tests.spark.archives import Filler, archived_events, archived_rows, files_below, log_rows
 from tests.support.deep import Cycles
 from tests.support.require import require_package
+from tests.support.scratch import scratch_environ
 
 SECONDS = 300.0
 
 
 def run(data: Path, to: Path, step: int, how: str = "") -> subprocess.CompletedProcess[bytes]:
     arguments = [sys.executable, "-m", "tests.spark.killed_archiver", str(data), str(to), str(step), how]
-    return subprocess.run(arguments, capture_output=True, timeout=SECONDS)
+    return subprocess.run(arguments, env=scratch_environ(data.parent), capture_output=True, timeout=SECONDS)
 
 
 def count_steps(data: Path, to: Path, how: str = "") -> int:

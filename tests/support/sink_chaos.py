@@ -17,6 +17,7 @@ from pathlib import Path
 
 import plait.sync
 from tests.support.process import ServerProcess
+from tests.support.scratch import scratch_environ
 
 SOURCE, TARGET = "in", "out"
 #: Only a driver that hangs takes longer for its part of the run.
@@ -32,7 +33,9 @@ class Driver:
         command += [str(directory / "checkpoint"), str(rows)]
         self._log = (directory / "driver.log").open("ab")
         # A group of its own: Java goes with it, and the Python workers follow Java.
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True)
+        self._process = subprocess.Popen(
+            command, stdout=self._log, stderr=self._log, env=scratch_environ(directory), start_new_session=True
+        )
 
     @property
     def code(self) -> int | None:

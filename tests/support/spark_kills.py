@@ -25,6 +25,7 @@ import psutil
 import plait.sync
 from tests.support.process import ServerProcess
 from tests.support.program import ROOT
+from tests.support.scratch import scratch_environ
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -41,6 +42,7 @@ class StreamUnderFire:
 
     def __init__(self, directory: Path, rng: random.Random) -> None:
         self._rng = rng
+        self._environ = scratch_environ(directory) | {"PYTHONPATH": str(ROOT)}
         self._out, self._checkpoint = directory / "out", directory / "checkpoint"
         self._log = directory / "driver.log"
         self.server = ServerProcess(directory / "data")
@@ -94,7 +96,6 @@ class StreamUnderFire:
 
     def _start_driver(self) -> None:
         module = ["-m", "tests.support.spark_driver", self.server.address, str(self._out), str(self._checkpoint)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         with self._log.open("ab") as log:
             # With Java in a group of its own: both are killed at once.
             self._driver = subprocess.Popen(
@@ -102,7 +103,7 @@ class StreamUnderFire:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=ROOT,
-                env=environment,
+                env=self._environ,
                 start_new_session=True,
             )
 

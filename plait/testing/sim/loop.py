@@ -15,7 +15,7 @@ import sys
 from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextvars import Context
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait import chance
@@ -33,6 +33,22 @@ TURN_SECONDS = 0.00001
 TASKS_KEPT = 256
 #: Throws into one coroutine of a dead process before it is left to itself.
 BURY_TRIES = 50
+
+
+class _Handle(asyncio.Handle):
+    """As asyncio's own, which asks every time whether it is to be debugged."""
+
+    __slots__ = ()
+
+    def __init__(
+        self, callback: Callable[..., Any], args: tuple[Any, ...], loop: SimLoop, context: Context | None
+    ) -> None:
+        self._context = copy_context() if context is None else context
+        self._loop = loop
+        self._callback = callback
+        self._args = args
+        self._cancelled = False
+        self._repr = self._source_traceback = None
 
 
 class SimLoop(asyncio.AbstractEventLoop):
@@ -68,9 +84,9 @@ class SimLoop(asyncio.AbstractEventLoop):
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., Any], *args: Any, context: Context | None = None
     ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self._check_closed()
+        handle = _Handle(callback, args, self, context)
         if self.dead:
+            self._check_closed()
             handle.cancel()
             return handle
         self._ready.append(handle)
@@ -119,14 +135,16 @@ class SimLoop(asyncio.AbstractEventLoop):
         if self.dead or self.process.paused:
             return
         if self._ready:
-            due = max(self.simulation.now, self._free_at)
+            now, free = self.simulation.now, self._free_at
+            due = now if now > free else free
         else:
-            while self._timers and self._timers[0][2].cancelled():
-                heapq.heappop(self._timers)
+            timers = self._timers
+            while timers and timers[0][2]._cancelled:
+                heapq.heappop(timers)
                 self._cancelled -= 1
-            if not self._timers:
+            if not timers:
                 return
-            due = max(self._timers[0][0], self._free_at, self.simulation.now)
+            due = max(timers[0][0], self._free_at, self.simulation.now)
         if self._due is None or due < self._due:
             self._due = due
             self.simulation._push(due, self)
@@ -153,17 +171,18 @@ class SimLoop(asyncio.AbstractEventLoop):
         count = len(ready)
         self.simulation.trace.mix(b"%s %d %d" % (self.process.label, int(now * 1e9), count))
         self._in_turn = True
-        before, chances = events._get_running_loop(), chance.use(self.process.random)
-        events._set_running_loop(self)
+        chances = chance.use(self.process.random)
+        if events._get_running_loop() is not self:
+            # It stays so until another loop has a turn, or something happens outside of all: to say it is not cheap.
+            events._set_running_loop(self)
         try:
             for _ in range(count):
                 handle_ = ready.popleft()
-                if not handle_.cancelled():
+                if not handle_._cancelled:
                     handle_._run()
                 if self.dead:
                     break
         finally:
-            events._set_running_loop(before)
             chance.use(chances)
             self._in_turn = False
         self._free_at = now + TURN_SECONDS * (1.0 + self._random.random())

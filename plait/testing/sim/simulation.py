@@ -65,6 +65,8 @@ class Later:
 
     def _fire(self, due: float) -> None:
         if not self.cancelled:
+            if events._get_running_loop() is not None:
+                events._set_running_loop(None)
             self._callback(*self._arguments)
 
 
