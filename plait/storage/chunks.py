@@ -258,7 +258,9 @@ class _Planner:
             run.end = position + size
             run.size += size
             extend(run.partitions.setdefault(partition, []), base, base + count)
-            note_epoch(run.epochs.setdefault(partition, []), base, epoch)
+            known = run.epochs.get(partition)
+            if known is None or known[-1][1] != epoch:
+                run.epochs.setdefault(partition, []).append((base, epoch))
         self.end = piece.offset
         if piece.frames:
             position, size, *_ = piece.frames[-1]

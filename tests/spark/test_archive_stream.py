@@ -156,16 +156,21 @@ def test_limits_make_way_where_files_of_two_days_reach_around_each_other(tmp_pat
     for _ in range(3):
         filler.rounds(4, ("orders",), seconds=DAY / 12)
         filler.node.clock.jump(-DAY / 2)
+    filler.node.clock.advance(2 * DAY)
+    filler.rounds(4)
     filler.stop()
     archive_here(data, to, now=True)
-    files = Archive.at(to).open().find("messages")
     archive_here(None, to, compact=True)
-    for size in (1, 500, 900, 2000):
-        stream = Stream(path=to, maxBytesPerTrigger=size)
-        sequences = []
-        for _ in range(len(files) * 2):
-            sequences += [row["sequence"] for row in stream.step()]
-        assert sorted(sequences) == list(range(36)), size
+    assert sorted(file.partitions["orders@g1"] for file in Archive.at(to).open().find("messages")) == [
+        (0, 35),
+        (3, 23),
+        (36, 47),
+    ]
+    for start in (0, 24):
+        for size in (1, 2000, 3000, 4000):
+            stream = Stream(path=to, maxBytesPerTrigger=size, startingOffsets=f'{{"orders@g1": {start}}}')
+            sequences = [row["sequence"] for _ in range(4) for row in stream.step()]
+            assert sorted(sequences) == list(range(start, 48)), (start, size)
 
 
 def test_a_query_that_is_to_end_ends_with_what_was_there(growing: Growing):
@@ -173,10 +178,18 @@ def test_a_query_that_is_to_end_ends_with_what_was_there(growing: Growing):
     stream = Stream(maxMessagesPerTrigger=2, **growing.place)
     stream.reader.prepareForTriggerAvailableNow()
     growing.grow(rows(2, 3))
+    assert [step(stream) for _ in range(3)] == [rows(2), rows(1, 2), []]
+    assert step(Stream(stream.offset, **growing.place)) == rows(2, 3)
+
+
+def test_a_query_that_is_to_end_reads_nothing_of_a_subject_that_is_made_anew_meanwhile(growing: Growing):
+    growing.grow(rows(3))
+    stream = Stream(**growing.place)
+    stream.reader.prepareForTriggerAvailableNow()
     growing.make_anew()
     growing.grow([b"anew"])
-    assert [step(stream) for _ in range(4)] == [rows(2), rows(1, 2), [], []]
-    assert step(Stream(stream.offset, **growing.place)) == rows(2, 3)
+    assert [step(stream) for _ in range(3)] == [rows(3), [], []]
+    assert step(Stream(stream.offset, **growing.place)) == [b"anew"]
 
 
 @pytest.mark.parametrize("compacted", [False, True])
