@@ -119,12 +119,7 @@ class ArchivePlace:
 
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
         """By the last look at the manifest."""
-        return [
-            int(arithmetic.sizes_in(self._part(each).records(), each.start, each.end).sum())
-            if each.start < each.end
-            else 0
-            for each in ranges
-        ]
+        return [int(arithmetic.sizes_in(self._part(each).records(), each.start, each.end).sum()) for each in ranges]
 
     def reach(self, ranges: Sequence[SpanRange], sizes: Sequence[int]) -> list[int]:
         """To the end of a file, so that none is read for two batches."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from plait.limits import MIB
-from plait.spark.manifest import ArchivedFile, Source
+from plait.spark.manifest import MESSAGES, ArchivedFile, Source
 from plait.spark.tasks import CompactTask
 
 #: Before compression. A file of half of what a task holds is large enough.
@@ -26,7 +26,7 @@ def compaction_tasks(files: list[ArchivedFile], sources: Mapping[str, Source]) -
     anew = _made_anew(files, sources)
     places: dict[tuple[str, str, str, str, int], list[ArchivedFile]] = {}
     for file in files:
-        life = bisect_right(anew.get((file.source, file.subject), []), file.start)
+        life = bisect_right(anew.get((file.source, file.kind, file.subject), []), file.start)
         places.setdefault((file.source, file.kind, file.subject, file.date, life), []).append(file)
     tasks: list[CompactTask] = []
     for members in places.values():
@@ -44,12 +44,12 @@ def compaction_tasks(files: list[ArchivedFile], sources: Mapping[str, Source]) -
     return [task for task in tasks if len(task.files) > 1]
 
 
-def _made_anew(files: list[ArchivedFile], sources: Mapping[str, Source]) -> dict[tuple[str, str], list[int]]:
-    """(source, subject) → the log offsets that later lives of its partitions begin behind, ascending."""
-    found: dict[tuple[str, str], set[int]] = {}
+def _made_anew(files: list[ArchivedFile], sources: Mapping[str, Source]) -> dict[tuple[str, str, str], list[int]]:
+    """(source, kind, subject) → the message-log offsets that later lives of its partitions begin behind, ascending."""
+    found: dict[tuple[str, str, str], set[int]] = {}
     for file in files:
         for name in file.partitions:
             later = sources[file.source].lives.get(name, [])[1:]
-            if later:
-                found.setdefault((file.source, file.subject), set()).update(life.offset for life in later)
+            if later and file.kind == MESSAGES:
+                found.setdefault((file.source, file.kind, file.subject), set()).update(life.offset for life in later)
     return {place: sorted(offsets) for place, offsets in found.items()}
