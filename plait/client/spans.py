@@ -56,6 +56,10 @@ class PartitionSpan(msgspec.Struct, frozen=True):
         """Prints as ``name@group``."""
         return PartitionName(self.name, self.group)
 
+    def range(self, start: int, end: int) -> SpanRange:
+        """Some of its sequences."""
+        return SpanRange(self.place, start, end, self.number)
+
     def epoch_at(self, sequence: int) -> int:
         """The epoch that stored a sequence; 0: not known."""
         index = bisect_right(self.epochs, sequence, key=lambda entry: entry[0]) - 1
@@ -79,6 +83,8 @@ class SpanRange(msgspec.Struct, frozen=True):
     place: PartitionName
     start: int
     end: int
+    #: That of the span, where partitions of one name are told apart.
+    number: int = 0
 
 
 class Surveyor:

@@ -184,7 +184,7 @@ class Archiver:
 
     def compact(self) -> None:
         """Make few large files of many small ones; the old ones go with the commit after this one."""
-        tasks: list[Task] = [*compaction_tasks(self._manifest.files)]
+        tasks: list[Task] = [*compaction_tasks(self._manifest.files, self._manifest.sources)]
         by_source: dict[str, list[Task]] = {}
         for task in tasks:
             assert isinstance(task, CompactTask)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Final
 
 import msgspec
@@ -18,11 +18,11 @@ import msgspec
 from plait.errors import ArchiveError, DataDirError, FrameError
 from plait.frame.view import FrameView
 from plait.limits import GIB, MIB
-from plait.spark.manifest import RAW, Gap, LeftOut, Source, sync_directory
+from plait.spark.manifest import RAW, Gap, LeftOut, Life, Source, sync_directory
 from plait.spark.tasks import ActionTask, MessageTask, RawTask, Task, TaskFacts
 from plait.storage.action_reader import ActionReader, open_actions
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Plan, Wanted, plan
+from plait.storage.chunks import Plan, Wanted, extend, note_epoch, plan
 from plait.storage.disk import RealDisk
 from plait.storage.reader import LogReader, MappedSegment, open_log
 from plait.storage.recovery import Damage
@@ -200,12 +200,12 @@ class Intake:
 def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) -> Source:
     """The source after a round: how far it is, and what was missing. ``ArchiveError`` where rows are missing that the
     log's headers told of, and nobody chose to go without."""
-    sequences = dict(source.sequences)
+    lives = dict(source.lives)
     gaps = list(source.gaps)
     left_out = [*source.left_out, *(LeftOut(d.log, d.offset, d.size, d.reason) for d in done.lost + done.damages)]
     overtaken = set(source.overtaken)
     if any(stretch.log == "message" for stretch in done.lost):
-        overtaken.update(sequences)
+        overtaken.update(lives)
     for task, fact in zip(done.tasks, facts, strict=True):
         if not isinstance(task, MessageTask):
             continue
@@ -222,21 +222,34 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
                 left_out.append(LeftOut("message", offset, task.chunk.end - task.chunk.start, reason))
         for number, pieces in task.chunk.ranges.items():
             name = f"{task.chunk.partitions[number].name}@{group}"
-            for first, end in pieces:
-                following = sequences.get(name, first)
-                if following < first:
-                    gaps.append(Gap(name, following, first, expired=name in overtaken))
-                overtaken.discard(name)
-                sequences[name] = end
+            life = Life(number=number, offset=source.message_offset, ranges=[], epochs=[])
+            known = lives.get(name, [])
+            if known and known[-1].number == number:
+                known, life = known[:-1], known[-1]
+                if life.end < pieces[0][0]:
+                    gaps.append(Gap(name, life.end, pieces[0][0], expired=name in overtaken))
+            overtaken.discard(name)
+            gaps += [Gap(name, end, first) for (_, end), (first, _) in pairwise(pieces)]
+            lives[name] = [*known, _grown(life, pieces, task.chunk.epochs[number])]
     return msgspec.structs.replace(
         source,
         message_offset=done.message_offset,
         action_offset=done.action_offset,
-        sequences=sequences,
+        lives=lives,
         gaps=gaps,
         left_out=left_out,
         overtaken=sorted(overtaken),
     )
+
+
+def _grown(life: Life, pieces: Sequence[tuple[int, int]], epochs: Sequence[tuple[int, int]]) -> Life:
+    """With the sequences of one more chunk."""
+    ranges, changes = list(life.ranges), list(life.epochs)
+    for first, end in pieces:
+        extend(ranges, first, end)
+    for first, epoch in epochs:
+        note_epoch(changes, first, epoch)
+    return msgspec.structs.replace(life, ranges=ranges, epochs=changes)
 
 
 def _skip_before(reader: LogReader, offset: int) -> None:

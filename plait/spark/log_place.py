@@ -73,8 +73,7 @@ class LogPlace:
         """There is nothing to hang up."""
 
     def _records(self, each: SpanRange) -> Records:
-        partition = next(p for p in self._index.partitions.values() if p.row.name == each.place.name)
-        return partition.between(each.start, each.end)
+        return self._index.partitions[each.number].between(each.start, each.end)
 
     def _wanted_of(self, records: Records) -> Records:
         """Those that filters on time let through."""
@@ -105,13 +104,12 @@ class LogPlace:
         reader.skip_before(first)
         bases = {path: base for base, path in reader.files}
         oldest = reader.files[0] if reader.files else (end, "")
-        numbers = {span.place: span.number for span in spans}
         planned = plan(
             reader,
             self._wanted,
             chunks_min=tasks_min,
             fail_on_damage=options.fail_on_damage,
-            bounds={numbers[each.place]: (each.start, each.end) for each in ranges},
+            bounds={each.number: (each.start, each.end) for each in ranges},
         )
         reached = max((bases[chunk.segment] + chunk.end for chunk in planned.chunks), default=0)
         # Segments go from the front: what is there after the planning was there all the time.

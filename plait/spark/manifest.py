@@ -92,6 +92,31 @@ class Gap(msgspec.Struct, frozen=True, omit_defaults=True):
     expired: bool = False
 
 
+class Life(msgspec.Struct, frozen=True, kw_only=True):
+    """What is archived of a partition from when it was made until its subject was deleted.
+
+    A subject that is made anew has partitions of the same names, which count from 0 again.
+    """
+
+    #: The partition's number in its data directory: another one each time.
+    number: int
+    #: Log offset: files with its rows start here or later, and before the next life.
+    offset: int
+    #: The sequences [start, end) that the log had, ascending; what lies between is in no file.
+    ranges: list[tuple[int, int]]
+    #: (first sequence, epoch), ascending.
+    epochs: list[tuple[int, int]]
+
+    @property
+    def start(self) -> int:
+        return self.ranges[0][0]
+
+    @property
+    def end(self) -> int:
+        """The sequence that comes next."""
+        return self.ranges[-1][1]
+
+
 class LeftOut(msgspec.Struct, frozen=True):
     """Damaged bytes of a log that somebody chose to go on without."""
 
@@ -111,8 +136,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     action_offset: int = 0
     #: The subjects that are archived: names, or beginnings and "*"; none: all of them.
     subjects: list[str] = []
-    #: ``name@group`` → the sequence that comes next.
-    sequences: dict[str, int] = {}
+    #: ``name@group`` → its lives, the oldest first.
+    lives: dict[str, list[Life]] = {}
     gaps: list[Gap] = []
     left_out: list[LeftOut] = []
     #: Partitions of which nothing was archived since retention removed log that was not: their next gap is expired.
@@ -126,6 +151,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def whole(self) -> bool:
         """Every subject is archived, not only some."""
         return not self.subjects
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        """``name@group`` → the sequence that comes next."""
+        return {name: lives[-1].end for name, lives in self.lives.items()}
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

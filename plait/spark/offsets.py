@@ -3,6 +3,9 @@
 An offset is a sequence, the epoch that stored the message before it and the partition's number. A broker that lost the
 tail of its log gives the same sequences to other messages, under a later epoch; a subject that was deleted and made
 anew has another number. So an offset that leads to other messages than it did is known for what it is (R3).
+
+A place may have several *lives* of a partition, one span for each, the oldest first: an archive keeps what it had
+before its subject was deleted and made anew. All of the first comes before the second, and so on.
 """
 
 from __future__ import annotations
@@ -75,18 +78,19 @@ class Bound:
     #: Of each partition that is named; others are as usual.
     each: Mapping[str, Position | str] = field(default_factory=dict)
 
-    def resolve(self, span: PartitionSpan, usual: str, time_index: int) -> Position:
-        """The place in a partition; ``time_index`` is that of the bound's time among the span's."""
+    def resolve(self, lives: Sequence[PartitionSpan], usual: str, time_index: int) -> Position:
+        """The place in a partition; ``time_index`` is that of the bound's time among the spans'."""
         if self.kind == TIME:
+            span = next((span for span in lives if span.at[time_index] < span.end), lives[-1])
             return Position.of(span, span.at[time_index])
-        place: Position | str = self.each.get(str(span.place), usual) if self.kind == EACH else self.kind
+        place: Position | str = self.each.get(str(lives[0].place), usual) if self.kind == EACH else self.kind
         if isinstance(place, Position):
             return place
-        return Position.of(span, span.start if place == EARLIEST else span.end)
+        return Position.of(lives[0], lives[0].start) if place == EARLIEST else Position.of(lives[-1], lives[-1].end)
 
     def check_names(self, option: str, spans: Iterable[PartitionSpan]) -> None:
         """Every partition that is named is there."""
-        known = sorted(str(span.place) for span in spans)
+        known = sorted({str(span.place) for span in spans})
         unknown = sorted(self.each.keys() - set(known))
         if unknown:
             raise InvalidArgument(
@@ -124,6 +128,19 @@ def _parse_each(option: str, given: str) -> dict[str, Position | str]:
             raise InvalidArgument(f"{option} names {place!r}; a partition is named as in 'order.book@g1'")
         found[place] = value if value in (EARLIEST, LATEST) else Position.from_json(place, value)
     return found
+
+
+def lives_of(spans: Iterable[PartitionSpan]) -> dict[str, list[PartitionSpan]]:
+    """Partition → its lives, the oldest first."""
+    found: dict[str, list[PartitionSpan]] = {}
+    for span in spans:
+        found.setdefault(str(span.place), []).append(span)
+    return found
+
+
+def life_at(lives: Sequence[PartitionSpan], position: Position) -> int:
+    """Which life a place is in: the newest one where it does not say, or names one that is not there."""
+    return next((index for index, span in enumerate(lives) if span.number == position.number), len(lives) - 1)
 
 
 # --- what was lost ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Where messages are read from: the files of a data directory, or brokers. Both say what there is and make tasks of it.
+"""Where messages are read from: a data directory, brokers or an archive. Each says what there is and makes tasks of it.
 
 The driver asks; a task then reads its share on its own. A place may be asked again and again, as a stream does.
 """
@@ -36,7 +36,7 @@ class Place(Protocol):
     """Something to read from."""
 
     def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
-        """Every partition of the subjects, as it is now."""
+        """Every partition of the subjects, as it is now; where it has several lives, one after another."""
         ...
 
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
@@ -62,6 +62,10 @@ def place_of(options: ReadOptions, wanted: Wanted) -> Place:
         from plait.spark.server_place import ServerPlace
 
         return ServerPlace(options, wanted)
+    from plait.spark.archive_place import ArchivePlace, is_archive
+
+    if is_archive(options.path):
+        return ArchivePlace(options, wanted)
     from plait.spark.log_place import LogPlace
 
     return LogPlace(options, wanted)

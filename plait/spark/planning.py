@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
 
 from plait.client.spans import PartitionSpan, SpanRange
 from plait.client.types import PartitionName
 from plait.frame.header import TIME_MAX
-from plait.spark.offsets import EARLIEST, LATEST, TIME, Position, check_end, check_start, report
+from plait.spark.offsets import EARLIEST, LATEST, TIME, Position, check_end, check_start, life_at, lives_of, report
 from plait.spark.options import ReadOptions
 from plait.spark.places import Place
 from plait.storage.chunks import Wanted
@@ -22,25 +24,28 @@ def batch_ranges(place: Place, options: ReadOptions, wanted: Wanted) -> tuple[li
     options.end.check_names("endingOffsets", spans)
     losses: list[str] = []
     ranges = []
-    for span in spans:
-        start, end = checked(
-            span, options.start.resolve(span, EARLIEST, 0), options.end.resolve(span, LATEST, 1), losses
-        )
-        if filtered:
-            start, end = max(start, span.at[2]), min(end, span.until[3])
-        start, end = max(start, wanted.sequence_min), min(end, wanted.sequence_max + 1)
-        if start < end:
-            ranges.append(SpanRange(span.place, start, end))
+    for lives in lives_of(spans).values():
+        first, last = options.start.resolve(lives, EARLIEST, 0), options.end.resolve(lives, LATEST, 1)
+        for span, start, end in checked(lives, first, last, losses):
+            if filtered:
+                start, end = max(start, span.at[2]), min(end, span.until[3])
+            start, end = max(start, wanted.sequence_min), min(end, wanted.sequence_max + 1)
+            if start < end:
+                ranges.append(span.range(start, end))
     report(losses, fail=options.fail_on_loss)
     return ranges, spans
 
 
-def checked(span: PartitionSpan, start: Position, end: Position, losses: list[str]) -> tuple[int, int]:
-    """The sequences between two places, as far as they are there; what is lost is added to ``losses``."""
-    first, lost_before = check_start(span, start)
-    last, lost_after = check_end(span, end)
-    losses += [loss for loss in (lost_before, lost_after) if loss is not None]
-    return first, last
+def checked(
+    lives: Sequence[PartitionSpan], start: Position, end: Position, losses: list[str]
+) -> Iterator[tuple[PartitionSpan, int, int]]:
+    """The sequences of each life between two places, as far as they are there; ``losses`` gets what is lost."""
+    begin, finish = life_at(lives, start), life_at(lives, end)
+    for index, span in enumerate(lives[begin : finish + 1], begin):
+        first, lost_before = check_start(span, start) if index == begin else (span.start, None)
+        last, lost_after = check_end(span, end) if index == finish else (span.end, None)
+        losses += [loss for loss in (lost_before, lost_after) if loss is not None]
+        yield span, first, last
 
 
 def limited(
@@ -60,7 +65,7 @@ def limited(
             shares = _shares([each.end - each.start for each in ranges], messages)
             ends = {each.place: each.start + share for each, share in zip(ranges, shares, strict=True)}
     if size is not None:
-        ranges = [SpanRange(each.place, each.start, ends[each.place]) for each in ranges]
+        ranges = [msgspec.structs.replace(each, end=ends[each.place]) for each in ranges]
         sizes = place.sizes(ranges)
         if sum(sizes) > size:
             full = [(each, own) for each, own in zip(ranges, sizes, strict=True) if own]
@@ -86,18 +91,18 @@ def stream_ranges(
     spans: Sequence[PartitionSpan], start: Mapping[str, Position], end: Mapping[str, Position], *, fail: bool
 ) -> list[SpanRange]:
     """What lies between two offsets of a stream; a partition that the first does not know begins at its start."""
-    known = {str(span.place): span for span in spans}
+    known = lives_of(spans)
     losses: list[str] = []
     ranges = []
     for name, last in end.items():
-        span = known.get(name)
+        lives = known.get(name)
         first = start.get(name)
-        if span is None:
+        if lives is None:
             if first is None or first.sequence < last.sequence:
                 losses.append(f"{name} is gone, with what it had up to sequence {last.sequence}")
             continue
-        begin, finish = checked(span, first or Position(span.start), last, losses)
-        if begin < finish:
-            ranges.append(SpanRange(span.place, begin, finish))
+        for span, begin, finish in checked(lives, first or Position.of(lives[0], lives[0].start), last, losses):
+            if begin < finish:
+                ranges.append(span.range(begin, finish))
     report(losses, fail=fail)
     return ranges

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from plait.errors import FrameError
-from plait.spark.archive_place import ArchiveTask
+from plait.spark.archive_task import ArchiveTask
 from plait.spark.columns import record_batches
 from plait.spark.options import ReadOptions
 from plait.spark.picking import Picker

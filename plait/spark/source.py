@@ -1,7 +1,7 @@
-"""``spark.read.format("plait")``: messages as a DataFrame, from the files of a data directory or through brokers.
+"""``spark.read.format("plait")``: messages as a DataFrame, from a data directory, through brokers or from an archive.
 
-The driver plans by frame headers or consume logs alone; each task reads its share, verifies the frames and hands their
-columns to Spark. Files are never changed, and may be in use by a server. docs/spark.md tells users more.
+The driver plans by frame headers, consume logs or a manifest alone; each task reads its share, verifies the frames and
+hands their columns to Spark. Files are never changed, and may be in use by a server. docs/spark.md tells users more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyspark.sql.types import StructField, StructType
 
 from plait.client.spans import Surveyor
 from plait.errors import InvalidArgument
-from plait.spark.archive_place import archive_tasks, check_archive, is_archive
+from plait.spark.archive_place import ArchivePlace, check_archive, is_archive
 from plait.spark.columns import COLUMNS
 from plait.spark.filters import narrow
 from plait.spark.log_place import LogPlace
@@ -60,12 +60,7 @@ class PlaitDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """The same for ``readStream``."""
         _check_schema(schema)
-        options = ReadOptions.parse(self.options).check_stream()
-        if _is_archive(options):
-            raise InvalidArgument(
-                f"the archive {options.path!r} cannot be streamed; use read, or stream from its server"
-            )
-        return PlaitStreamReader(options, schema)
+        return PlaitStreamReader(ReadOptions.parse(self.options).check_stream(), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
         """A writer of these columns to a server; Spark looks at the names of the parameters."""
@@ -99,11 +94,9 @@ class PlaitReader(DataSourceReader):
         """One for each task."""
         prepare_worker()
         options = self.options
-        if _is_archive(options):
-            return [InputPartition(task) for task in archive_tasks(options, self.wanted, options.tasks_min())]
         place = place_of(options, self.wanted)
         try:
-            if isinstance(place, LogPlace) and options.whole:
+            if isinstance(place, LogPlace | ArchivePlace) and options.whole:
                 tasks: list[Any] = place.all_tasks(options.tasks_min())
             else:
                 ranges, spans = batch_ranges(place, options, self.wanted)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
@@ -24,7 +25,7 @@ from pyspark.sql.streaming.datasource import (
 from pyspark.sql.types import StructType
 
 from plait.client.spans import PartitionSpan, SpanRange
-from plait.spark.offsets import EARLIEST, TIME, OffsetJson, Position, check_start, report
+from plait.spark.offsets import EARLIEST, TIME, OffsetJson, Position, check_start, life_at, lives_of, report
 from plait.spark.options import ReadOptions
 from plait.spark.places import Place, place_of
 from plait.spark.planning import limited, stream_ranges
@@ -42,8 +43,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self.options = options
         self.arrow_schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
         self._place: Place | None = None
-        #: Where each partition ended when a query that is to end began.
-        self._target: dict[str, int] | None = None
+        #: Where each partition, by its name and number, ended when a query that is to end began.
+        self._target: dict[tuple[str, int], int] | None = None
         #: Partitions that are gone, which was said.
         self._gone: set[str] = set()
         #: What there was at the last look.
@@ -68,10 +69,12 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         bound.check_names("startingOffsets", spans)
         losses: list[str] = []
         positions = {}
-        for span in spans:
-            first, lost = check_start(span, bound.resolve(span, EARLIEST, 0))
+        for name, lives in lives_of(spans).items():
+            start = bound.resolve(lives, EARLIEST, 0)
+            span = lives[life_at(lives, start)]
+            first, lost = check_start(span, start)
             losses += [lost] if lost is not None else []
-            positions[str(span.place)] = Position.of(span, first)
+            positions[name] = Position.of(span, first)
         report(losses, fail=self.options.fail_on_loss)
         return _offset(positions)
 
@@ -88,14 +91,15 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Where the next batch ends: all that there is, or what the limit lets through."""
         positions = _positions(start)
         place = self._there()
-        spans = {str(span.place): span for span in place.spans()}
-        self._latest = _offset({name: Position.of(span, span.end) for name, span in spans.items()})
+        there = lives_of(place.spans())
+        self._latest = _offset({name: Position.of(lives[-1], lives[-1].end) for name, lives in there.items()})
+        spans = {name: _current(lives, positions, name) for name, lives in there.items()}
         ranges = self._unread(spans, positions)
         if not isinstance(limit, ReadAllAvailable):
             messages = limit.max_rows if isinstance(limit, ReadMaxRows) else self.options.messages_per_trigger
             size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else self.options.bytes_per_trigger
             ends = limited(place, ranges, messages, size)
-            ranges = [SpanRange(each.place, each.start, ends[each.place]) for each in ranges]
+            ranges = [msgspec.structs.replace(each, end=ends[each.place]) for each in ranges]
         for each in ranges:
             name = str(each.place)
             # What is lost is left behind at once, though nothing follows it yet: it is said once, not at every look.
@@ -114,8 +118,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         for name, span in spans.items():
             first, lost = check_start(span, positions.get(name, Position(span.start)))
             losses += [lost] if lost is not None else []
-            end = span.end if self._target is None else min(self._target.get(name, first), span.end)
-            ranges.append(SpanRange(span.place, first, max(first, end)))
+            end = span.end if self._target is None else min(self._target.get((name, span.number), first), span.end)
+            ranges.append(span.range(first, max(first, end)))
         report(losses, fail=self.options.fail_on_loss)
         self._gone |= gone
         return ranges
@@ -126,7 +130,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def prepareForTriggerAvailableNow(self) -> None:
         """The query is to end with what is there now."""
-        self._target = {str(span.place): span.end for span in self._there().spans()}
+        self._target = {(str(span.place), span.number): span.end for span in self._there().spans()}
 
     # --- batches --------------------------------------------------------------------------------
 
@@ -151,6 +155,20 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Hang up."""
         if self._place is not None:
             self._place.close()
+
+
+def _current(lives: Sequence[PartitionSpan], positions: dict[str, Position], name: str) -> PartitionSpan:
+    """The life that a partition's place is in; where that is read to its end, the place moves on to the next one."""
+    position = positions.get(name)
+    if position is None:
+        return lives[0]
+    index = life_at(lives, position)
+    span = lives[index]
+    if len(lives) == index + 1 or position.sequence < span.end:
+        return span
+    span = lives[index + 1]
+    positions[name] = Position.of(span, span.start)
+    return span
 
 
 def _offset(positions: Mapping[str, Position]) -> Offset:

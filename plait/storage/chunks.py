@@ -104,6 +104,8 @@ class Chunk:
     partitions: Mapping[int, ChunkPartition]
     #: Partition → the sequences of its wanted frames as their headers have them: [first, end) of each unbroken row.
     ranges: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
+    #: Partition → (first sequence, epoch) of each row of these frames that one epoch stored.
+    epochs: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,8 @@ class _Run:
     size: int
     #: Partition → [first, end) of each unbroken row of its sequences.
     partitions: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+    #: Partition → (first sequence, epoch), wherever the epoch is another one.
+    epochs: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 def plan(
@@ -236,7 +240,7 @@ class _Planner:
     def _take(self, piece: Piece, ids: set[int]) -> None:
         wanted, places, expected = self._wanted, self._places, self._next
         run: _Run | None = None
-        for position, size, count, partition, base, store_time in piece.frames:
+        for position, size, count, partition, base, store_time, epoch in piece.frames:
             if partition not in ids:
                 continue
             offset = piece.segment_base + position
@@ -253,7 +257,10 @@ class _Planner:
                 self._runs.append(run)
             run.end = position + size
             run.size += size
-            _extend(run.partitions.setdefault(partition, []), base, base + count)
+            extend(run.partitions.setdefault(partition, []), base, base + count)
+            known = run.epochs.get(partition)
+            if known is None or known[-1][1] != epoch:
+                run.epochs.setdefault(partition, []).append((base, epoch))
         self.end = piece.offset
         if piece.frames:
             position, size, *_ = piece.frames[-1]
@@ -284,7 +291,8 @@ def _chunks(runs: list[_Run], known: Mapping[int, ChunkPartition], size: int) ->
                 ranges = _ranges(taken, known)
                 partitions = {partition: known[partition] for partition in sorted(ranges)}
                 taken_size = sum(run.size for run in taken)
-                chunks.append(Chunk(segment, taken[0].start, taken[-1].end, taken_size, partitions, ranges))
+                epochs = _epochs(taken, known)
+                chunks.append(Chunk(segment, taken[0].start, taken[-1].end, taken_size, partitions, ranges, epochs))
                 taken = []
     return chunks
 
@@ -296,11 +304,28 @@ def _ranges(runs: list[_Run], known: Mapping[int, ChunkPartition]) -> dict[int, 
             if partition in known:
                 mine = joined.setdefault(partition, [])
                 for first, end in pieces:
-                    _extend(mine, first, end)
+                    extend(mine, first, end)
     return joined
 
 
-def _extend(pieces: list[tuple[int, int]], first: int, end: int) -> None:
+def _epochs(runs: list[_Run], known: Mapping[int, ChunkPartition]) -> dict[int, list[tuple[int, int]]]:
+    joined: dict[int, list[tuple[int, int]]] = {}
+    for run in runs:
+        for partition, changes in run.epochs.items():
+            if partition in known:
+                for first, epoch in changes:
+                    note_epoch(joined.setdefault(partition, []), first, epoch)
+    return joined
+
+
+def note_epoch(changes: list[tuple[int, int]], first: int, epoch: int) -> None:
+    """An epoch has stored a partition's messages from ``first`` on; nothing is new where it is the last one's."""
+    if not changes or changes[-1][1] != epoch:
+        changes.append((first, epoch))
+
+
+def extend(pieces: list[tuple[int, int]], first: int, end: int) -> None:
+    """One more row of sequences, which may follow on the last one."""
     if pieces and pieces[-1][1] == first:
         pieces[-1] = (pieces[-1][0], end)
     else:

@@ -19,10 +19,8 @@ from plait.storage.reader import LogReader, LogWalk, Piece
 
 #: The newest segments are looked at every time: the log's end is in one of them, and a torn tail at most in both.
 OPEN_SEGMENTS: Final = 2
-#: Where a frame's header has its epoch.
-_EPOCH_OFFSET: Final = 72
 
-_Epochs = npt.NDArray[np.uint32]
+_Epochs = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -86,7 +84,7 @@ class LogIndex:
         unknown = next((base for base in bases if base not in self._segments), bases[-1] if bases else 0)
         reader.skip_before(unknown)
         walk = reader.walk(fail_on_damage=self._fail_on_damage)
-        self._segments |= _Indexer(reader, walk, self._wanted).run()
+        self._segments |= _Indexer(walk, self._wanted).run()
         rows = {row.id: row for row in walk.partitions.values() if not row.deleted}
         check_subjects(reader, self._wanted, list(rows.values()))
         starts = logical_starts(reader.checkpoint)
@@ -115,15 +113,13 @@ class LogIndex:
 class _Indexer:
     """Follows a walk and keeps the records of wanted frames."""
 
-    def __init__(self, reader: LogReader, walk: LogWalk, wanted: Wanted) -> None:
-        self._reader = reader
+    def __init__(self, walk: LogWalk, wanted: Wanted) -> None:
         self._walk = walk
         self._wanted = wanted
         self._segments: dict[int, _Segment] = {}
         #: Partition → (the sequence its next frame should have, the log offset of its last one).
         self._next: dict[int, tuple[int, int]] = {}
         self._end = 0
-        self._mapped: tuple[str, memoryview] = ("", memoryview(b""))
 
     def run(self) -> dict[int, _Segment]:
         """By segment: every one that has frames."""
@@ -147,11 +143,8 @@ class _Indexer:
             self._end = piece.offset
             return
         frames = np.array(piece.frames, np.int64)
-        positions, sizes, counts, numbers, bases, times = frames.T
+        positions, sizes, counts, numbers, bases, times, epochs = frames.T
         self._end = piece.segment_base + int(positions[-1] + sizes[-1])
-        epochs = self._epochs(piece.segment, positions)
-        if epochs is None:
-            return
         rows = self._walk.partitions
         for number in np.unique(numbers).tolist():
             if number not in rows or not self._wanted.covers(rows[number]):
@@ -173,18 +166,3 @@ class _Indexer:
         if len(wrong):
             self._walk.distrust(int(lasts[wrong[0]]))
         self._next[number] = (int(ends[-1]), int(records["offset"][-1]))
-
-    def _epochs(self, path: str, positions: npt.NDArray[np.int64]) -> _Epochs | None:
-        """The epoch of each frame; None where retention has just taken the segment."""
-        if self._mapped[0] != path or len(self._mapped[1]) < int(positions[-1]) + _EPOCH_OFFSET + 4:
-            try:
-                file = self._reader.disk.open(path)
-            except FileNotFoundError:
-                return None
-            try:
-                self._mapped = (path, file.view())
-            finally:
-                file.close()
-        data = np.frombuffer(self._mapped[1], np.uint8)
-        places = positions[:, None] + np.arange(_EPOCH_OFFSET, _EPOCH_OFFSET + 4)
-        return np.ascontiguousarray(data[places]).view("<u4").ravel()

@@ -38,14 +38,14 @@ LOOKS_MAX: Final = 5
 #: How a query goes on without damaged frames, for messages.
 LEAVE_OUT: Final = "the option failOnDamage=false"
 
-#: magic and version, size, count, producer, previous, partition, base, store time, durable.
-_HEADER: Final = Struct("<3sxII4xQ8xQ4xIQqQ")
+#: magic and version, size, count, producer, previous, partition, base, store time, durable, epoch.
+_HEADER: Final = Struct("<3sxII4xQ8xQ4xIQqQI")
 _PREFIX: Final = Struct("<3s")
 
 
 #: A frame as its header tells of it, not verified: its position in the segment, size, count, partition, the sequence of
-#: its first row, and its store time. A plain tuple, since there may be millions.
-FrameHead: TypeAlias = tuple[int, int, int, int, int, int]
+#: its first row, its store time and its epoch. A plain tuple, since there may be millions.
+FrameHead: TypeAlias = tuple[int, int, int, int, int, int, int]
 
 
 class Piece(NamedTuple):
@@ -251,7 +251,7 @@ class LogWalk:
         frames: list[FrameHead] = []
         start = position
         while position + HEADER_SIZE <= limit:
-            prefix, size, count, _, _, partition, sequence, time, durable = unpack(view, position)
+            prefix, size, count, _, _, partition, sequence, time, durable, epoch = unpack(view, position)
             if (
                 prefix != PREFIX
                 or not HEADER_SIZE < size <= FRAME_SIZE_MAX
@@ -267,7 +267,7 @@ class LogWalk:
                 break
             if self._durable < durable <= base + position:
                 self._durable = durable
-            frames.append((position, size, count, partition, sequence, time))
+            frames.append((position, size, count, partition, sequence, time, epoch))
             position += size
             if position - start >= PIECE_SIZE:
                 yield self._piece(segment, start, frames)
@@ -316,7 +316,7 @@ class LogWalk:
     def _ends_here(self, segment: MappedSegment, position: int, following: MappedSegment) -> bool:
         """The next segment confirms that this one has no more frames."""
         if following.size >= HEADER_SIZE:
-            prefix, _, _, producer, previous, partition, _, _, _ = _HEADER.unpack_from(following.view, 0)
+            prefix, _, _, producer, previous, partition, *_ = _HEADER.unpack_from(following.view, 0)
             if prefix == PREFIX and partition == CATALOG and producer == 0 and previous:
                 return bool(previous == segment.base + position)
         return used_size(segment.view, position) == 0
@@ -453,7 +453,7 @@ class LogWalk:
 
 
 def _head(frame: FrameView) -> FrameHead:
-    return 0, frame.size, frame.count, frame.partition, frame.base, frame.store_time
+    return 0, frame.size, frame.count, frame.partition, frame.base, frame.store_time, frame.epoch
 
 
 def _frame_at(segments: list[MappedSegment], offset: int) -> FrameView | None:

@@ -14,8 +14,8 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, LessThanOrEqual
 
-from plait.spark import archive_place, archiving
-from plait.spark.archive_place import ArchiveTask
+from plait.spark import archive_task, archiving
+from plait.spark.archive_task import ArchiveTask
 from plait.spark.manifest import Archive
 from tests.spark.archives import Filler, archive_here, run_here
 from tests.spark.support import Stream, batch_reader, rows_of
@@ -61,7 +61,7 @@ def read_and_files(to: Path, *filters: Filter) -> tuple[list[dict[str, Any]], li
     reader = batch_reader(path=to, subject="*", minPartitions=1)
     reader.pushFilters(list(filters))
     tasks: list[ArchiveTask] = [partition.value for partition in reader.partitions()]
-    return rows_of(reader), [file.path for task in tasks for file in task.files]
+    return rows_of(reader), [part.file.path for task in tasks for part in task.parts]
 
 
 def test_what_filters_exclude_is_not_opened(data: Path, to: Path):
@@ -97,7 +97,7 @@ def test_a_row_group_without_wanted_rows_is_passed_over(to: Path):
     metadata = pq.read_metadata(to / file.path)
     reader = batch_reader(path=to)
     reader.pushFilters([EqualTo(("key",), "key-1")])
-    chosen = archive_place._groups(metadata, reader.wanted)
+    chosen = archive_task._groups(metadata, reader.wanted, None)
     assert 0 < len(chosen) < metadata.num_row_groups
 
 
@@ -119,10 +119,12 @@ def test_whole_segments_in_an_archive_are_read_as_logs(data: Path, tmp_path: Pat
 def test_what_an_archive_cannot_be_asked_for_is_said(to: Path):
     with pytest.raises(SubjectNotFound, match=r"'gone' is not in the archive .*there are orders, refunds"):
         batch_reader(path=to, subject="gone").partitions()
-    with pytest.raises(InvalidArgument, match="'startingOffsets' has no meaning for the archive"):
-        batch_reader(path=to, startingOffsets="latest")
-    with pytest.raises(InvalidArgument, match="cannot be streamed"):
-        Stream(path=to)
+    with pytest.raises(SubjectNotFound, match=r"'gone' is not in the archive"):
+        Stream(path=to, subject="gone")
+    with pytest.raises(InvalidArgument, match="'group' has no meaning for the archive"):
+        batch_reader(path=to, group="g2")
+    with pytest.raises(InvalidArgument, match="'failOnDamage' has no meaning for the archive"):
+        Stream(path=to, failOnDamage=False)
     shutil.rmtree(to / "_plait")
     (to / "_plait").mkdir()
     with pytest.raises(ArchiveError, match="is not an archive"):
@@ -132,7 +134,7 @@ def test_what_an_archive_cannot_be_asked_for_is_said(to: Path):
 def test_a_file_that_is_gone_or_damaged_is_named(to: Path):
     reader = batch_reader(path=to)
     (partition, *_) = reader.partitions()
-    path = to / partition.value.files[0].path
+    path = to / partition.value.parts[0].file.path
     data = path.read_bytes()
     path.write_bytes(data[:100])
     with pytest.raises(ArchiveError, match=rf"{path.name} does not read back"):

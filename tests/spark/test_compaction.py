@@ -7,19 +7,22 @@ from typing import Any
 
 from plait.limits import MIB
 from plait.spark.compaction import MERGED_SIZE_MAX, SMALL_SIZE_MAX, compaction_tasks
-from plait.spark.manifest import ArchivedFile
+from plait.spark.manifest import ArchivedFile, Life, Source
+
+#: Nothing was ever made anew.
+SOURCES: dict[str, Source] = {}
 
 
 def file(start: int, raw_size: int, **fields: Any) -> ArchivedFile:
     """A file with the rows of 100 bytes of log."""
     given = {"kind": "messages", "subject": "orders", "date": "2024-05-01", "source": "g1-1", **fields}
-    path = "/".join([*given.values(), str(start)])
+    path = "/".join([*map(str, given.values()), str(start)])
     rest = {"count": 1, "size": 1, "checksum": 0, "time_min": 0, "time_max": 0}
     return ArchivedFile(path=path, start=start, end=start + 100, raw_size=raw_size, **given, **rest)
 
 
 def merged(files: Sequence[ArchivedFile]) -> list[list[int]]:
-    return sorted([each.start for each in task.files] for task in compaction_tasks(list(files)))
+    return sorted([each.start for each in task.files] for task in compaction_tasks(list(files), SOURCES))
 
 
 def test_no_merge_reaches_around_a_file_that_stays():
@@ -29,7 +32,7 @@ def test_no_merge_reaches_around_a_file_that_stays():
     assert merged(files[::-1]) == [[0, 100, 200], [400, 500, 600]]
     assert merged(files[2:5]) == []
     for kind in ("messages", "actions"):
-        tasks = compaction_tasks([file(each.start, each.raw_size, kind=kind) for each in files])
+        tasks = compaction_tasks([file(each.start, each.raw_size, kind=kind) for each in files], SOURCES)
         spans = sorted((task.files[0].start, task.files[-1].end) for task in tasks)
         assert all(end <= 300 or start >= 400 for start, end in spans)
 
@@ -40,6 +43,19 @@ def test_merges_are_of_one_source_kind_subject_and_day():
     between = [file(100, SMALL_SIZE_MAX, **fields) for fields in others]
     assert merged([file(0, 1), *between, file(200, 1)]) == [[0, 200]]
     assert merged([file(0, 1), *(file(100, 1, **fields) for fields in others)]) == []
+
+
+def test_no_merge_has_rows_of_two_lives_of_a_partition():
+    lives = [Life(number=number, offset=offset, ranges=[(0, 9)], epochs=[]) for number, offset in ((1, 0), (2, 300))]
+    source = Source(group="g1", lives={"orders@g1": lives, "refunds@g1": lives[:1]})
+    files = [file(start, 1, partitions={"orders@g1": (0, 9)}) for start in range(0, 600, 100)]
+    others = [file(start, 1, subject="refunds", partitions={"refunds@g1": (0, 9)}) for start in range(0, 600, 100)]
+    tasks = compaction_tasks([*files, *others], {"g1-1": source})
+    assert [[each.start for each in task.files] for task in tasks] == [
+        [0, 100, 200],
+        [300, 400, 500],
+        [0, 100, 200, 300, 400, 500],
+    ]
 
 
 def test_a_merge_holds_no_more_than_a_task_may():

@@ -16,6 +16,7 @@ from plait.spark.manifest import (
     Archive,
     ArchivedFile,
     Gap,
+    Life,
     Manifest,
     Source,
     actions_directory,
@@ -56,7 +57,9 @@ def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Archive:
 
 def test_the_highest_number_is_the_truth_and_reads_back_as_written(archive: Archive):
     assert archive.load() == Manifest()
-    source = Source(group="g1", message_offset=10, gaps=[Gap("a@g1", 3, 4)], sequences={"a@g1": 3})
+    life = Life(number=7, offset=2, ranges=[(0, 3), (4, 9)], epochs=[(0, 1), (5, 2)])
+    source = Source(group="g1", message_offset=10, gaps=[Gap("a@g1", 3, 4)], lives={"a@g1": [life]})
+    assert source.sequences == {"a@g1": 9}
     first = Manifest(number=1, time=5, writer="w", sources={"g1-1": source}, files=[file_of("a")])
     archive.commit(first)
     assert archive.load() == archive.open() == first

@@ -237,7 +237,9 @@ def test_a_chunk_can_be_read_by_another_process_with_nothing_but_the_files(tmp_p
     node = big_log(tmp_path, 8)
     node.broker.stop()
     (chunk,) = plan(open_log(str(tmp_path)), wanted("orders")).chunks
-    assert chunk == Chunk(chunk.segment, chunk.start, chunk.end, chunk.size, chunk.partitions, chunk.ranges)
+    assert chunk == Chunk(
+        chunk.segment, chunk.start, chunk.end, chunk.size, chunk.partitions, chunk.ranges, chunk.epochs
+    )
     frames = list(read_chunk(RealDisk(tmp_path, read_only=True), "here", chunk, wanted("orders")))
     assert [frame.count for _, frame in frames] == [255] * 4
 

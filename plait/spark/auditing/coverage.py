@@ -81,7 +81,7 @@ def _look_closer(
     walk: LogWalk, segment_base: int, frames: list[FrameHead], expected: dict[int, tuple[int, int]]
 ) -> None:
     """Where rows seem to be missing the walk is to verify what it passed before the gap is believed."""
-    for position, _, count, partition, base, _ in frames:
+    for position, _, count, partition, base, *_ in frames:
         offset = segment_base + position
         following = expected.get(partition)
         if partition and following is not None and following[0] != base and offset >= walk.verified:
