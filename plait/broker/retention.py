@@ -16,7 +16,7 @@ from plait.broker.broker import Broker
 from plait.broker.group import Group
 from plait.broker.partition import Partition
 from plait.errors import DiskFull, FlowControl
-from plait.storage.archived import read_archived
+from plait.storage.archived import Archived, read_archived
 from plait.storage.consume_log import Record
 from plait.storage.ranges import Range
 
@@ -55,23 +55,23 @@ class Retention:
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
-        message_end, action_end = self._archived()
+        archived = self._archived()
         needed = min(self._certain(needed), broker.checkpoints.message_needed)
-        removed = broker.message_log.remove_before(min(needed, message_end))
-        broker.action_log.remove_before(min(oldest.action_offset, action_end))
-        broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset))
+        removed = broker.message_log.remove_before(min(needed, archived.message_offset))
+        broker.action_log.remove_before(min(oldest.action_offset, archived.action_offset))
+        broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset, archived.kept_offset))
         if removed:
             for partition in broker.partitions.values():
                 self._compact(partition)
         return removed
 
-    def _archived(self) -> tuple[int, int]:
-        """The message log and the action log may go up to here, as far as archives are waited for."""
+    def _archived(self) -> Archived:
+        """The first-hand logs may go up to here, as far as archives are waited for."""
         broker = self._broker
-        if not broker.config.archive_before_delete:
-            return broker.message_log.end, broker.action_log.end
-        archived = read_archived(broker.disk)
-        return archived.message_offset, archived.action_offset
+        if broker.config.archive_before_delete:
+            return read_archived(broker.disk)
+        message, kept, action = (log.end for log in broker.logs)
+        return Archived(message, action, kept_offset=kept)
 
     def _certain(self, needed: int) -> int:
         """What the message log is needed from, as far as what was copied from it is durable where it is now.

@@ -106,9 +106,12 @@ def _tell(report: ArchiveReport, output: str, follow: bool) -> None:
 
 def _sentence(report: ArchiveReport) -> str:
     parts = []
-    if report.messages or report.events:
+    if report.messages or report.events or report.deaths:
+        what = f"{report.messages:,} messages and {report.events:,} events"
+        if report.deaths:
+            what = f"{report.messages:,} messages, {report.events:,} events and {report.deaths:,} deaths"
         parts.append(
-            f"{report.messages:,} messages and {report.events:,} events archived in {report.files} files, "
+            f"{what} archived in {report.files} files, "
             f"{words_of_size(report.size)} from {words_of_size(report.log_size)} of log"
         )
     if report.segments:

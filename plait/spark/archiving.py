@@ -1,6 +1,6 @@
 """``plait.spark.archive``: bring an archive up to date with a data directory.
 
-A run looks at both first-hand logs from where the manifest says that the archive ends, cuts what is new into tasks, has
+A run looks at the first-hand logs from where the manifest says that the archive ends, cuts what is new into tasks, has
 Spark run them, compares what they wrote with what the log's headers said, and commits a manifest. Then it leaves a
 note in the data directory, which retention may wait for, and removes files that no manifest names any more.
 
@@ -25,6 +25,7 @@ from plait.spark.compaction import compaction_tasks
 from plait.spark.intake import Intake, Round, settle
 from plait.spark.manifest import (
     ACTIONS,
+    DEATHS,
     MESSAGES,
     RAW,
     Archive,
@@ -62,6 +63,8 @@ class ArchiveReport(msgspec.Struct, kw_only=True):
     manifest: int = 0
     messages: int = 0
     events: int = 0
+    #: Of messages, with what they died of.
+    deaths: int = 0
     #: Files that were written, and their bytes.
     files: int = 0
     size: int = 0
@@ -172,6 +175,7 @@ class Archiver:
                 max(source.action_offset, source.raw_action_offset),
                 self._archive.address,
                 self._manifest.number,
+                max(source.kept_offset, source.raw_kept_offset),
             )
             try:
                 write_archived(disk, reached)
@@ -274,8 +278,10 @@ class Archiver:
                 report.size += file.size
                 if file.kind == "messages":
                     report.messages += file.count
-                else:
+                elif file.kind == "actions":
                     report.events += file.count
+                else:
+                    report.deaths += file.count
             report.segments += len(fact.raw)
             report.size += sum(segment.size for segment in fact.raw)
         report.log_size += sum(_reached(after)) - sum(_reached(before))
@@ -291,7 +297,7 @@ class Archiver:
         named = {file.path for file in self._manifest.files}
         if number - 1 in self._archive.numbers():
             named |= {file.path for file in self._archive.read(number - 1).files}
-        for directory in (MESSAGES, ACTIONS, RAW):
+        for directory in (MESSAGES, ACTIONS, DEATHS, RAW):
             for info in self._archive.list(directory, recursive=True):
                 match = _OURS.fullmatch(info.base_name)
                 path = self._archive.relative(info)
@@ -314,12 +320,14 @@ def _copied(source: Source, done: Round, facts: list[TaskFacts]) -> Source:
         source,
         raw_message_offset=done.message_offset,
         raw_action_offset=done.action_offset,
+        raw_kept_offset=done.kept_offset,
         raw=[*source.raw, *copied],
     )
 
 
 def _reached(source: Source) -> tuple[int, ...]:
-    return source.message_offset, source.action_offset, source.raw_message_offset, source.raw_action_offset
+    parquet = source.message_offset, source.action_offset, source.kept_offset
+    return *parquet, source.raw_message_offset, source.raw_action_offset, source.raw_kept_offset
 
 
 def _identity(data: str, disk: RealDisk) -> str:

@@ -23,7 +23,7 @@ from plait.errors import ArchiveError
 from plait.limits import MIB
 from plait.spark.columns import STORED_COLUMNS
 from plait.spark.digest import PARTITION, Digest, bounds, checksum_of, message_digests, taken
-from plait.spark.manifest import Archive, ArchivedFile, actions_directory, subject_directory
+from plait.spark.manifest import Archive, ArchivedFile, DayKind, day_directory, subject_directory
 
 #: Level 3 takes a third longer than level 1 and saves a few hundredths of the size (docs/archive.md has figures).
 COMPRESSION: Final = "zstd"
@@ -41,7 +41,10 @@ MESSAGE_SCHEMA: Final = pa.schema(
 _EPOCH_DAY: Final = date(1970, 1, 1)
 #: Few different values: a dictionary costs nothing there, and much elsewhere.
 _DICTIONARIES: Final = ["partition"]
-_ACTION_DICTIONARIES: Final = ["action", "subject", "partition", "consumer_group", "consumer"]
+_DAY_DICTIONARIES: Final = [
+    *("action", "subject", "partition", "consumer_group", "consumer"),
+    *("type", "text", "handler"),
+]
 
 
 def day_of(micros: int) -> str:
@@ -140,16 +143,16 @@ class FileWriter:
             time_max=time_max,
         )
 
-    def actions(self, day: str, table: pa.Table, offsets: tuple[int, int]) -> ArchivedFile:
-        """A file of events, in log order."""
-        path = self._path(actions_directory(day))
-        size = self._write(path, table, _ACTION_DICTIONARIES)
+    def of_day(self, kind: DayKind, day: str, table: pa.Table, offsets: tuple[int, int]) -> ArchivedFile:
+        """A file of events or deaths, in log order."""
+        path = self._path(day_directory(kind, day))
+        size = self._write(path, table, [name for name in _DAY_DICTIONARIES if name in table.schema.names])
         checksum = checksum_of(table.to_batches())
         self._compare(path, checksum)
         time_min, time_max = _times(table.column("time"))
         return ArchivedFile(
             path=path,
-            kind="actions",
+            kind=kind,
             date=day,
             count=table.num_rows,
             size=size,

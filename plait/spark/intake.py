@@ -18,12 +18,13 @@ import msgspec
 from plait.errors import ArchiveError, DataDirError, FrameError
 from plait.frame.view import FrameView
 from plait.limits import GIB, MIB
-from plait.spark.manifest import RAW, Gap, LeftOut, Life, Source, sync_directory
-from plait.spark.tasks import ActionTask, MessageTask, RawTask, Task, TaskFacts
+from plait.spark.manifest import RAW, Gap, LeftOut, Life, Settings, Source, sync_directory
+from plait.spark.tasks import ActionTask, DeathTask, MessageTask, RawTask, Task, TaskFacts
 from plait.storage.action_reader import ActionReader, open_actions
 from plait.storage.catalog import PartitionRow
 from plait.storage.chunks import Plan, Wanted, extend, note_epoch, plan
 from plait.storage.disk import RealDisk
+from plait.storage.kept_reader import open_kept
 from plait.storage.reader import LogReader, MappedSegment, open_log
 from plait.storage.recovery import Damage
 
@@ -31,6 +32,8 @@ from plait.storage.recovery import Damage
 ROUND_SIZE: Final = 8 * GIB
 #: A smaller part of a log is not shared: two small files cost readers more than a second core saves.
 SHARE_SIZE_MIN: Final = 16 * MIB
+#: What one task reads of a kept log: many short messages may have died of one long reason, which each of them is told.
+DEATHS_SIZE: Final = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,14 @@ class Round:
     tasks: list[Task]
     message_offset: int
     action_offset: int
+    kept_offset: int
     damages: list[Damage] = field(default_factory=list)
     #: Stretches before the round's that retention removed.
     lost: list[Damage] = field(default_factory=list)
+    #: The end of the message log that the events rest on.
+    rests_on: int | None = None
+    #: ``name@group`` → what the partition is like now.
+    settings: dict[str, Settings] = field(default_factory=dict)
 
 
 class Intake:
@@ -58,7 +66,7 @@ class Intake:
     # --- rows -----------------------------------------------------------------------------------
 
     def rounds(self, wanted: Wanted, *, round_size: int = ROUND_SIZE) -> list[Round]:
-        """Everything new, message log first, then the events that rest on it."""
+        """Everything new, message log first, then the events that rest on it and the deaths that they tell of."""
         source, fail = self._source, self._fail_on_damage
         reader = open_log(self._data)
         sealed_end = _sealed_end(reader)
@@ -75,11 +83,21 @@ class Intake:
         self._check_copy(reader, planned, source.message_offset)
         # Behind a torn tail there may be segments that a server cuts off when it starts.
         message_end = max(planned.end if self._now else min(sealed_end, planned.end), source.message_offset)
+        # Before the events: those that rest on what is kept since then come with the next run.
+        kept = open_kept(self._data)
+        kept_plan = kept.look(source.kept_offset, part_size=DEATHS_SIZE, fail_on_damage=fail)
         actions = open_actions(self._data)
         action_plan = actions.look(
-            source.action_offset, sealed=not self._now, message_end=planned.end, fail_on_damage=fail
+            source.action_offset,
+            sealed=not self._now,
+            message_end=planned.end,
+            kept_end=kept_plan.end,
+            fail_on_damage=fail,
         )
+        # What died is known as far as archived events say so, whether its segment is full or not.
+        kept_end = max(min(action_plan.kept, kept_plan.end), source.kept_offset)
         self._make_durable(reader, source.message_offset, message_end)
+        self._make_durable(kept, source.kept_offset, kept_end)
         self._make_durable(actions, source.action_offset, action_plan.end)
         messages = [
             MessageTask(self._data, self._group, chunk, _base_of(chunk.segment), wanted, fail)
@@ -88,6 +106,11 @@ class Intake:
         rounds = self._rounds_of(messages, message_end, round_size)
         slim = {row.id: PartitionRow(row.id, row.subject, row.name, 0) for row in planned.partitions.values()}
         events: list[Task] = [ActionTask(self._data, self._group, part, slim) for part in action_plan.parts]
+        events += [
+            DeathTask(self._data, self._group, replace(part, end=min(part.end, kept_end)), slim, actions.groups, wanted)
+            for part in kept_plan.parts
+            if part.start < kept_end
+        ]
         begun = source.message_offset
         for number, each in enumerate(rounds):
             found = [damage for damage in planned.damages if begun <= damage.offset < each.message_offset]
@@ -95,14 +118,30 @@ class Intake:
             begun = each.message_offset
         last = rounds[-1]
         damages = last.damages + _of_log("action", action_plan.damages)
-        rounds[-1] = Round([*last.tasks, *events], message_end, action_plan.end, damages)
+        damages += _of_log("kept", [damage for damage in kept_plan.damages if damage.offset < kept_end])
+        rests_on = max(action_plan.messages, source.rests_on or 0)
+        tasks = [*last.tasks, *events]
+        rounds[-1] = Round(tasks, message_end, action_plan.end, kept_end, damages, rests_on=rests_on)
         # What is archived in any round lies behind what is gone.
         lost = self._lost(reader, "message", source.message_offset)
         lost += self._lost(actions, "action", source.action_offset)
+        lost += self._lost(kept, "kept", source.kept_offset)
         rounds[0] = replace(rounds[0], lost=lost)
-        if not rounds[-1].tasks and (message_end, action_plan.end) == (source.message_offset, source.action_offset):
+        reached = (source.message_offset, source.action_offset, source.kept_offset)
+        if not rounds[-1].tasks and (message_end, action_plan.end, kept_end) == reached:
             rounds.pop()
-        return rounds
+        settings = self._settings(wanted, planned)
+        return [replace(each, settings=settings) for each in rounds]
+
+    def _settings(self, wanted: Wanted, planned: Plan) -> dict[str, Settings]:
+        known = dict(self._source.settings)
+        # One that was made again comes after the one that was deleted.
+        for row in sorted(planned.partitions.values(), key=lambda row: row.id):
+            if wanted.covers(row):
+                name = f"{row.name}@{self._group}"
+                deleted = row.deleted or (name in known and known[name].deleted)
+                known[name] = Settings(row.settings.order, row.created, deleted, row.taken)
+        return known
 
     def _rounds_of(self, tasks: list[MessageTask], end: int, round_size: int) -> list[Round]:
         """Whole segments; a round ends where the next one's first segment starts."""
@@ -111,12 +150,12 @@ class Intake:
         size = base = 0
         for task in tasks:
             if taken and task.base != base and size >= round_size:
-                rounds.append(Round(taken, task.base, self._source.action_offset))
+                rounds.append(Round(taken, task.base, self._source.action_offset, self._source.kept_offset))
                 taken, size = [], 0
             taken.append(task)
             size += task.weight
             base = task.base
-        rounds.append(Round(taken, end, self._source.action_offset))
+        rounds.append(Round(taken, end, self._source.action_offset, self._source.kept_offset))
         return rounds
 
     def _lost(self, reader: LogReader, log: str, begun: int) -> list[Damage]:
@@ -157,19 +196,21 @@ class Intake:
     def raw_rounds(self, source_name: str) -> list[Round]:
         """Segments that nothing is added to any more, and that are not copied yet."""
         source = self._source
-        message, action = open_log(self._data), open_actions(self._data)
+        message, kept, action = open_log(self._data), open_kept(self._data), open_actions(self._data)
         sealed_end = _sealed_end(message)
         _skip_before(message, source.raw_message_offset)
         fail = self._fail_on_damage
         there = (source.raw_message_offset, None)
         planned = plan(message, Wanted(), fail_on_damage=fail, offsets=there, expired=True, may_be_empty=True)
         self._check_copy(message, planned, source.raw_message_offset)
+        kept_end = kept.look(source.raw_kept_offset, sealed=True, fail_on_damage=fail).end
         looked = action.look(source.raw_action_offset, sealed=True, message_end=planned.end, fail_on_damage=fail)
         tasks: list[Task] = []
         ends = []
         for reader, start, found in (
             (message, source.raw_message_offset, min(sealed_end, planned.end)),
             (action, source.raw_action_offset, looked.end),
+            (kept, source.raw_kept_offset, kept_end),
         ):
             # Whole segments: one that a server cuts when it starts is not full yet.
             end = max(max((base for base, _ in reader.files if base <= found), default=0), start)
@@ -180,7 +221,7 @@ class Intake:
                     target = f"{RAW}/{source_name}/{path}"
                     tasks.append(RawTask(self._data, path, base, following, target, self._fail_on_damage))
             ends.append(end)
-        return [Round(tasks, ends[0], ends[1])] if tasks else []
+        return [Round(tasks, ends[0], ends[1], ends[2])] if tasks else []
 
     # --- both -----------------------------------------------------------------------------------
 
@@ -239,6 +280,9 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
         gaps=gaps,
         left_out=left_out,
         overtaken=sorted(overtaken),
+        kept_offset=done.kept_offset,
+        rests_on=source.rests_on if done.rests_on is None else done.rests_on,
+        settings=done.settings,
     )
 
 

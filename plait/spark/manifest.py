@@ -25,11 +25,15 @@ from pyarrow import fs
 from plait import chance
 from plait.errors import ArchiveConflict, ArchiveError
 
-FORMAT_VERSION: Final = 1
+#: 2: reasons of deaths, and what subjects' settings say; an archive of version 1 is read, and gone on with.
+FORMAT_VERSION: Final = 2
 DIRECTORY: Final = "_plait"
 MESSAGES: Final = "messages"
 ACTIONS: Final = "actions"
+DEATHS: Final = "deaths"
 RAW: Final = "raw"
+#: What has files by day alone.
+DayKind = Literal["actions", "deaths"]
 #: Manifests that stay, the newest included: whoever has just read one can still look at it.
 KEEP: Final = 5
 #: Where files cannot be made exclusively, whoever wants to commit says so first. One that says so for longer is gone.
@@ -43,12 +47,12 @@ _PLAIN: Final = " !\"$&'()+,-.;<>@_`|~"
 
 
 class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One Parquet file. Its rows come from [start, end) of the source's message log or action log."""
+    """One Parquet file. Its rows come from [start, end) of the source's message log, action log or kept log."""
 
     #: Below the archive.
     path: str
-    kind: Literal["messages", "actions"]
-    #: Of actions: empty.
+    kind: Literal["messages"] | DayKind
+    #: Of actions and deaths: empty.
     subject: str = ""
     #: YYYY-MM-DD, in UTC.
     date: str
@@ -66,7 +70,7 @@ class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     #: The first and the last key; None: no row has one.
     key_min: str | None = None
     key_max: str | None = None
-    #: Store times of messages, times of events: microseconds since 1970.
+    #: Store times of messages, times of events and deaths: microseconds since 1970.
     time_min: int
     time_max: int
 
@@ -126,6 +130,19 @@ class LeftOut(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What an audit has to know of a partition beside its rows, as of the last commit."""
+
+    #: "best_tried" or "strict".
+    order: str = "best_tried"
+    #: When it was made, in microseconds since 1970: older rows are of one that was deleted.
+    created: int = 0
+    #: One of its name was deleted: groups may be that one's, and the last of its messages may not have been archived.
+    deleted: bool = False
+    #: The logical partitions [first, end) that it took from each of these sequences on; none: all.
+    taken: list[tuple[int, list[tuple[int, int]]]] = []
+
+
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A data directory, and how far its first-hand logs are in the archive."""
 
@@ -134,6 +151,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     #: Everything before these log offsets is in the archive, as far as ``subjects`` asks for it.
     message_offset: int = 0
     action_offset: int = 0
+    #: Of the kept log: why messages died, as far as archived events tell of their deaths.
+    kept_offset: int = 0
     #: The subjects that are archived: names, or beginnings and "*"; none: all of them.
     subjects: list[str] = []
     #: ``name@group`` → its lives, the oldest first.
@@ -142,10 +161,27 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     left_out: list[LeftOut] = []
     #: Partitions of which nothing was archived since retention removed log that was not: their next gap is expired.
     overtaken: list[str] = []
+    #: The end of the message log that archived events rest on; None: it is not known.
+    rests_on: int | None = None
+    #: ``name@group`` → what it is like; none: it is not known.
+    settings: dict[str, Settings] = {}
     #: The same, of segments that are kept as they are.
     raw_message_offset: int = 0
     raw_action_offset: int = 0
+    raw_kept_offset: int = 0
     raw: list[RawSegment] = []
+
+    def has_all_of(self, partition: str) -> bool:
+        """Each message of the partition that an archived event can be about was archived, or is told to be missing."""
+        settings = self.settings.get(partition)
+        return (
+            settings is not None
+            and not settings.deleted
+            and self.rests_on is not None
+            and self.rests_on <= self.message_offset
+            and partition not in self.overtaken
+            and not any(stretch.log == "message" for stretch in self.left_out)
+        )
 
     @property
     def whole(self) -> bool:
@@ -259,7 +295,7 @@ class Archive:
             if version is not None and int(bytes(version)) > FORMAT_VERSION:
                 raise ArchiveError(
                     f"{self.place}/{relative} has format version {int(bytes(version))}, this Plait reads "
-                    f"{FORMAT_VERSION}; use the newer Plait that wrote it (nothing was touched)"
+                    f"up to {FORMAT_VERSION}; use the newer Plait that wrote it (nothing was touched)"
                 )
             return msgspec.json.decode(raw, type=Manifest)
         except ValueError as error:
@@ -415,9 +451,9 @@ def subject_directory(subject: str, date: str) -> str:
     return f"{MESSAGES}/subject={quote(subject, safe=_PLAIN)}/date={date}"
 
 
-def actions_directory(date: str) -> str:
-    """Where the events of a day are."""
-    return f"{ACTIONS}/date={date}"
+def day_directory(kind: str, date: str) -> str:
+    """Where the events or deaths of a day are."""
+    return f"{kind}/date={date}"
 
 
 def subject_of(path: str) -> str:

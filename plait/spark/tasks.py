@@ -22,6 +22,7 @@ from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
 from plait.spark.columns import one_batch
+from plait.spark.deaths import death_table
 from plait.spark.digest import PARTITION, Digest, log_order, message_digests, taken
 from plait.spark.files import (
     DAY_MICROS,
@@ -31,8 +32,9 @@ from plait.spark.files import (
     day_of,
     read_file,
 )
-from plait.spark.manifest import Archive, ArchivedFile, RawSegment
+from plait.spark.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, DayKind, RawSegment
 from plait.spark.worker import prepare_worker
+from plait.storage.action_log import GroupDefinition
 from plait.storage.action_reader import ActionPart, read_actions
 from plait.storage.catalog import PartitionRow
 from plait.storage.chunks import Chunk, ChunkPartition, Wanted, read_chunk
@@ -188,13 +190,46 @@ class ActionTask:
         except FrameError as error:
             size = part.end - part.start
             raise damage_error(self.data, part.segment, part.start - part.base, size, str(error)) from error
-        table = pa.Table.from_batches(batches, ACTION_SCHEMA)
-        facts = TaskFacts()
-        days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
-        for day in np.unique(days).tolist():
-            rows = table.filter(pa.array(days == day)).combine_chunks()
-            facts.files.append(writer.actions(day_of(day * DAY_MICROS), rows, (part.start, part.end)))
-        return facts
+        return _by_day(writer, ACTIONS, pa.Table.from_batches(batches, ACTION_SCHEMA), part)
+
+
+@dataclass(frozen=True)
+class DeathTask:
+    """One part of a kept log."""
+
+    data: str
+    group: str
+    part: ActionPart
+    partitions: Mapping[int, PartitionRow]
+    #: By their numbers, as far as the action log names them.
+    groups: Mapping[int, GroupDefinition]
+    wanted: Wanted
+
+    @property
+    def weight(self) -> int:
+        return self.part.end - self.part.start
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        part = self.part
+        frames = read_actions(RealDisk(self.data, read_only=True), self.data, part, alone=True)
+        names = Names(self.partitions, self.group)
+        names.groups.update(self.groups)
+        try:
+            table = death_table(frames, names, self.wanted)
+        except FrameError as error:
+            size = part.end - part.start
+            raise damage_error(self.data, part.segment, part.start - part.base, size, str(error)) from error
+        return _by_day(writer, DEATHS, table, part)
+
+
+def _by_day(writer: FileWriter, kind: DayKind, table: pa.Table, part: ActionPart) -> TaskFacts:
+    """A file for each day."""
+    facts = TaskFacts()
+    days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
+    for day in np.unique(days).tolist():
+        rows = table.filter(pa.array(days == day)).combine_chunks()
+        facts.files.append(writer.of_day(kind, day_of(day * DAY_MICROS), rows, (part.start, part.end)))
+    return facts
 
 
 # --- whole segments -----------------------------------------------------------------------------
@@ -286,8 +321,8 @@ class CompactTask:
             tables.append(read_file(archive, file.path))
         table = pa.concat_tables(tables).combine_chunks()
         tables.clear()
-        if first.kind == "actions":
-            return TaskFacts(files=[writer.actions(first.date, table, offsets)])
+        if first.kind != "messages":
+            return TaskFacts(files=[writer.of_day(first.kind, first.date, table, offsets)])
         partitions: dict[str, tuple[int, int]] = {}
         for file in self.files:
             for name, (low, high) in file.partitions.items():

@@ -7,16 +7,26 @@ segment starts with all names (``head_frames``).
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Final
+from typing import Final, TypeAlias
+
+import msgspec
 
 from plait.errors import DamageError, DataDirError, FrameError
 from plait.frame.header import PREFIX
 from plait.frame.view import FrameView
-from plait.storage.action_log import DIRECTORY
+from plait.storage.action_log import (
+    DEFINITIONS,
+    DIRECTORY,
+    EVENTS,
+    GroupDefinition,
+    presumed_kept,
+    read_definitions,
+)
 from plait.storage.disk import Disk, RealDisk
 from plait.storage.reader import LOOKS_MAX, LogReader, MappedLog, MappedSegment, damage_error, expired_error
 from plait.storage.recovery import Damage, LogScan
@@ -48,10 +58,22 @@ class ActionPlan:
     start: int
     end: int
     damages: list[Damage] = field(default_factory=list)
+    #: The ends of the message log and of the kept log that it rests on.
+    messages: int = 0
+    kept: int = 0
+
+
+#: The ends of the message log and of the kept log that frames from an offset on rest on: (offset, messages, kept).
+Presumed: TypeAlias = tuple[int, int, int]
 
 
 class ActionReader(LogReader):
     """The segments of an action log as they were when it was opened."""
+
+    def __init__(self, disk: Disk, directory: str, place: str = "") -> None:
+        super().__init__(disk, directory, place)
+        #: The groups that were named in what was looked at, by their numbers.
+        self.groups: dict[int, GroupDefinition] = {}
 
     def look(
         self,
@@ -59,16 +81,17 @@ class ActionReader(LogReader):
         *,
         sealed: bool = False,
         message_end: int | None = None,
+        kept_end: int | None = None,
         part_size: int = PART_SIZE,
         fail_on_damage: bool = True,
     ) -> ActionPlan:
         """What there is from ``start`` on: all of it, or what is in segments that nothing is added to any more.
 
-        Frames that rest on messages from ``message_end`` on, and what follows them, do not count: a server that
-        starts on these files cuts them off.
+        Frames that rest on messages from ``message_end`` on, or on copies from ``kept_end`` on, and what follows them,
+        do not count: a server that starts on these files cuts them off.
         """
         for _ in range(LOOKS_MAX):
-            segments, scan, cuts = self._scan(start)
+            segments, scan, presumed = self._scan(start)
             damages = [damage for damage in scan.damages if damage.kind == "damaged"]
             # What was being written when it was looked at is no damage: look again.
             if not any(_reads(segments, damage.offset) for damage in damages):
@@ -78,10 +101,13 @@ class ActionReader(LogReader):
         end = scan.end
         if end < start:
             raise DataDirError(
-                f"the action log of {self.place} ends at {end}, before {start}: it is not the log that was read before"
+                f"the {self.directory} log of {self.place} ends at {end}, before {start}: it is not the log that was "
+                "read before"
             )
-        if message_end is not None:
-            end = max(min([end, *(offset for offset, presumed in cuts if presumed > message_end)]), start)
+        for offset, messages, kept in presumed:
+            if (message_end is not None and messages > message_end) or (kept_end is not None and kept > kept_end):
+                end = max(min(end, offset), start)
+                break
         used = [segment for segment in segments if segment.base < end]
         if sealed:
             used = used[:-1]
@@ -91,22 +117,39 @@ class ActionReader(LogReader):
             damage = damages[0]
             holder = max((s for s in segments if s.base <= damage.offset), key=lambda s: s.base)
             raise damage_error(self.place, holder.path, damage.offset - holder.base, damage.size, damage.reason)
-        return ActionPlan(self._parts(used, start, end, damages, part_size), start, end, damages)
+        parts = self._parts(used, start, end, damages, part_size)
+        rests_on = max((each[1:] for each in presumed if each[0] < end), default=(0, 0))
+        return ActionPlan(parts, start, end, damages, *rests_on)
 
-    def _scan(self, start: int) -> tuple[list[MappedSegment], LogScan, list[tuple[int, int]]]:
-        """Every frame from the segment that holds ``start`` on; also where they begin to presume more messages."""
+    def _scan(self, start: int) -> tuple[list[MappedSegment], LogScan, list[Presumed]]:
+        """Every frame from the segment that holds ``start`` on; also where they begin to presume more."""
         bases = [base for base, _ in self.files]
         first = max(bisect_right(bases, start) - 1, 0)
         mapped = [self.map(number) for number in range(first, len(self.files))]
         segments = [segment for segment in mapped if segment is not None and not segment.blank]
-        known = self.checkpoint.manifest.action_offset if self.checkpoint is not None else 0
+        known = self._known_durable()
         begin = segments[0].base if segments else start
         scan = LogScan(MappedLog(self.place, segments), begin, max(known, begin), stamps_durable=False)
-        cuts: list[tuple[int, int]] = []
+        presumed: list[Presumed] = []
+        messages = kept = -1
         for offset, frame in scan:
-            if not cuts or frame.durable > cuts[-1][1]:
-                cuts.append((offset, frame.durable))
-        return segments, scan, cuts
+            more = self._presumes(frame)
+            if more[0] > messages or more[1] > kept:
+                messages, kept = max(more[0], messages), max(more[1], kept)
+                presumed.append((offset, messages, kept))
+        return segments, scan, presumed
+
+    def _known_durable(self) -> int:
+        return self.checkpoint.manifest.action_offset if self.checkpoint is not None else 0
+
+    def _presumes(self, frame: FrameView) -> tuple[int, int]:
+        """The ends of the message log and of the kept log that a frame rests on; names are noted."""
+        if frame.partition == DEFINITIONS:
+            # What does not decode is damage for those who read it.
+            with contextlib.suppress(msgspec.MsgspecError):
+                named = read_definitions(frame)
+                self.groups |= {each.id: each for each in named if isinstance(each, GroupDefinition)}
+        return frame.durable, presumed_kept(frame) if frame.partition == EVENTS else 0
 
     def _parts(
         self, segments: list[MappedSegment], start: int, end: int, damages: list[Damage], part_size: int

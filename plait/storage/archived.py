@@ -22,6 +22,8 @@ class Archived(msgspec.Struct, frozen=True):
     #: Where, and as of which manifest.
     archive: str = ""
     manifest: int = 0
+    #: Of the kept log; an archiver that knew nothing of it left none.
+    kept_offset: int = 0
 
 
 class _Note(msgspec.Struct, frozen=True):
@@ -50,6 +52,7 @@ def write_archived(disk: Disk, archived: Archived) -> Archived:
         archived,
         message_offset=max(before.message_offset, archived.message_offset),
         action_offset=max(before.action_offset, archived.action_offset),
+        kept_offset=max(before.kept_offset, archived.kept_offset),
     )
     if archived == before:
         return before

@@ -9,6 +9,7 @@ import pytest
 from plait.broker import retention as retention_module
 from plait.broker.subjects import update_subject
 from plait.broker.views import group_view, subject_view
+from plait.retry import Retry
 from plait.storage.archived import Archived, write_archived
 from plait.storage.catalog import SubjectSettings
 from plait.storage.consume_log import DIRECTORY as CONSUME
@@ -267,6 +268,25 @@ def test_what_waits_for_an_archive_stays_until_the_archive_has_it():
     write_archived(node.disk, Archived(messages[2], actions[1]))
     assert node.retention.run() == messages[:2]
     assert [segment.base for segment in node.broker.action_log.segments] == actions[1:]
+    node.broker.stop()
+
+
+def test_reasons_of_deaths_wait_for_an_archive_as_well():
+    node = Node(retention_seconds=10.0, dead_seconds=10.0, archive_before_delete=True)
+    consumer = node.attach("orders", "billing", retry=Retry(attempts=1))
+    for _ in range(40):
+        node.send("orders", b"x" * 400)
+        node.nack(consumer, *[(start, end) for start, end, _ in node.pull(consumer).ranges])
+    for _ in range(6):
+        node.clock.advance(100)
+        node.retention.run()
+        node.checkpoint()
+    kept = [segment.base for segment in node.broker.kept_log.segments]
+    assert len(kept) > 3
+    assert len(node.group("orders", "billing").kept) == 0, "nobody needs them any more"
+    write_archived(node.disk, Archived(0, 0, kept_offset=kept[2]))
+    node.retention.run()
+    assert [segment.base for segment in node.broker.kept_log.segments] == kept[2:]
     node.broker.stop()
 
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import pyarrow as pa
 
+from plait.broker.group import Consumer
 from plait.client.rows import hash_keys
 from plait.errors import from_code
+from plait.reason import Reason
+from plait.retry import Retry
 from plait.spark import archiving
 from plait.spark.archiving import ArchiveReport
 from plait.spark.columns import STORED_COLUMNS, record_batches
@@ -18,7 +21,10 @@ from plait.spark.manifest import Archive, Manifest
 from plait.spark.tasks import Job, TaskFacts
 from plait.storage.chunks import Wanted, plan, read_chunk
 from plait.storage.disk import RealDisk
-from plait.storage.reader import open_log
+from plait.storage.kept import DIRECTORY as KEPT
+from plait.storage.kept import is_head, note_of
+from plait.storage.reader import LogReader, MappedLog, open_log
+from plait.storage.recovery import LogScan
 from tests.support.broker_node import Node, Producer
 
 SCHEMA = pa.schema([pa.field(name, column.type, column.nullable) for name, column in STORED_COLUMNS.items()])
@@ -48,6 +54,16 @@ class Filler:
                 for start, end, _ in self.node.pull(consumer).ranges:
                     self.node.ack(consumer, (start, end))
             self.node.clock.advance(seconds)
+
+    def failing(self, group: str = "failing", attempts: int = 1) -> Consumer:
+        """A consumer of "orders" whose messages die after so many attempts."""
+        return self.node.attach("orders", group, f"{group}-worker", retry=Retry(attempts=attempts))
+
+    def fail(self, consumer: Consumer, reason: Reason, count: int = 1000) -> int:
+        """All that it is handed, or so many messages, fail; how many it were."""
+        ranges = self.node.pull(consumer, count).ranges
+        self.node.nack(consumer, *[(start, end) for start, end, _ in ranges], reason=reason)
+        return sum(end - start for start, end, _ in ranges)
 
     def stop(self) -> None:
         self.node.broker.stop()
@@ -98,6 +114,37 @@ def archived_events(to: Path | str) -> list[dict[str, Any]]:
     files = sorted(archive.open().find("actions"), key=lambda file: file.start)
     rows = [row for file in files for row in read_file(archive, file.path).to_pylist()]
     return sorted(rows, key=lambda row: (row["log_offset"], row["log_row"]))
+
+
+def log_deaths(data: Path) -> list[tuple[Any, ...]]:
+    """Every death that a kept log tells of, in its order."""
+    reader = LogReader(RealDisk(data, read_only=True), KEPT)
+    segments = [segment for n in range(len(reader.files)) if (segment := reader.map(n)) and not segment.blank]
+    found = []
+    for offset, frame in LogScan(MappedLog("", segments), reader.files[0][0], stamps_durable=False):
+        death = None if is_head(frame) else note_of(frame).death
+        if death is not None:
+            reason = death.reason
+            words = (reason.type or None, reason.text or None, reason.handler or None)
+            times = (death.first_time, death.last_time, death.attempts)
+            found += [(offset, sequence, *words, *times) for sequence in frame.sequences().tolist()]
+    return found
+
+
+def archived_deaths(to: Path | str) -> list[tuple[Any, ...]]:
+    """The same of an archive."""
+    return [
+        tuple(row[name] for name in ("log_offset", "sequence", "type", "text", "handler"))
+        + tuple(int(row[name].timestamp() * 1_000_000) for name in ("first_failure", "time"))
+        + (row["attempts"],)
+        for row in death_rows(to)
+    ]
+
+
+def death_rows(to: Path | str) -> list[dict[str, Any]]:
+    archive = Archive.at(to)
+    files = sorted(archive.open().find("deaths"), key=lambda file: (file.start, file.date))
+    return [row for file in files for row in read_file(archive, file.path).to_pylist()]
 
 
 def place(row: dict[str, Any]) -> tuple[str, int, int]:

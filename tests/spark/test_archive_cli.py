@@ -14,6 +14,7 @@ import pytest
 from plait.cli import spark_archive
 from plait.cli.run import run
 from plait.errors import ArchiveConflict
+from plait.reason import Reason
 from plait.spark import archiving
 from tests.spark.archives import Filler, archived_rows, log_rows, run_here
 
@@ -56,6 +57,17 @@ def test_it_says_what_it_has_archived(call: Call, data: Path, tmp_path: Path):
     assert "read back and found whole" in call("--to", str(to), "--verify").stdout
     raw = call("--data", str(data), "--to", str(to), "--raw")
     assert "segments copied" in raw.stdout
+
+
+def test_it_says_of_how_many_deaths_it_has_archived_the_reasons(call: Call, tmp_path: Path):
+    filler = Filler(tmp_path / "data")
+    failing = filler.failing()
+    filler.rounds(2)
+    filler.fail(failing, Reason("ValueError"))
+    filler.stop()
+    said = call("--data", str(tmp_path / "data"), "--to", str(tmp_path / "archive"), "--now").stdout
+    assert said.startswith("6 messages, ")
+    assert " events and 6 deaths archived in 3 files" in said
 
 
 def test_only_some_subjects(call: Call, data: Path, tmp_path: Path):

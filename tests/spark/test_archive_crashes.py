@@ -11,10 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from plait.reason import Reason
 from plait.spark.manifest import Archive
 from plait.storage.archived import read_archived
 from plait.storage.disk import RealDisk
-from tests.spark.archives import Filler, archived_events, archived_rows, files_below, log_rows
+from tests.spark.archives import (
+    Filler,
+    archived_deaths,
+    archived_events,
+    archived_rows,
+    files_below,
+    log_deaths,
+    log_rows,
+)
 from tests.support.deep import Cycles
 from tests.support.require import require_package
 from tests.support.scratch import scratch_environ
@@ -48,11 +57,13 @@ class Killing:
         self._how = how
         self.data, self.to = directory / "data", directory / "archive"
         self._filler = Filler(self.data)
+        self._failing = self._filler.failing()
         #: Of the longest run so far: the first ones have nothing to merge.
         self._steps = self._counted = 0
 
     def kill(self) -> None:
         self._filler.rounds(self._rng.randrange(1, 12), ("orders", "refunds"))
+        self._filler.fail(self._failing, Reason("ValueError", str(self._counted)), self._rng.randrange(1, 20))
         if self._counted < 2:
             self._steps = max(self._steps, count_steps(self.data, self.to, self._how))
             self._counted += 1
@@ -62,6 +73,8 @@ class Killing:
             rows = archived_rows(self.to)
             places = {(row["partition"], row["sequence"]) for row in rows}
             assert len(places) == len(rows), "twice"
+            deaths = archived_deaths(self.to)
+            assert deaths == log_deaths(self.data)[: len(deaths)]
 
     def end(self) -> None:
         self._filler.rounds(1)
@@ -71,6 +84,7 @@ class Killing:
         assert archived_rows(self.to) == log_rows(self.data)
         acked = [n for r in archived_events(self.to) if r["action"] == "ack" for n in range(r["start"], r["end"])]
         assert acked == list(range(self._filler.node.partition("orders").next))
+        assert archived_deaths(self.to) == log_deaths(self.data) != []
         manifest = Archive.at(self.to).open()
         (source,) = manifest.sources.values()
         assert read_archived(RealDisk(self.data)).message_offset == source.message_offset

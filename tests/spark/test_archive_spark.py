@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from plait.errors import ArchiveError, DamageError
+from plait.reason import Reason
 from plait.spark.archiving import archive
 from plait.spark.running import run_job
 from plait.spark.tasks import Job
-from tests.spark.archives import archived_rows, damage, log_rows, three_days
+from tests.spark.archives import Filler, archived_deaths, archived_rows, damage, log_deaths, log_rows, three_days
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -40,6 +41,19 @@ def test_spark_runs_the_tasks_and_reads_the_archive(spark: SparkSession, tmp_pat
     damage(sorted((data / "message").iterdir())[0])
     with pytest.raises(DamageError, match="is damaged"):
         archive(data, tmp_path / "other", spark=spark, now=True)
+
+
+def test_spark_archives_why_messages_died(spark: SparkSession, tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    failing = filler.failing()
+    filler.rounds(4)
+    filler.fail(failing, Reason("ValueError", "no"), 7)
+    filler.stop()
+    assert archive(data, to, spark=spark, now=True).deaths == 7
+    assert archived_deaths(to) == log_deaths(data)
+    found = spark.read.parquet(str(to / "deaths")).where("consumer_group = 'failing'").groupBy("type").count()
+    assert [tuple(row) for row in found.collect()] == [("ValueError", 7)]
 
 
 def test_spark_that_fails_is_told_in_one_line(spark: SparkSession, tmp_path: Path):

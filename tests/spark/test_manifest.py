@@ -19,7 +19,7 @@ from plait.spark.manifest import (
     Life,
     Manifest,
     Source,
-    actions_directory,
+    day_directory,
     source_id,
     subject_directory,
     subject_of,
@@ -129,7 +129,7 @@ def test_a_damaged_manifest_is_an_error_and_no_older_one_takes_its_place(tmp_pat
 def test_a_newer_format_is_refused(tmp_path: Path):
     archive = Archive.at(tmp_path)
     archive.commit(Manifest(number=1, version=9))
-    with pytest.raises(ArchiveError, match="format version 9, this Plait reads 1"):
+    with pytest.raises(ArchiveError, match="format version 9, this Plait reads up to 2"):
         archive.load()
 
 
@@ -148,5 +148,5 @@ def test_paths_are_as_hive_and_spark_write_them():
     path = subject_directory(odd, "2025-01-31")
     assert path.count("/") == 2
     assert subject_of(path) == odd
-    assert actions_directory("2025-01-31") == "actions/date=2025-01-31"
+    assert day_directory("actions", "2025-01-31") == "actions/date=2025-01-31"
     assert source_id("g1", "abcd") == "g1-abcd"

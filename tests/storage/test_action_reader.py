@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from plait.errors import DamageError, DataDirError
-from plait.storage.action_log import EVENTS
+from plait.retry import Retry
+from plait.storage.action_log import EVENTS, presumed_kept
 from plait.storage.action_reader import ActionPart, ActionReader, open_actions, read_actions
 from plait.storage.disk import RealDisk
+from plait.storage.kept_reader import open_kept
 from tests.support.broker_node import Node
 
 
@@ -73,6 +75,30 @@ def test_what_rests_on_messages_that_are_not_there_does_not_count(tmp_path: Path
     every = [(offset, frame) for part in reader.look().parts for offset, frame in read_actions(reader.disk, "", part)]
     cut = next(offset for offset, frame in every if frame.durable > 5000)
     assert reader.look(message_end=5000).end == cut
+
+
+def test_what_rests_on_copies_that_are_not_there_does_not_count(tmp_path: Path):
+    node = Node(RealDisk(tmp_path))
+    consumer = node.attach("orders", "billing", retry=Retry(attempts=1))
+    for _ in range(20):
+        node.send("orders", b"x")
+        node.nack(consumer, *[(start, end) for start, end, _ in node.pull(consumer).ranges])
+    node.broker.stop()
+    kept = open_kept(str(tmp_path))
+    whole = kept.look()
+    actions = open_actions(str(tmp_path))
+    assert actions.look().kept == whole.end
+    assert {number: group.name for number, group in actions.groups.items()} == {consumer.group.id: "billing"}
+    middle = offsets(tmp_path, whole.parts)[10]
+    every = [(offset, frame) for part in actions.look().parts for offset, frame in read_actions(kept.disk, "", part)]
+    cut = next(offset for offset, frame in every if frame.partition == EVENTS and presumed_kept(frame) > middle)
+    short = actions.look(kept_end=middle)
+    assert (short.end, short.kept) == (cut, middle)
+    sealed = kept.look(sealed=True)
+    assert sealed.end == kept.files[-1][0]
+    assert offsets(tmp_path, sealed.parts) == [each for each in offsets(tmp_path, whole.parts) if each < sealed.end]
+    with pytest.raises(DataDirError, match=r"the kept log of .* is not the log that was read before"):
+        kept.look(10**9)
 
 
 def test_damage_before_the_end_fails_or_is_left_out(tmp_path: Path):

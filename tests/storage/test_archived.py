@@ -17,9 +17,9 @@ def test_a_note_reads_back_and_survives_the_machine():
 
 def test_offsets_never_go_back():
     disk = SimulatedDisk()
-    write_archived(disk, Archived(100, 50, "/a", 3))
-    assert write_archived(disk, Archived(40, 60, "/b", 1)) == Archived(100, 60, "/b", 1)
-    assert read_archived(disk) == Archived(100, 60, "/b", 1)
+    write_archived(disk, Archived(100, 50, "/a", 3, 20))
+    assert write_archived(disk, Archived(40, 60, "/b", 1, 10)) == Archived(100, 60, "/b", 1, 20)
+    assert read_archived(disk) == Archived(100, 60, "/b", 1, 20)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"crc": 1, "archived": {"message_offset": 999}}'])

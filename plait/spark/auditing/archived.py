@@ -1,7 +1,8 @@
-"""An archive as the audit reads it: Parquet files of both logs, as the manifest names them.
+"""An archive as the audit reads it: Parquet files of the logs, as the manifest names them.
 
-What only the data directory has is not judged: which subjects are strict, which logical partition a row without a key
-was of, why letters died, and messages that are in no archived file yet.
+It says as much as the data directory did; what its events say of messages that are in no archived file yet is passed
+over. One that an earlier Plait made does not say which subjects are strict, which logical partition a row without a key
+was of and why letters died.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import pyarrow.compute as pc
 
 from plait.client.rows import hash_keys
 from plait.errors import SubjectNotFound
-from plait.frame.lp import NO_KEY_HASH, Hashes, lps_of
-from plait.spark.auditing.archived_events import ActionFile, Identity, SourceEvents, find_events, read_columns
+from plait.frame.lp import NO_KEY_HASH, Hashes
+from plait.spark.auditing.archived_events import APART, ActionFile, Identity, SourceEvents, find_events, read_columns
 from plait.spark.auditing.block import Block
-from plait.spark.auditing.deaths import Cause
+from plait.spark.auditing.deaths import Cause, archived_deaths
 from plait.spark.auditing.events import Events
 from plait.spark.auditing.groups import GroupFacts
 from plait.spark.auditing.input import PartitionFacts, Progress, check_groups
-from plait.spark.auditing.rows import Rows
-from plait.spark.manifest import ACTIONS, MESSAGES, Archive, ArchivedFile
+from plait.spark.auditing.rows import Rows, slots_of
+from plait.spark.manifest import ACTIONS, DEATHS, MESSAGES, Archive, ArchivedFile, Settings
 from plait.storage.chunks import Wanted
 
 #: Rows that one task judges at a time.
@@ -55,6 +56,10 @@ class ArchivedInput:
     identities: dict[int, Identity]
     parts: list[list[Unit]]
     actions: list[ActionFile]
+    #: By partition, as far as the archive says.
+    settings: dict[int, Settings]
+    #: Files of deaths, and what keeps the numbers of their groups apart.
+    letters: list[tuple[str, int]]
     time_min: int
     time_max: int
 
@@ -71,8 +76,11 @@ class ArchivedInput:
                 yield Block(unit.partition, rows, _Keys(keys).text, lookup.events_of)
 
     def deaths(self) -> Counter[Cause]:
-        """An archive does not have the kept log."""
-        return Counter()
+        """From the archived part of the kept log."""
+        archive, total = Archive.at(self.place), Counter[Cause]()
+        for path, apart in self.letters:
+            total += archived_deaths(archive, path, apart, since=self.wanted.time_min, until=self.wanted.time_max)
+        return total
 
 
 class _Keys:
@@ -104,11 +112,15 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[Rows, pa
     stored = table.column("store_time").cast(pa.int64()).to_numpy()
     sent = pc.coalesce(table.column("send_time"), table.column("store_time")).cast(pa.int64()).to_numpy()
     slots = table.column("logical_partition").combine_chunks()
-    loose = None if slots.null_count == 0 else slots.is_null().to_numpy(zero_copy_only=False)
+    keyless = slots.is_null().to_numpy(zero_copy_only=False)
+    settings = source.settings.get(unit.partition)
+    # A partition that was deleted and made again has the settings of the new one.
+    loose = keyless if settings is None else keyless & (stored < settings.created)
     # A message may have another slot than its key's own: it is that of the hash which it was sent with.
-    lps = lps_of(sequences, hashes)
-    lps = np.where(slots.is_null().to_numpy(zero_copy_only=False), lps, slots.fill_null(0).to_numpy()).astype(lps.dtype)
-    return Rows(sequences, table.column("epoch").to_numpy(), lps, hashes, stored, sent, loose), keys
+    lps = slots_of(sequences, hashes, settings.taken if settings is not None else [])
+    lps = np.where(keyless, lps, slots.fill_null(0).to_numpy()).astype(lps.dtype)
+    known = loose if loose.any() else None
+    return Rows(sequences, table.column("epoch").to_numpy(), lps, hashes, stored, sent, known), keys
 
 
 def _moment(micros: int) -> pa.Scalar:
@@ -152,6 +164,8 @@ def open_archived(place: str, wanted: Wanted, groups: frozenset[str], *, progres
     places = _partitions(files)
     numbers = {name: number for number, name in enumerate(places, 1)}
     partitions = {}
+    settings = {}
+    complete = set()
     for (source, name), (subject, first, last) in places.items():
         facts = manifest.sources[source]
         # What retention took before it was archived is not missing.
@@ -161,6 +175,10 @@ def open_archived(place: str, wanted: Wanted, groups: frozenset[str], *, progres
         partitions[numbers[source, name]] = PartitionFacts(
             subject, name, first, max(last + 1, facts.sequences.get(name, 0)), gaps
         )
+        if facts.has_all_of(name):
+            complete.add(numbers[source, name])
+        if name in facts.settings:
+            settings[numbers[source, name]] = facts.settings[name]
     learned = [
         SourceEvents(
             archive,
@@ -181,8 +199,10 @@ def open_archived(place: str, wanted: Wanted, groups: frozenset[str], *, progres
     check_groups(groups, (group.name for group in there.values()), place)
     known = {number: group for number, group in there.items() if not groups or group.name in groups}
     for group in known.values():
-        # Sealed segments of the action log may speak of messages that are not archived yet.
-        group.reach = min(group.reach, partitions[group.partition].end)
+        found = settings.get(group.partition)
+        group.learn_order(None if found is None or found.deleted else found.order)
+        if group.partition not in complete:
+            group.reach = min(group.reach, partitions[group.partition].end)
     chosen = [file for file in files if file.time_max >= wanted.time_min and file.time_min <= wanted.time_max]
     times = [time for file in [*chosen, *actions] for time in (file.time_min, file.time_max)]
     return ArchivedInput(
@@ -193,6 +213,8 @@ def open_archived(place: str, wanted: Wanted, groups: frozenset[str], *, progres
         identities={number: known for events in learned for number, known in events.identities.items()},
         parts=_parts(chosen, numbers),
         actions=[file for events in learned for file in events.files],
+        settings=settings,
+        letters=[(file.path, sources.index(file.source) * APART) for file in manifest.find(DEATHS)],
         time_min=max(min(times, default=0), wanted.time_min),
         time_max=max(times, default=0),
     )

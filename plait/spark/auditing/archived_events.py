@@ -27,7 +27,7 @@ from plait.storage.action_log import Action, ConsumerDefinition, GroupDefinition
 _EVENT_COLUMNS: Final = ["attempt", "epoch", "start", "end", "flags", "number", "log_offset", "log_row"]
 _NUMBERS: Final = {action.name.lower(): int(action) for action in Action}
 #: Numbers of groups are their data directory's: this keeps apart those of several.
-_APART: Final = 1 << 24
+APART: Final = 1 << 24
 #: Which file a row is from.
 _FILE: Final = "file"
 
@@ -107,7 +107,7 @@ class SourceEvents:
     def __init__(self, archive: Archive, number: int, partitions: dict[str, int], lost: Iterable[int]) -> None:
         """``lost``: log offsets at which events are missing."""
         self._archive = archive
-        self._apart = number * _APART
+        self._apart = number * APART
         self._partitions = partitions
         self._lost = sorted(set(lost))
         self._table = GroupTable()

@@ -1,14 +1,19 @@
-"""Why messages died: what stands beside dead letters in the kept log."""
+"""Why messages died: what stands beside dead letters in the kept log, and of that in an archive."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from plait.errors import FrameError
+from plait.spark.auditing.archived_events import read_columns
+from plait.spark.manifest import Archive
 from plait.storage.disk import RealDisk
 from plait.storage.kept import DIRECTORY, is_head, note_of
-from plait.storage.reader import LogReader, MappedSegment
+from plait.storage.reader import LogReader, MappedLog
 from plait.storage.recovery import LogScan
 
 
@@ -21,9 +26,8 @@ class Cause(NamedTuple):
     handler: str
 
 
-class _Segments(NamedTuple):
-    directory: str
-    segments: list[MappedSegment]
+#: As an archive has it.
+_CAUSE: Final = ["group_number", "type", "handler"]
 
 
 def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
@@ -35,7 +39,7 @@ def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
     if not segments:
         return found
     start = segments[0].base
-    for _, frame in LogScan(_Segments(path, segments), start, start, stamps_durable=False):
+    for _, frame in LogScan(MappedLog(path, segments), start, start, stamps_durable=False):
         if is_head(frame):
             continue
         try:
@@ -47,3 +51,13 @@ def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
             reason = note.death.reason
             found[Cause(note.group, reason.type, reason.handler)] += len(frame.sequences())
     return found
+
+
+def archived_deaths(archive: Archive, path: str, apart: int, *, since: int, until: int) -> Counter[Cause]:
+    """The same of one archived file; ``apart`` is added to the numbers of groups."""
+    table = read_columns(archive, path, ["time", *_CAUSE])
+    time = table.column("time").cast(pa.int64())
+    table = table.filter(pc.and_(pc.greater_equal(time, since), pc.less_equal(time, until)))
+    counts = table.group_by(_CAUSE).aggregate([("time", "count")])
+    columns = [counts.column(name).to_pylist() for name in (*_CAUSE, "time_count")]
+    return Counter({Cause(n + apart, kind or "", by or ""): count for n, kind, by, count in zip(*columns, strict=True)})

@@ -20,6 +20,7 @@ _GONE: Final = np.isin(np.arange(256), [Action.OFFLINE, Action.FORGET_CONSUMER])
 _MOVES_SCAN: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.BURY, Action.SKIP])
 _ROWS_MADE: Final = np.isin(np.arange(256), [Action.PULL, Action.ACK, Action.NACK, Action.BURY])
 AT_MOST_ONCE: Final = "at_most_once"
+STRICT: Final = "strict"
 #: A strand or a key's strand, changed at ``place``: (place, action, number, start, end, value, epoch).
 Change = tuple[int, int, int, int, int, int, int]
 
@@ -38,8 +39,8 @@ class GroupFacts:
     at_most_once: bool = False
     ordered: bool = False
     affinity: bool = False
-    #: Of an ordered group: a failed message holds its key.
-    strict: bool = False
+    #: Of an ordered group: a failed message holds its key. None: it is not known whether it does.
+    strict: bool | None = False
     #: The log has it from its definition on...
     whole: bool = True
     #: ...or only from this time on.
@@ -63,8 +64,13 @@ class GroupFacts:
 
     @property
     def logs_pulls(self) -> bool:
-        """What is in whose hands is told."""
-        return not self.broadcast and not self.ordered
+        """Who was handed what is told: by pulls or, at most once, by the acks in their place."""
+        return (self.at_most_once or not self.broadcast) and not self.ordered
+
+    def learn_order(self, order: str | None) -> None:
+        """The order of its subject; None: it is not known."""
+        if self.ordered and not self.affinity:
+            self.strict = None if order is None else order == STRICT
 
     @property
     def kind(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from plait.frame.columns import Column
-from plait.frame.lp import NO_KEY_HASH, Hashes, key_hashes, lp_set, lps_of
+from plait.frame.lp import NO_KEY_HASH, Hashes, key_hashes
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.auditing.block import Block
@@ -22,7 +22,7 @@ from plait.spark.auditing.deaths import Cause, deaths
 from plait.spark.auditing.events import NONE, Events, audited, of_rows, spans_of
 from plait.spark.auditing.groups import GroupFacts, GroupTable
 from plait.spark.auditing.input import PartitionFacts, Progress, check_groups
-from plait.spark.auditing.rows import Numbers, Rows
+from plait.spark.auditing.rows import Rows, slots_of
 from plait.storage.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
 from plait.storage.action_reader import ActionPart, open_actions, read_actions
 from plait.storage.catalog import PartitionRow
@@ -39,7 +39,6 @@ PARTS_MAX: Final = 32
 
 #: Group → the lowest and highest sequence that a part of the action log speaks of.
 Spans = dict[int, tuple[int, int]]
-STRICT: Final = "strict"
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ class FrameRows:
         self.rows = Rows(
             sequences,
             epochs[chosen],
-            slots_of(sequences, hashes, partition),
+            slots_of(sequences, hashes, partition.taken),
             hashes,
             stored[chosen],
             np.concatenate(sent).astype(np.int64)[chosen],
@@ -189,19 +188,6 @@ class FrameRows:
         before = int(self._ends[frame - 1]) if frame else 0
         text: bytes = self._frames[frame].binary(Column.KEY)[at - before].as_py()
         return text.decode()
-
-
-def slots_of(sequences: Numbers, hashes: Hashes | None, partition: PartitionRow) -> Any:
-    """The logical partition of each row; one without a key has one that was taken when it was stored."""
-    lps = lps_of(sequences, hashes)
-    keyless = np.ones(len(lps), bool) if hashes is None else hashes == NO_KEY_HASH
-    if partition.taken and keyless.any():
-        since = np.searchsorted([start for start, _ in partition.taken], sequences, "right") - 1
-        for index in np.unique(since[keyless]).tolist():
-            slots = np.flatnonzero(lp_set(partition.taken[max(index, 0)][1]))
-            mine = keyless & (since == index)
-            lps[mine] = slots[lps[mine] % len(slots)]
-    return lps
 
 
 def open_live(
@@ -242,7 +228,7 @@ def open_live(
     check_groups(groups, (group.name for group in there.values()), path)
     known = {number: group for number, group in there.items() if not groups or group.name in groups}
     for group in known.values():
-        group.strict = group.ordered and not group.affinity and rows[group.partition].settings.order == STRICT
+        group.learn_order(rows[group.partition].settings.order)
     starts = {number: each.start for chunk in planned.chunks for number, each in chunk.partitions.items()}
     nexts = logical_ends(reader.checkpoint)
     from_zero = not reader.files or reader.files[0][0] == 0

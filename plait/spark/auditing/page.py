@@ -41,6 +41,12 @@ _COUNTS: Final = (
     "invented",
     "retried",
 )
+_ORDERS: Final = {
+    "none": "no order is promised",
+    "strict": "strict order",
+    "best_tried": "best-tried order",
+    "not_known": "judged as best-tried order: whether it is strict is not known",
+}
 
 
 def page(report: AuditReport) -> str:
@@ -106,7 +112,7 @@ def _groups(groups: Sequence[GroupAudit]) -> str:
 
 def _group(group: GroupAudit) -> str:
     parts = [f"<h3>Group {_escaped(group.group)}</h3>"]
-    promised = {"none": "no order is promised", "strict": "strict order", "best_tried": "best-tried order"}[group.order]
+    promised = _ORDERS[group.order]
     delivery = group.delivery.replace("_", " ")
     parts.append(f"<p class='soft'>{_escaped(group.kind)}, {_escaped(delivery)}, {promised}</p>")
     plot = line_plot([each.time for each in group.lag], [each.lag for each in group.lag], "lag over time")

@@ -174,7 +174,7 @@ def _group(
         group=name,
         kind=first.kind,
         delivery="at_most_once" if first.at_most_once else "at_least_once",
-        order="strict" if first.strict else "best_tried" if first.ordered and not first.affinity else "none",
+        order=_order(first),
         messages=sum(fates.values()) - fates.get("outside", 0) + gone,
         acked=fates.get("acked", 0),
         dead=fates.get("dead", 0),
@@ -210,6 +210,12 @@ def _group(
     found.broken = [promise for promise in promised if getattr(found, promise)]
     found.examples = [each for each in found.examples if each.promise in found.broken][:EXAMPLES_MAX]
     return found
+
+
+def _order(group: GroupFacts) -> str:
+    if not group.ordered or group.affinity:
+        return "none"
+    return {True: "strict", False: "best_tried", None: "not_known"}[group.strict]
 
 
 def _below(ranges: list[tuple[int, int]], limit: int) -> int:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
+import plait
+from plait.clock import ManualClock
 from plait.errors import ArchiveError, SubjectNotFound
+from plait.reason import Reason
 from plait.spark import archiving
 from plait.spark.auditing import archived
+from plait.spark.auditing.page import page
 from plait.spark.auditing.report import AuditReport
+from plait.spark.manifest import Archive
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import Filler, archive_here, run_here
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import Events, is_ack, swapped_acks, with_actions
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
+from tests.spark.test_deaths import forget_deaths
 
 
 @pytest.fixture(autouse=True)
@@ -27,9 +37,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def counts(report: AuditReport) -> list[dict[str, object]]:
     """What both ways of reading know."""
-    left_out = ("lag", "order", "deaths")
     groups = [msgspec.to_builtins(group) for group in report.groups()]
-    return [{name: value for name, value in group.items() if name not in left_out} for group in groups]
+    return [{name: value for name, value in group.items() if name != "lag"} for group in groups]
 
 
 async def test_an_archive_and_its_data_directory_are_judged_alike(
@@ -54,8 +63,222 @@ async def test_an_archive_and_its_data_directory_are_judged_alike(
     report = audit(archive=to)
     assert report.held
     assert counts(report) == counts(audit(data))
+    assert [group.order for group in report.groups()] == ["none", "best_tried"]
     assert report.subjects[0].hot_keys == audit(data).subjects[0].hot_keys
     assert [subject.messages for subject in report.subjects] == [204]
+
+
+async def with_letters(data: Path) -> datetime:
+    """A strict subject of several partitions, whose messages die of several things; a time between two of them."""
+    clock = ManualClock()
+    retry = plait.Retry(attempts=1)
+    async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
+        await client.admin.create_subject(SUBJECT, order="strict", partitions=3)
+        await send(client, 60, keys=13)
+        for number in range(30):
+            await client.send(SUBJECT, b"no key %d" % number)
+        async with (
+            client.consumer(SUBJECT, group="billing", retry=retry) as shared,
+            client.consumer(SUBJECT, group="mail", ordered=True, retry=retry) as ordered,
+        ):
+            await consume(ordered, 80)
+            seen = 0
+            while seen < 90:
+                batch = await shared.fetch(90, wait=5)
+                for message in batch:
+                    seen += 1
+                    if seen in (3, 10, 20):
+                        await message.reject(ValueError("no") if seen < 15 else KeyError("what"))
+                await batch.ack()
+            await shared.flush()
+            await broker.advance(60)
+            middle = datetime.fromtimestamp(clock.now() / 1e6, UTC)
+            await client.send(SUBJECT, b"late", key="k")
+            await (await shared.fetch(1, wait=5))[0].reject("in words")
+    return middle
+
+
+async def test_dead_letters_and_the_order_of_strict_subjects_are_told_as_of_the_data_directory(
+    tmp_path: Path, audit: Audit
+):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    middle = await with_letters(data)
+    archive_here(data, to, now=True)
+    report = audit(archive=to)
+    assert report.held
+    assert counts(report) == counts(audit(data))
+    billing, mail = report.groups()
+    assert [(death.type, death.count) for death in billing.deaths] == [("ValueError", 2), (None, 1), ("KeyError", 1)]
+    assert (mail.order, mail.acked, mail.deaths) == ("strict", 80, [])
+    assert "strict order" in page(report)
+    for times in ({"since": middle}, {"until": middle}):
+        assert counts(audit(archive=to, **times)) == counts(audit(data, **times))
+    # Files that were merged say the same.
+    archive_here(None, to, compact=True)
+    assert counts(audit(archive=to)) == counts(report)
+
+
+async def test_an_older_archive_says_that_it_does_not_know(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    await with_letters(data)
+    archive_here(data, to, now=True)
+    forget_deaths(to)
+    report = audit(archive=to)
+    assert report.held
+    billing, mail = report.groups()
+    assert [(death.type, death.count) for death in billing.deaths] == [(None, 4)]
+    assert (billing.order, mail.order) == ("none", "not_known")
+    assert "whether it is strict is not known" in page(report)
+
+
+def test_groups_of_several_directories_have_their_own_letters(tmp_path: Path, audit: Audit):
+    to = tmp_path / "archive"
+    for number, name in enumerate(("g1", "g2")):
+        filler = Filler(tmp_path / name)
+        for other in range(number):
+            # Groups of the same name have other numbers there.
+            filler.failing(f"quiet-{other}")
+        failing = filler.failing()
+        filler.rounds(4)
+        assert filler.fail(failing, Reason("ValueError" if number else "KeyError")) == 12
+        filler.stop()
+        archive_here(tmp_path / name, to, now=True, group=name)
+    told = {group.group: group.deaths for group in audit(archive=to).groups()}
+    assert {name: [(death.type, death.count) for death in deaths] for name, deaths in told.items()} == {
+        "billing": [],
+        "failing": [("KeyError", 12), ("ValueError", 12)],
+        "quiet-0": [],
+    }
+
+
+async def test_a_strict_subject_of_an_archive_is_judged_as_strict(tmp_path: Path, audit: Audit):
+    await one_by_one(tmp_path / "good", ordered=True)
+
+    def unacked(events: Events) -> Events:
+        return events[~is_ack(events, 4)]
+
+    # What overtakes a message that nobody acked is out of order where order is strict, and nowhere else.
+    with_actions(tmp_path / "good", tmp_path / "bad", unacked)
+    archive_here(tmp_path / "bad", tmp_path / "archive", now=True)
+    assert [group.broken for group in audit(archive=tmp_path / "archive").groups()] == [["out_of_order"]]
+    forget_deaths(tmp_path / "archive")
+    assert audit(archive=tmp_path / "archive").held
+
+
+async def test_double_acks_of_messages_without_keys_are_found_in_an_archive(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    async with (
+        EmbeddedBroker(data) as broker,
+        broker.connect() as client,
+        client.consumer(SUBJECT, group="billing", ordered=True) as consumer,
+    ):
+        for number in range(12):
+            await client.send(SUBJECT, b"%d" % number)
+            await consume(consumer, 1)
+
+    def again(events: Events) -> Events:
+        return np.concatenate([events, events[is_ack(events, 7)]])
+
+    with_actions(data, tmp_path / "bad", again)
+    archive_here(tmp_path / "bad", to, now=True)
+    assert [group.broken for group in audit(archive=to).groups()] == [["double_acks"]]
+    forget_deaths(to)
+    assert audit(archive=to).held, "which strand a message was of is not known"
+
+
+async def test_messages_without_keys_are_of_the_strands_that_they_were_of(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    async with AsyncExitStack() as stack:
+        broker = await stack.enter_async_context(EmbeddedBroker(data))
+        client = await stack.enter_async_context(broker.connect())
+        await client.admin.create_subject(SUBJECT, partitions=3)
+        done = 0
+        for step in range(3):
+            await client.send_many(SUBJECT, [b"%d" % number for number in range(100)])
+            member = await stack.enter_async_context(broker.connect(client_id=f"m-{step}"))
+            async with (
+                member.consumer(SUBJECT, group="billing", ordered=True) as first,
+                client.consumer(SUBJECT, group="billing", ordered=True) as second,
+            ):
+                for each in (first, second, first, second):
+                    batch = await each.fetch(10, wait=2)
+                    done += len(batch)
+                    await batch.ack()
+        async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
+            await consume(consumer, 300 - done)
+    archive_here(data, to, now=True)
+    (source,) = Archive.at(to).open().sources.values()
+    assert all(settings.taken for settings in source.settings.values())
+    report = audit(archive=to)
+    assert report.held
+    assert [group.acked for group in report.groups()] == [300]
+    assert counts(report) == counts(audit(data))
+
+
+async def test_what_was_never_stored_is_found_in_an_archive_that_has_all_messages(tmp_path: Path, audit: Audit):
+    await one_by_one(tmp_path / "good")
+
+    def invented(events: Events) -> Events:
+        events["end"][is_ack(events, 11)] += 3
+        return events
+
+    with_actions(tmp_path / "good", tmp_path / "bad", invented)
+    for data, broken in (("good", []), ("bad", ["invented"])):
+        archive_here(tmp_path / data, tmp_path / f"archive-{data}", now=True)
+        assert [group.broken for group in audit(archive=tmp_path / f"archive-{data}").groups()] == [broken]
+    forget_deaths(tmp_path / "archive-bad")
+    assert audit(archive=tmp_path / "archive-bad").held, "events may be archived before their messages"
+
+
+def test_events_about_messages_that_are_not_archived_yet_are_no_invention(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    archive_here(data, to)
+    (source,) = Archive.at(to).open().sources.values()
+    assert source.rests_on is not None
+    assert source.rests_on > source.message_offset
+    assert audit(archive=to).held
+    archive_here(data, to, now=True)
+    filler.stop()
+    (source,) = Archive.at(to).open().sources.values()
+    assert source.has_all_of("orders@g1")
+    assert audit(archive=to).held
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(tmp_path: Path, audit: Audit, again: bool):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        await send(client, 10)
+        async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
+            await consume(consumer, 10)
+            await client.flush()
+            await asyncio.to_thread(archive_here, data, to, now=True)
+            assert [group.order for group in audit(archive=to).groups()] == ["best_tried"]
+            await send(client, 5, start=10)
+            await consume(consumer, 5)
+        await client.admin.delete_subject(SUBJECT)
+        if again:
+            await client.admin.create_subject(SUBJECT, order="strict")
+            await send(client, 3)
+    for _ in range(2):
+        archive_here(data, to, now=True)
+        report = audit(archive=to)
+        assert report.held
+        assert [(group.order, group.invented) for group in report.groups()] == [("not_known", 0)]
+        async with EmbeddedBroker(data) as broker, broker.connect() as client:
+            await client.send("others", b"x")
+
+
+async def test_a_file_of_deaths_that_is_gone_is_told(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    await with_letters(data)
+    archive_here(data, to, now=True)
+    for file in Archive.at(to).open().find("deaths"):
+        (to / file.path).unlink()
+    with pytest.raises(ArchiveError, match=r"deaths/.* cannot be read.*--verify"):
+        audit(archive=to)
 
 
 async def test_defects_are_found_in_an_archive(tmp_path: Path, audit: Audit):

@@ -298,6 +298,16 @@ def test_at_most_once_is_broken_by_a_second_delivery():
     assert broken(script.judge()) == {"double_acks": [5]}
 
 
+def test_what_a_broadcast_group_that_delivers_at_most_once_passed_by_is_lost():
+    script = Script(broadcast=True, delivery="at_most_once")
+    for start, end in ((0, 3), (5, 7)):
+        script.add(Action.ACK, 1, start, end, 1)
+    # What the scan is to go on with is there still: only what is new says that it was passed.
+    assert broken(script.judge()) == {}
+    script.add(Action.ACK, 1, 7, 9, 1)
+    assert broken(script.judge()) == {"lost": [3, 4]}
+
+
 def test_acks_of_a_broadcast_group_leave_gaps_that_are_not_lost():
     script = Script(broadcast=True)
     script.add(Action.ACK, 1, 10, 20)

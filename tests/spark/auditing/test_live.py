@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,9 +14,11 @@ import plait
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, SubjectNotFound
 from plait.spark.auditing.report import AuditReport
+from plait.storage.action_log import Action
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded import TEST_CONFIG
 from tests.spark.auditing.conftest import Audit, one_group
+from tests.spark.auditing.defects import Events, with_actions
 
 SUBJECT = "order.book"
 
@@ -174,6 +177,32 @@ async def test_a_broadcast_and_a_group_that_began_at_the_latest(tmp_path: Path, 
     late_group, prices = sorted(report.groups(), key=lambda group: group.kind, reverse=True)
     assert (late_group.group, late_group.messages, late_group.acked) == ("late", 20, 20)
     assert (prices.kind, prices.messages, prices.acked, prices.pending) == ("broadcast", 20, 10, 10)
+
+
+async def test_a_broadcast_at_most_once(tmp_path: Path, audit: Audit):
+    settings: dict[str, Any] = {"broadcast": True, "delivery": "at_most_once", "group": "prices"}
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        async with client.consumer(SUBJECT, **settings) as consumer:
+            await send(client, 30)
+            seen = [len(await consumer.fetch(8, wait=5)) for _ in range(3)]
+            await broker.kill()
+            await broker.start()
+            await send(client, 10, start=30)
+            seen.append(len(await consumer.fetch(8, wait=5)))
+        assert all(seen)
+    report = audit(tmp_path)
+    assert report.held
+    group = one_group(report)
+    assert (group.kind, group.delivery, group.lost) == ("broadcast", "at_most_once", 0)
+    assert group.acked >= sum(seen)
+
+    def without(events: Events) -> Events:
+        return events[(events["action"] != Action.ACK) | (events["start"] > 0)]
+
+    with_actions(tmp_path, tmp_path / "bad", without)
+    bad = one_group(audit(tmp_path / "bad"))
+    assert bad.broken == ["lost"]
+    assert bad.examples[0].sequence == 0
 
 
 @pytest.mark.parametrize(("to", "acked", "outside"), [(0, 12, 0), (8, 4, 8), (4, 8, 4)])
