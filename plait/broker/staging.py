@@ -42,6 +42,7 @@ from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.catalog import STAGE, PartitionRow, Stage
+from plait.storage.consume_log import Record
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -81,6 +82,9 @@ class Stages:
         #: Those that are being published, the first at present.
         self._queue: deque[Partition] = deque()
         self._waiters: list[_Waiter] = []
+        #: From where to where frames stand that were copied this turn, and before, since there was nothing to do.
+        self._copied: list[tuple[int, int]] = []
+        self._gone: set[tuple[int, int]] = set()
         #: The next commit goes on with it.
         self.ready = False
         #: On the monotonic clock: until then it does not.
@@ -156,9 +160,9 @@ class Stages:
         if partition is None:
             raise Expired(f"there is no stage of producer {producer:016x} here (any more)")
         self._write()
-        for frame, end in self._frames(partition, start):
+        for frame, record in self._frames(partition, start):
             frames.append(bytes(frame.buffer))
-            start = end
+            start = record.base + record.count
             size -= frame.size
             if size <= 0:
                 break
@@ -253,6 +257,7 @@ class Stages:
             room = PUBLISH_SIZE_MAX
             while self._queue and room > 0:
                 room -= self._publish(self._queue[0], now, appended, room)
+            self._forget()
         except OSError as error:
             self._held_until = broker.clock.monotonic() + RETRY_SECONDS
             broker.disk_error(error)
@@ -264,7 +269,8 @@ class Stages:
         else:
             if self._queue:
                 self.ready = True
-                broker.answer_after_commit(None)
+                # Not all at the end, when somebody waits for it: the disk works while the next ones are copied.
+                broker.answer_when_durable(lambda: None)
 
     def _publish(self, partition: Partition, now: int, appended: Appended, room: int) -> int:
         """Append some of a stage's frames to where they belong; their size."""
@@ -276,10 +282,11 @@ class Stages:
             target = broker.schedules.partition_of(partition.row.name)
         if target is not None:
             try:
-                for frame, end in self._frames(partition, partition.start):
+                for frame, record in self._frames(partition, partition.start):
                     broker.appender.copy(target, frame, broker.epoch, now, appended)
                     broker.touch(target)
-                    partition.start = end
+                    partition.start = record.base + record.count
+                    self._copied.append((record.offset, record.offset + record.size))
                     broker.touch(partition)
                     size += frame.size
                     if size >= room:
@@ -298,8 +305,17 @@ class Stages:
             self._answer(stage.producer, None)
         return size
 
-    def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, int]]:
-        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each ends."""
+    def _forget(self) -> None:
+        """What was copied this turn need not stay in memory: the next copies come to lie where it was."""
+        self._write()
+        gone = set(_joined([*self._gone, *self._copied]))
+        for start, end in gone - self._gone:
+            self._broker.message_log.forget(start, end)
+        self._copied = []
+        self._gone = gone if self._queue else set()
+
+    def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, Record]]:
+        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each stands."""
         log, records = self._broker.message_log, partition.consume_log
         for index in range(records.find(start), len(records)):
             record = records.record(index)
@@ -315,7 +331,7 @@ class Stages:
                     f"({error}): the batch cannot be published; run 'plait doctor'"
                 ) from error
             start = record.base + record.count
-            yield frame, start
+            yield frame, record
 
     def _answer(self, producer: int, error: PlaitError | None) -> None:
         """A stage is published, or cannot be."""
@@ -434,6 +450,19 @@ def _silent(partition: Partition, since: int) -> bool:
         return False
     records = partition.consume_log
     return not len(records) or records.record(len(records) - 1).time < since
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Neighbours as one: the system lets go of memory in large pieces, or not at all."""
+    start = stop = 0
+    for first, end in sorted(ranges):
+        if first != stop:
+            if stop:
+                yield start, stop
+            start = first
+        stop = end
+    if stop:
+        yield start, stop
 
 
 def _pages(partitions: list[Partition]) -> Iterator[list[Partition]]:
