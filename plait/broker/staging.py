@@ -8,7 +8,8 @@ it has come; from there it goes on by itself. A stage that has begun is publishe
 more rows of some keys.
 
 Which stages are published is decided elsewhere, once for all of a batch: asking again changes nothing, and of a stage
-that is not known any more nothing is left to be done. That is why one that expired stays known for a while.
+that is not known any more nothing is left to be done. That is why one that expired stays known for a while, and why
+one that was refused, as its keys have moved, is refused for good: its rows are being copied.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("plait.broker")
 
 PUBLISHING: Final = "publishing"
+MOVED: Final = "moved"
 EXPIRED: Final = "expired"
 #: Bytes that are published in one turn: the loop has others to serve.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
@@ -189,15 +191,18 @@ class Stages:
         """(producer, rows) of stages that consumers are to see; ``reply`` is called when that is so, durably.
 
         Those that are not known have been published before. Raises, and nothing has begun, if one of the others has
-        expired, or its partition does not take its keys any more (``StaleRoute``): those rows go elsewhere; or where a
-        seal waits for what has begun (``FlowControl``).
+        expired, or where a seal waits for what has begun (``FlowControl``). Nor has it if ``reply`` gets a
+        ``StaleRoute``: the partition of those that it names does not take their keys any more; the rows go elsewhere.
         """
         broker = self._broker
         broker.refuse_when_full()
         broker.commit()
         wanted = {producer: self._checked(producer, rows) for producer, rows in producers if producer in self._all}
-        begun = [partition for partition in wanted.values() if not _stage(partition).state]
-        self._check_routes(begun)
+        begun = [partition for partition in wanted.values() if _stage(partition).state != PUBLISHING]
+        self._check_closing(begun)
+        if moved := [partition for partition in begun if _stage(partition).state or not self._takes(partition)]:
+            self._refuse(moved, reply)
+            return
         self._change(begun, PUBLISHING)
         if not wanted:
             broker.answer_when_durable(lambda: reply(None))
@@ -343,21 +348,27 @@ class Stages:
                 self._waiters.remove(waiter)
                 self._broker.answer_when_durable(lambda reply=waiter.reply: reply(error))  # type: ignore[misc]
 
-    def _check_routes(self, partitions: list[Partition]) -> None:
-        """Raise unless all of these may be published where they are for; every one that may not is named."""
+    def _check_closing(self, partitions: list[Partition]) -> None:
+        """Raise if a seal waits for what is being published to where one of these is for."""
         now = self._broker.clock.monotonic()
         self._closing = {name: until for name, until in self._closing.items() if now < until}
         for partition in partitions:
             if partition.row.name in self._closing:
                 raise FlowControl(f"partition {partition.row.name!r} is about to take fewer keys; try again")
-        moved = [partition for partition in partitions if not self._takes(partition)]
-        if moved:
-            producers = [_stage(partition).producer for partition in moved]
-            raise StaleRoute(
-                f"partition {moved[0].row.name!r} does not take these keys (any more); write them elsewhere",
-                producer=producers[0],
-                producers=producers,
-            )
+
+    def _refuse(self, moved: list[Partition], reply: Reply) -> None:
+        """Every one that is for elsewhere is named, and stays so, even if its keys come back and after a crash.
+
+        Who is told so writes its rows anew: another who asks later must not have them published here as well.
+        """
+        self._change([partition for partition in moved if not _stage(partition).state], MOVED)
+        producers = [_stage(partition).producer for partition in moved]
+        error = StaleRoute(
+            f"partition {moved[0].row.name!r} does not take these keys (any more); write them elsewhere",
+            producer=producers[0],
+            producers=producers,
+        )
+        self._broker.answer_when_durable(lambda: reply(error))
 
     def _takes(self, partition: Partition) -> bool:
         target = self._broker.subjects.get(partition.row.name)
