@@ -213,10 +213,12 @@ class RealFile:
         size = end // page * page - first
         if size <= 0:
             return
-        if self._map is not None and first < len(self._map):
-            # What is mapped would stay.
-            self._map.madvise(mmap.MADV_DONTNEED, first, size)
-        os.posix_fadvise(self._fd, first, size, os.POSIX_FADV_DONTNEED)
+        # It is advice: a file system that does not take it is no failure.
+        with contextlib.suppress(OSError):
+            if self._map is not None and first < len(self._map):
+                # What is mapped would stay.
+                self._map.madvise(mmap.MADV_DONTNEED, first, size)
+            os.posix_fadvise(self._fd, first, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         self._release()
