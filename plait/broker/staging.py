@@ -8,7 +8,8 @@ it has come; from there it goes on by itself. A stage that has begun is publishe
 more rows of some keys.
 
 Which stages are published is decided elsewhere, once for all of a batch: asking again changes nothing, and of a stage
-that is not known any more nothing is left to be done. That is why one that expired stays known for a while.
+that is not known any more nothing is left to be done. That is why one that expired stays known for a while, and why
+one that was refused, as its keys have moved, is refused for good: its rows are being copied.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.catalog import STAGE, PartitionRow, Stage
+from plait.storage.consume_log import Record
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("plait.broker")
 
 PUBLISHING: Final = "publishing"
+MOVED: Final = "moved"
 EXPIRED: Final = "expired"
 #: Bytes that are published in one turn: the loop has others to serve.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
@@ -81,6 +84,9 @@ class Stages:
         #: Those that are being published, the first at present.
         self._queue: deque[Partition] = deque()
         self._waiters: list[_Waiter] = []
+        #: From where to where frames stand that were copied this turn, and before, since there was nothing to do.
+        self._copied: list[tuple[int, int]] = []
+        self._gone: set[tuple[int, int]] = set()
         #: The next commit goes on with it.
         self.ready = False
         #: On the monotonic clock: until then it does not.
@@ -156,9 +162,9 @@ class Stages:
         if partition is None:
             raise Expired(f"there is no stage of producer {producer:016x} here (any more)")
         self._write()
-        for frame, end in self._frames(partition, start):
+        for frame, record in self._frames(partition, start):
             frames.append(bytes(frame.buffer))
-            start = end
+            start = record.base + record.count
             size -= frame.size
             if size <= 0:
                 break
@@ -185,15 +191,18 @@ class Stages:
         """(producer, rows) of stages that consumers are to see; ``reply`` is called when that is so, durably.
 
         Those that are not known have been published before. Raises, and nothing has begun, if one of the others has
-        expired, or its partition does not take its keys any more (``StaleRoute``): those rows go elsewhere; or where a
-        seal waits for what has begun (``FlowControl``).
+        expired, or where a seal waits for what has begun (``FlowControl``). Nor has it if ``reply`` gets a
+        ``StaleRoute``: the partition of those that it names does not take their keys any more; the rows go elsewhere.
         """
         broker = self._broker
         broker.refuse_when_full()
         broker.commit()
         wanted = {producer: self._checked(producer, rows) for producer, rows in producers if producer in self._all}
-        begun = [partition for partition in wanted.values() if not _stage(partition).state]
-        self._check_routes(begun)
+        begun = [partition for partition in wanted.values() if _stage(partition).state != PUBLISHING]
+        self._check_closing(begun)
+        if moved := [partition for partition in begun if _stage(partition).state or not self._takes(partition)]:
+            self._refuse(moved, reply)
+            return
         self._change(begun, PUBLISHING)
         if not wanted:
             broker.answer_when_durable(lambda: reply(None))
@@ -253,6 +262,7 @@ class Stages:
             room = PUBLISH_SIZE_MAX
             while self._queue and room > 0:
                 room -= self._publish(self._queue[0], now, appended, room)
+            self._forget()
         except OSError as error:
             self._held_until = broker.clock.monotonic() + RETRY_SECONDS
             broker.disk_error(error)
@@ -264,7 +274,8 @@ class Stages:
         else:
             if self._queue:
                 self.ready = True
-                broker.answer_after_commit(None)
+                # Not all at the end, when somebody waits for it: the disk works while the next ones are copied.
+                broker.answer_when_durable(lambda: None)
 
     def _publish(self, partition: Partition, now: int, appended: Appended, room: int) -> int:
         """Append some of a stage's frames to where they belong; their size."""
@@ -276,10 +287,11 @@ class Stages:
             target = broker.schedules.partition_of(partition.row.name)
         if target is not None:
             try:
-                for frame, end in self._frames(partition, partition.start):
+                for frame, record in self._frames(partition, partition.start):
                     broker.appender.copy(target, frame, broker.epoch, now, appended)
                     broker.touch(target)
-                    partition.start = end
+                    partition.start = record.base + record.count
+                    self._copied.append((record.offset, record.offset + record.size))
                     broker.touch(partition)
                     size += frame.size
                     if size >= room:
@@ -298,8 +310,17 @@ class Stages:
             self._answer(stage.producer, None)
         return size
 
-    def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, int]]:
-        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each ends."""
+    def _forget(self) -> None:
+        """What was copied this turn need not stay in memory: the next copies come to lie where it was."""
+        self._write()
+        gone = set(_joined([*self._gone, *self._copied]))
+        for start, end in gone - self._gone:
+            self._broker.message_log.forget(start, end)
+        self._copied = []
+        self._gone = gone if self._queue else set()
+
+    def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, Record]]:
+        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each stands."""
         log, records = self._broker.message_log, partition.consume_log
         for index in range(records.find(start), len(records)):
             record = records.record(index)
@@ -315,7 +336,7 @@ class Stages:
                     f"({error}): the batch cannot be published; run 'plait doctor'"
                 ) from error
             start = record.base + record.count
-            yield frame, start
+            yield frame, record
 
     def _answer(self, producer: int, error: PlaitError | None) -> None:
         """A stage is published, or cannot be."""
@@ -327,21 +348,27 @@ class Stages:
                 self._waiters.remove(waiter)
                 self._broker.answer_when_durable(lambda reply=waiter.reply: reply(error))  # type: ignore[misc]
 
-    def _check_routes(self, partitions: list[Partition]) -> None:
-        """Raise unless all of these may be published where they are for; every one that may not is named."""
+    def _check_closing(self, partitions: list[Partition]) -> None:
+        """Raise if a seal waits for what is being published to where one of these is for."""
         now = self._broker.clock.monotonic()
         self._closing = {name: until for name, until in self._closing.items() if now < until}
         for partition in partitions:
             if partition.row.name in self._closing:
                 raise FlowControl(f"partition {partition.row.name!r} is about to take fewer keys; try again")
-        moved = [partition for partition in partitions if not self._takes(partition)]
-        if moved:
-            producers = [_stage(partition).producer for partition in moved]
-            raise StaleRoute(
-                f"partition {moved[0].row.name!r} does not take these keys (any more); write them elsewhere",
-                producer=producers[0],
-                producers=producers,
-            )
+
+    def _refuse(self, moved: list[Partition], reply: Reply) -> None:
+        """Every one that is for elsewhere is named, and stays so, even if its keys come back and after a crash.
+
+        Who is told so writes its rows anew: another who asks later must not have them published here as well.
+        """
+        self._change([partition for partition in moved if not _stage(partition).state], MOVED)
+        producers = [_stage(partition).producer for partition in moved]
+        error = StaleRoute(
+            f"partition {moved[0].row.name!r} does not take these keys (any more); write them elsewhere",
+            producer=producers[0],
+            producers=producers,
+        )
+        self._broker.answer_when_durable(lambda: reply(error))
 
     def _takes(self, partition: Partition) -> bool:
         target = self._broker.subjects.get(partition.row.name)
@@ -434,6 +461,19 @@ def _silent(partition: Partition, since: int) -> bool:
         return False
     records = partition.consume_log
     return not len(records) or records.record(len(records) - 1).time < since
+
+
+def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Neighbours as one: the system lets go of memory in large pieces, or not at all."""
+    start = stop = 0
+    for first, end in sorted(ranges):
+        if first != stop:
+            if stop:
+                yield start, stop
+            start = first
+        stop = end
+    if stop:
+        yield start, stop
 
 
 def _pages(partitions: list[Partition]) -> Iterator[list[Partition]]:

@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-from xxhash import xxh3_64_intdigest
 
 from plait import names
 from plait.client.delay import dues_of
 from plait.client.staging import StagedRows
 from plait.errors import InvalidArgument, TooLarge
 from plait.frame.columns import TAG_SEPARATOR
+from plait.frame.xxh3 import hash_rows
 from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
 
 #: What a DataFrame may have, and what each column may be.
@@ -78,7 +78,7 @@ def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tup
     rows = StagedRows(
         encode_bodies(batch["body"]),
         keys,
-        None if keys is None else hashes_of(keys),
+        None if keys is None else hash_rows(keys),
         None if "tags" not in batch.schema.names else encode_tags(batch["tags"]),
         None if "headers" not in batch.schema.names else encode_headers(batch["headers"]),
     )
@@ -134,11 +134,6 @@ def encode_keys(column: pa.Array) -> pa.Array:
         raise InvalidArgument("column 'key' has empty rows; use null for a message without a key")
     _check_size("key", column, KEY_SIZE_MAX)
     return column.fill_null("")
-
-
-def hashes_of(keys: pa.Array) -> npt.NDArray[np.uint64]:
-    """xxh3_64 of each key."""
-    return np.fromiter(map(xxh3_64_intdigest, keys.cast(_BINARY).to_pylist()), np.uint64, len(keys))
 
 
 def encode_tags(column: pa.Array) -> pa.Array:

@@ -15,6 +15,9 @@ from plait.memory import keep_buffers
 #: The module whose children Spark's workers are.
 _DAEMON: Final = "pyspark.daemon"
 
+#: A fork takes it over, with what was done. The collector would know, too, and counts all that it spares to tell.
+_prepared = False
+
 
 def prepare_worker() -> None:
     """Once in each worker; nothing anywhere else."""
@@ -23,8 +26,10 @@ def prepare_worker() -> None:
     is_daemon = started_as is not None and started_as.name == _DAEMON
     if not is_daemon and _DAEMON not in sys.modules:
         return
-    if gc.get_freeze_count():
+    global _prepared
+    if _prepared:
         return
+    _prepared = True
     # A worker collects all garbage after every task. Looking through what Spark, Arrow and Plait have loaded takes it
     # 20 to 40 ms each time, a third of what a task of average size takes: none of that is garbage, now or later.
     gc.collect()

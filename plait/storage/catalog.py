@@ -50,8 +50,9 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
     batch: int
     #: Its rows are to be delivered at times of their own.
     delayed: bool = False
-    #: "": rows may come; "publishing": they are on their way to where consumers find them; "expired": nobody asked
-    #: for that in time, and they are gone.
+    #: "": rows may come; "publishing": they are on their way to where consumers find them; "moved": they are not to be
+    #: published here, as their keys have moved, and are there to be copied; "expired": nobody asked for them in time,
+    #: and they are gone.
     state: str = ""
 
 

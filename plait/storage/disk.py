@@ -73,6 +73,10 @@ class File(Protocol):
         """Let the window go: pages that were read through it are no memory of this process any more. Views live on."""
         ...
 
+    def forget(self, start: int, end: int) -> None:
+        """Nobody will look at these bytes soon: the system may use the memory that they are cached in for others."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -116,6 +120,7 @@ class RealFile:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._size = os.fstat(fd).st_size
+        self._map: mmap.mmap | None = None
         self._view: memoryview | None = None
 
     @property
@@ -184,7 +189,8 @@ class RealFile:
             self._release()
             if self._size == 0:
                 return memoryview(b"")
-            self._view = memoryview(mmap.mmap(self._fd, self._size, prot=mmap.PROT_READ))
+            self._map = mmap.mmap(self._fd, self._size, prot=mmap.PROT_READ)
+            self._view = memoryview(self._map)
         return self._view
 
     def _check_open(self) -> None:
@@ -195,10 +201,24 @@ class RealFile:
 
     def _release(self) -> None:
         # Readers may still hold slices of the map: it then lives on until the last of them goes.
-        self._view = None
+        self._map = self._view = None
 
     def unmap(self) -> None:
         self._release()
+
+    def forget(self, start: int, end: int) -> None:
+        self._check_open()
+        page = mmap.PAGESIZE
+        first = -(-start // page) * page
+        size = end // page * page - first
+        if size <= 0:
+            return
+        # It is advice: a file system that does not take it is no failure.
+        with contextlib.suppress(OSError):
+            if self._map is not None and first < len(self._map):
+                # What is mapped would stay.
+                self._map.madvise(mmap.MADV_DONTNEED, first, size)
+            os.posix_fadvise(self._fd, first, size, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         self._release()

@@ -154,6 +154,11 @@ class Log:
             raise DamageError(f"{self.directory}: {size} bytes at {offset} pass the end of their segment")
         return segment.view[start : start + size]
 
+    def forget(self, start: int, end: int) -> None:
+        """Nobody will look at these bytes of one segment soon: what is durable of them need not stay in memory."""
+        segment = self.segment_at(start)
+        segment.file.forget(start - segment.base, end - segment.base)
+
     # --- appending ------------------------------------------------------------------------------
 
     def resume_at(self, end: int, known_durable: int = 0) -> None:

@@ -129,6 +129,9 @@ class SimulatedFile:
     def unmap(self) -> None:
         self._check_open()
 
+    def forget(self, start: int, end: int) -> None:
+        self._check_open()
+
     def close(self) -> None:
         self._open = False
 

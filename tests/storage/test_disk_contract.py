@@ -199,8 +199,9 @@ def test_one_handle_shows_the_writes_of_another(disk: Disk):
         lambda file: file.truncate(1),
         lambda file: file.sync(),
         lambda file: file.view(),
+        lambda file: file.forget(0, 3),
     ],
-    ids=["write", "allocate", "truncate", "sync", "view"],
+    ids=["write", "allocate", "truncate", "sync", "view", "forget"],
 )
 def test_a_closed_file_refuses_every_call(disk: Disk, call: Callable[[Any], object]):
     store(disk, "a", b"abc")
@@ -210,6 +211,23 @@ def test_a_closed_file_refuses_every_call(disk: Disk, call: Callable[[Any], obje
     with pytest.raises(OSError, match=r"\[Errno 9\]"):
         call(file)
     assert disk.read("a") == b"abc"
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_what_is_to_be_forgotten_reads_as_before(disk: Disk, synced: bool):
+    data = bytes(range(256)) * 256
+    file = disk.open("a", create=True)
+    file.write([data], 0)
+    if synced:
+        file.sync()
+    view = file.view()
+    assert bytes(view) == data
+    for start, end in ((0, len(data)), (5000, 5001), (4000, 9000), (len(data) - 1, 1 << 20), (1 << 20, 1 << 21)):
+        file.forget(start, end)
+        assert bytes(view) == data
+    file.write([b"new"], 4096)
+    assert bytes(file.view())[4095:4100] == b"\xffnew\x03"
+    file.close()
 
 
 def test_a_synced_file_and_directory_read_as_before(disk: Disk):

@@ -118,3 +118,35 @@ def test_one_process_at_a_time_holds_the_lock(tmp_path: Path):
     first.unlock()
     second.lock()
     second.unlock()
+
+
+def in_memory(path: Path, offset: int) -> bool:
+    """Whether a byte of a file can be had without asking the disk for it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def test_what_is_forgotten_leaves_the_memory_though_it_was_read_through_a_view(tmp_path: Path):
+    size = 1 << 20
+    plain = RealDisk(tmp_path).open("plain", create=True)
+    plain.write([b"x" * size], 0)
+    plain.sync()
+    plain.forget(0, size)
+    if in_memory(tmp_path / "plain", size // 2):
+        pytest.skip("this file system keeps everything in memory")
+    file = RealDisk(tmp_path).open("a", create=True)
+    # Two writes: what is let go of whole was written whole.
+    file.write([b"a" * size], 0)
+    file.write([b"b" * size], size)
+    file.sync()
+    assert bytes(file.view()) == b"a" * size + b"b" * size
+    file.forget(0, size)
+    assert not in_memory(tmp_path / "a", size // 2)
+    assert in_memory(tmp_path / "a", size + size // 2)
+    file.close()
+    plain.close()
