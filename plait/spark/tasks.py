@@ -21,8 +21,8 @@ from plait.frame.header import U32
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
+from plait.spark.arranging import arranged, log_order
 from plait.spark.columns import one_batch
-from plait.spark.digest import PARTITION, Digest, log_order, message_digests, taken
 from plait.spark.files import (
     DAY_MICROS,
     MESSAGE_SCHEMA,
@@ -32,6 +32,7 @@ from plait.spark.files import (
     read_file,
 )
 from plait.spark.manifest import Archive, ArchivedFile, RawSegment
+from plait.spark.views import joined
 from plait.spark.worker import prepare_worker
 from plait.storage.action_reader import ActionPart, read_actions
 from plait.storage.catalog import PartitionRow
@@ -98,20 +99,15 @@ class Collector:
         """Write all that was taken."""
         for (subject, day), partitions in self._frames.items():
             batches: list[pa.RecordBatch] = []
-            digests: dict[str, Digest] = {}
             ranges: dict[str, tuple[int, int]] = {}
             for name, members in partitions.items():
                 batch = one_batch(members, MESSAGE_SCHEMA, self._group)
-                digests[name] = Digest()
-                digests[name].feed(batch, PARTITION)
                 views = [view for _, view in members]
                 ranges[name] = (min(view.base for view in views), max(view.base + view.count - 1 for view in views))
                 self.facts.counts[name] = self.facts.counts.get(name, 0) + batch.num_rows
                 batches.append(batch)
-                del batch
             date = day_of(day * DAY_MICROS)
-            file = self._writer.messages(subject, date, batches, self._offsets, digests, ranges)
-            self.facts.files.append(file)
+            self.facts.files.append(self._writer.messages(subject, date, joined(batches), self._offsets, ranges))
         self._frames, self._held = {}, 0
 
 
@@ -192,7 +188,7 @@ class ActionTask:
         facts = TaskFacts()
         days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
         for day in np.unique(days).tolist():
-            rows = table.filter(pa.array(days == day)).combine_chunks()
+            rows = joined(table.filter(pa.array(days == day)).to_batches())
             facts.files.append(writer.actions(day_of(day * DAY_MICROS), rows, (part.start, part.end)))
         return facts
 
@@ -284,20 +280,18 @@ class CompactTask:
         for file in self.files:
             check_file(archive, file)
             tables.append(read_file(archive, file.path))
-        table = pa.concat_tables(tables).combine_chunks()
-        tables.clear()
+        table = pa.concat_tables(tables)
         if first.kind == "actions":
-            return TaskFacts(files=[writer.actions(first.date, table, offsets)])
+            return TaskFacts(files=[writer.actions(first.date, joined(table.to_batches()), offsets)])
         partitions: dict[str, tuple[int, int]] = {}
         for file in self.files:
             for name, (low, high) in file.partitions.items():
                 known = partitions.get(name, (low, high))
                 partitions[name] = (min(low, known[0]), max(high, known[1]))
         # Each file was what the manifest says, and the new one has to be all of them.
-        digests = message_digests(table)
-        batches = taken(table, log_order(table)).to_batches()
-        del table
-        return TaskFacts(files=[writer.messages(first.subject, first.date, batches, offsets, digests, partitions)])
+        rows = joined(table.to_batches())
+        rows = arranged(rows, log_order(rows))
+        return TaskFacts(files=[writer.messages(first.subject, first.date, rows, offsets, partitions)])
 
 
 @dataclass(frozen=True)
@@ -338,12 +332,10 @@ class Job:
     source: str
     tasks: tuple[Task, ...]
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def __call__(self, numbers: Iterator[int]) -> Iterator[bytes]:
         prepare_worker()
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                facts = msgspec.msgpack.encode(self.run(self.tasks[number]))
-                yield pa.RecordBatch.from_pydict({"facts": pa.array([facts], pa.binary())})
+        for number in numbers:
+            yield msgspec.msgpack.encode(self.run(self.tasks[number]))
 
     def run(self, task: Task) -> TaskFacts:
         """One task, here; what goes wrong on purpose is a fact, too: it reaches its reader without Java's words."""

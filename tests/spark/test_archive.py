@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import fs
@@ -23,10 +24,14 @@ from plait.server import Server
 from plait.server.standing import database_in
 from plait.spark import archiving, intake, tasks
 from plait.spark.archiving import Archiver
+from plait.spark.columns import one_batch
 from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.manifest import Archive, Manifest
+from plait.spark.views import moved
 from plait.storage.archived import read_archived
+from plait.storage.chunks import Wanted, plan, read_chunk
 from plait.storage.disk import RealDisk
+from plait.storage.reader import open_log
 from tests.spark.archives import (
     Filler,
     archive_here,
@@ -87,6 +92,25 @@ def test_files_are_placed_by_subject_and_day_and_sorted_for_lookups(here: None, 
         assert (file.key_min, file.key_max) == (min(keys), max(keys))
     assert {file.subject for file in manifest.find("messages")} == {"orders", "refunds", "rare"}
     assert len({file.date for file in manifest.files}) == 3
+
+
+def test_bodies_of_large_frames_stay_where_they_are_until_they_are_written(here: None, tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(4, size=20_000)
+    filler.stop()
+    wanted = Wanted(prefixes=("",))
+    chunk = plan(open_log(str(data)), wanted).chunks[0]
+    members = list(read_chunk(RealDisk(data, read_only=True), str(data), chunk, wanted))
+    bodies = one_batch(members, MESSAGE_SCHEMA, "g1").column("body")
+    file = np.frombuffer(members[0][1].buffer, np.uint8)
+    places = [buffer.address - file.ctypes.data for buffer in bodies.buffers()[2:]]
+    assert len(places) == len(members) > 1
+    assert all(0 < place < len(file) for place in places)
+    archive_here(data, to, now=True)
+    rows = log_rows(data)
+    assert archived_rows(to) == rows
+    assert bodies.to_pylist() == [row["body"] for row in rows[: len(bodies)]]
 
 
 def order_of(rows: list[dict[str, Any]]) -> list[int]:
@@ -299,14 +323,31 @@ def test_what_retention_takes_after_it_was_archived_is_no_loss(here: None, tmp_p
     assert acked == list(range(6 * 90))
 
 
+def _with_bodies(batch: pa.RecordBatch, bodies: list[bytes]) -> pa.RecordBatch:
+    place = batch.schema.get_field_index("body")
+    return batch.set_column(place, batch.schema.field(place), pa.array(bodies, pa.binary()))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda batch: [batch.slice(0, batch.num_rows - 1)], id="lost"),
+        pytest.param(lambda batch: [batch, batch.slice(batch.num_rows - 1)], id="doubled"),
+        pytest.param(lambda batch: [batch.take(pa.array(range(batch.num_rows)[::-1]))], id="swapped"),
+        pytest.param(lambda batch: [_with_bodies(batch, batch.column("body").to_pylist()[::-1])], id="bodies swapped"),
+        pytest.param(
+            lambda batch: [_with_bodies(batch, [*batch.column("body").to_pylist()[:-1], b"another"])], id="changed"
+        ),
+    ],
+)
 def test_a_file_that_does_not_read_back_is_not_committed(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any
 ):
     to = tmp_path / "archive"
 
     def other(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
         for batch in read_batches(archive, relative):
-            yield batch.slice(0, batch.num_rows - 1)
+            yield from spoil(batch) if "body" in batch.schema.names else [batch]
 
     monkeypatch.setattr("plait.spark.files.read_batches", other)
     with pytest.raises(ArchiveError, match=r"does not read back as it was written.*nothing was committed"):
@@ -315,7 +356,7 @@ def test_a_file_that_does_not_read_back_is_not_committed(
 
 
 def test_rows_that_a_sort_loses_are_noticed(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("plait.spark.files.in_lookup_order", lambda table: table.slice(1))
+    monkeypatch.setattr("plait.spark.arranging.moved", lambda rows, order: moved(rows, order).slice(1))
     with pytest.raises(ArchiveError, match="sorted rows are not those that were read"):
         archive_here(data, tmp_path / "archive", now=True)
 
