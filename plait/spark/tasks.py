@@ -6,7 +6,7 @@ process, and never through Java. A task that runs twice leaves two sets of files
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -41,7 +41,7 @@ from plait.storage.disk import RealDisk
 from plait.storage.reader import MappedLog, MappedSegment, damage_error, expired_error
 from plait.storage.recovery import LogScan
 
-#: Frames that a task collects, by their size when they are not compressed; it holds their rows twice for a moment.
+#: Frames that a task collects, by their size when they are not compressed: it holds what was until it is written.
 HELD_SIZE_MAX: Final = 256 * MIB
 _PACKED: Final = (int(Codec.ZSTD), int(Codec.LZ4))
 #: A segment is copied in pieces of this size.
@@ -332,7 +332,7 @@ class Job:
     source: str
     tasks: tuple[Task, ...]
 
-    def __call__(self, numbers: Iterator[int]) -> Iterator[bytes]:
+    def __call__(self, numbers: Iterable[int]) -> Iterator[bytes]:
         prepare_worker()
         for number in numbers:
             yield msgspec.msgpack.encode(self.run(self.tasks[number]))

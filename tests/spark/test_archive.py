@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import fs
@@ -24,14 +23,11 @@ from plait.server import Server
 from plait.server.standing import database_in
 from plait.spark import archiving, intake, tasks
 from plait.spark.archiving import Archiver
-from plait.spark.columns import one_batch
 from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.manifest import Archive, Manifest
 from plait.spark.views import moved
 from plait.storage.archived import read_archived
-from plait.storage.chunks import Wanted, plan, read_chunk
 from plait.storage.disk import RealDisk
-from plait.storage.reader import open_log
 from tests.spark.archives import (
     Filler,
     archive_here,
@@ -92,25 +88,6 @@ def test_files_are_placed_by_subject_and_day_and_sorted_for_lookups(here: None, 
         assert (file.key_min, file.key_max) == (min(keys), max(keys))
     assert {file.subject for file in manifest.find("messages")} == {"orders", "refunds", "rare"}
     assert len({file.date for file in manifest.files}) == 3
-
-
-def test_bodies_of_large_frames_stay_where_they_are_until_they_are_written(here: None, tmp_path: Path):
-    data, to = tmp_path / "data", tmp_path / "archive"
-    filler = Filler(data)
-    filler.rounds(4, size=20_000)
-    filler.stop()
-    wanted = Wanted(prefixes=("",))
-    chunk = plan(open_log(str(data)), wanted).chunks[0]
-    members = list(read_chunk(RealDisk(data, read_only=True), str(data), chunk, wanted))
-    bodies = one_batch(members, MESSAGE_SCHEMA, "g1").column("body")
-    file = np.frombuffer(members[0][1].buffer, np.uint8)
-    places = [buffer.address - file.ctypes.data for buffer in bodies.buffers()[2:]]
-    assert len(places) == len(members) > 1
-    assert all(0 < place < len(file) for place in places)
-    archive_here(data, to, now=True)
-    rows = log_rows(data)
-    assert archived_rows(to) == rows
-    assert bodies.to_pylist() == [row["body"] for row in rows[: len(bodies)]]
 
 
 def order_of(rows: list[dict[str, Any]]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import ArchiveError
+from plait.spark import archiving
 from plait.spark.arranging import arranged, log_order, lookup_order
+from plait.spark.columns import one_batch
 from plait.spark.files import MESSAGE_SCHEMA
 from plait.spark.views import is_moved, joined, moved, raw_size, viewed_batch
+from plait.storage.chunks import Wanted, plan, read_chunk
+from plait.storage.disk import RealDisk
+from plait.storage.reader import open_log
+from tests.spark.archives import Filler, archive_here, archived_rows, log_rows, run_here
 
 LONG = b"too long to stand in its view: "
 ROW: dict[str, Any] = {
@@ -141,3 +148,25 @@ def test_any_rows_are_sorted_however_they_come(given_rows: list[tuple[str, str |
 def test_a_sequence_that_was_given_out_twice_comes_later_in_its_later_epoch():
     rows = rows_of({"sequence": 5, "epoch": 2}, {"sequence": 6}, {"sequence": 5})
     assert log_order(rows).tolist() == [2, 1, 0]
+
+
+def test_bodies_of_large_frames_stay_where_they_are_until_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(archiving, "run_job", run_here)
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(4, size=20_000)
+    filler.stop()
+    wanted = Wanted(prefixes=("",))
+    disk = RealDisk(data, read_only=True)
+    chunks = plan(open_log(str(data)), wanted).chunks
+    members = [member for chunk in chunks for member in read_chunk(disk, str(data), chunk, wanted)]
+    bodies = one_batch(members, MESSAGE_SCHEMA, "g1").column("body")
+    for (_, view), buffer in zip(members, bodies.buffers()[2:], strict=True):
+        file = np.frombuffer(view.buffer, np.uint8)
+        assert 0 < buffer.address - file.ctypes.data < len(file)
+    archive_here(data, to, now=True)
+    rows = log_rows(data)
+    assert archived_rows(to) == rows
+    assert bodies.to_pylist() == [row["body"] for row in rows]
