@@ -82,7 +82,7 @@ def write_plainly(source: str, target: str) -> int:
         pq.write_table(
             table.take(order),
             target,
-            row_group_size=files.row_group_count(table),
+            row_group_size=files.row_group_count(table.num_rows, table.nbytes),
             compression=files.COMPRESSION,
             compression_level=files.COMPRESSION_LEVEL,
             use_dictionary=["partition"],

@@ -22,9 +22,10 @@ from plait.frame import check
 from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
 from plait.frame.tables import expand_runs
 from plait.frame.view import FrameView
-from plait.limits import LOGICAL_PARTITIONS, MIB
+from plait.limits import KIB, LOGICAL_PARTITIONS, MIB
 from plait.spark import header_types
 from plait.spark.picking import Picker
+from plait.spark.views import viewed, viewed_schema
 from plait.storage.chunks import ChunkPartition
 
 #: Frames are joined until they have this many rows, or this many bytes.
@@ -36,6 +37,8 @@ ALONE_COUNT: Final = 2_048
 ALONE_COLUMNS_MAX: Final = 2
 #: A batch of more rows is handed over in parts, so that Spark's memory for it stays bounded.
 BATCH_COUNT_MAX: Final = 65_536
+#: Frames of this size on average are not joined where their rows are about to be moved anyway.
+VIEWED_SIZE_MIN: Final = 16 * KIB
 
 _TEXT: Final = pa.string()
 _TIME: Final = pa.timestamp("us", tz="UTC")
@@ -259,6 +262,14 @@ def _body(frames: Frames) -> pa.Array:
     return _binary(*frames.variable(Column.BODY))
 
 
+def _body_views(frames: Frames) -> pa.Array:
+    """Views into the frames themselves, unless they are small: each is a piece of memory that Arrow knows of."""
+    size = sum(view.size for view in frames.views)
+    if size < VIEWED_SIZE_MIN * len(frames.views) or not all(view.has(Column.BODY) for view in frames.views):
+        return viewed(_body(frames))
+    return pa.concat_arrays([viewed(view.binary(Column.BODY)) for view in frames.views])
+
+
 def _send_time(frames: Frames) -> pa.Array:
     if not frames.has(Column.SEND_TIME):
         return pa.nulls(frames.count, _TIME)
@@ -359,9 +370,11 @@ def record_batches(
 
 
 def one_batch(members: Sequence[tuple[ChunkPartition, FrameView]], schema: pa.Schema, group: str) -> pa.RecordBatch:
-    """All rows of some frames, each column copied once; together they are less than a column can hold."""
+    """All rows of some frames, texts and bytes as views; together they are less than a column can hold."""
     frames = Frames(members, group)
-    return pa.RecordBatch.from_arrays([STORED_COLUMNS[name].build(frames) for name in schema.names], schema=schema)
+    build = {name: column.build for name, column in STORED_COLUMNS.items()} | {"body": _body_views}
+    columns = [viewed(build[name](frames)) for name in schema.names]
+    return pa.RecordBatch.from_arrays(columns, schema=viewed_schema(schema))
 
 
 def _batch(frames: Frames, builders: list[Callable[[Frames], pa.Array]], schema: pa.Schema) -> Iterator[pa.RecordBatch]:

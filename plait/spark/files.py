@@ -8,22 +8,22 @@ of it until a manifest names it. Nothing here needs Spark: tasks run it, and so 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date, timedelta
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from plait import chance
 from plait.errors import ArchiveError
 from plait.limits import MIB
+from plait.spark.arranging import arranged, lookup_order
 from plait.spark.columns import STORED_COLUMNS
-from plait.spark.digest import PARTITION, Digest, bounds, checksum_of, message_digests, taken
+from plait.spark.digest import Digest, bounds
 from plait.spark.manifest import Archive, ArchivedFile, DayKind, day_directory, subject_directory
+from plait.spark.views import raw_size, viewed_batch
 
 #: Level 3 takes a third longer than level 1 and saves a few hundredths of the size (docs/archive.md has figures).
 COMPRESSION: Final = "zstd"
@@ -52,35 +52,9 @@ def day_of(micros: int) -> str:
     return (_EPOCH_DAY + timedelta(days=micros // DAY_MICROS)).isoformat()
 
 
-def in_lookup_order(table: pa.Table) -> pa.Table:
-    """Rows that stand in log order, by key (those without one last), partition and sequence."""
-    keys = table.column("key").combine_chunks()
-    partitions = table.column("partition").combine_chunks().dictionary_encode()
-    count = len(partitions.dictionary)
-    ranks = _ranks(partitions)
-    if keys.null_count < len(keys):
-        ranks = _ranks(keys.dictionary_encode()) * count + ranks
-    if (ranks[1:] >= ranks[:-1]).all():
-        return table
-    # Stable: rows of one key and one partition stay in log order.
-    order = np.argsort(ranks, kind="stable")
-    return taken(table, order, PARTITION if count == 1 else frozenset())
-
-
-def _ranks(encoded: pa.DictionaryArray) -> Any:
-    """Each row's place among the different values in their order; nulls come last."""
-    order = pc.array_sort_indices(encoded.dictionary).to_numpy()
-    places = np.empty(len(order) + 1, np.int64)
-    places[order] = np.arange(len(order))
-    places[-1] = len(order)
-    codes = encoded.indices.fill_null(len(order)) if encoded.indices.null_count else encoded.indices
-    return places[codes.to_numpy()]
-
-
-def row_group_count(table: pa.Table) -> int:
-    """Rows of a row group in a file of these."""
-    fitting: int = ROW_GROUP_SIZE * table.num_rows // max(table.nbytes, 1)
-    return max(1, min(ROW_GROUP_COUNT, fitting))
+def row_group_count(count: int, size: int) -> int:
+    """Rows of a row group in a file of so many rows and bytes."""
+    return max(1, min(ROW_GROUP_COUNT, ROW_GROUP_SIZE * count // max(size, 1)))
 
 
 class FileWriter:
@@ -97,33 +71,21 @@ class FileWriter:
         self,
         subject: str,
         day: str,
-        batches: list[pa.RecordBatch],
+        rows: pa.RecordBatch,
         offsets: tuple[int, int],
-        digests: Mapping[str, Digest],
         partitions: dict[str, tuple[int, int]],
     ) -> ArchivedFile:
-        """A file of messages. ``batches`` have each partition's rows in log order, and are used up: memory is dear.
-
-        ``digests`` are what the rows of each partition have to be, ``partitions`` their first and last sequences.
-        """
-        table = pa.Table.from_batches(batches, MESSAGE_SCHEMA).combine_chunks()
-        batches.clear()
-        table = in_lookup_order(table)
+        """A file of messages: ``rows`` has those of each partition in log order, ``partitions`` their first and last
+        sequences."""
         path = self._path(subject_directory(subject, day))
-        found = message_digests(table)
-        if {name: digest.value for name, digest in found.items()} != {n: digest.value for n, digest in digests.items()}:
-            raise ArchiveError(
-                f"{self.archive.place}/{path}: sorted rows are not those that were read; nothing was committed. "
-                "Check the memory of this machine, then run again"
-            )
-        key_min, key_max = bounds(table.column("key"))
-        time_min, time_max = _times(table.column("store_time"))
-        count, raw_size = table.num_rows, table.nbytes
-        checksum = checksum_of(table.to_batches())
-        size = self._write(path, table, _DICTIONARIES)
-        # What is read back may take its place.
-        del table
-        self._compare(path, checksum)
+        rows = arranged(rows, lookup_order(rows))
+        keys = rows.column("key")
+        # They are sorted, those without one last.
+        key_min, key_max = (keys[place].as_py() for place in (0, max(len(keys) - keys.null_count - 1, 0)))
+        time_min, time_max = _times(rows.column("store_time"))
+        count, size_before = rows.num_rows, raw_size(rows)
+        size = self._write(path, rows, size_before, _DICTIONARIES)
+        checksum = self._compare(path, rows)
         return ArchivedFile(
             path=path,
             kind="messages",
@@ -131,7 +93,7 @@ class FileWriter:
             date=day,
             count=count,
             size=size,
-            raw_size=raw_size,
+            raw_size=size_before,
             checksum=checksum,
             source=self._source,
             start=offsets[0],
@@ -143,20 +105,20 @@ class FileWriter:
             time_max=time_max,
         )
 
-    def of_day(self, kind: DayKind, day: str, table: pa.Table, offsets: tuple[int, int]) -> ArchivedFile:
+    def of_day(self, kind: DayKind, day: str, rows: pa.RecordBatch, offsets: tuple[int, int]) -> ArchivedFile:
         """A file of events or deaths, in log order."""
         path = self._path(day_directory(kind, day))
-        size = self._write(path, table, [name for name in _DAY_DICTIONARIES if name in table.schema.names])
-        checksum = checksum_of(table.to_batches())
-        self._compare(path, checksum)
-        time_min, time_max = _times(table.column("time"))
+        count, size_before = rows.num_rows, raw_size(rows)
+        size = self._write(path, rows, size_before, [name for name in _DAY_DICTIONARIES if name in rows.schema.names])
+        checksum = self._compare(path, rows)
+        time_min, time_max = _times(rows.column("time"))
         return ArchivedFile(
             path=path,
             kind=kind,
             date=day,
-            count=table.num_rows,
+            count=count,
             size=size,
-            raw_size=table.nbytes,
+            raw_size=size_before,
             checksum=checksum,
             source=self._source,
             start=offsets[0],
@@ -175,15 +137,15 @@ class FileWriter:
         self._made += 1
         return f"{directory}/{self._prefix}-{self._made:05d}.parquet"
 
-    def _write(self, relative: str, table: pa.Table, dictionaries: list[str]) -> int:
+    def _write(self, relative: str, rows: pa.RecordBatch, raw_size: int, dictionaries: list[str]) -> int:
         archive = self.archive
         path = archive.path(relative)
         archive.make_directory(os.path.dirname(relative))
         pq.write_table(
-            table,
+            pa.Table.from_batches([rows]),
             path,
             filesystem=archive.files,
-            row_group_size=row_group_count(table),
+            row_group_size=row_group_count(rows.num_rows, raw_size),
             compression=COMPRESSION,
             compression_level=COMPRESSION_LEVEL,
             use_dictionary=dictionaries,
@@ -191,21 +153,29 @@ class FileWriter:
             write_page_index=True,
             # Who reads a few rows looks at a few pages, and must know that they are whole.
             write_page_checksum=True,
+            # That texts were views is nobody's business.
+            store_schema=False,
         )
         size: int = archive.files.get_file_info(path).size
         return size
 
-    def _compare(self, path: str, expected: int) -> None:
-        """Read a file back, and make it durable meanwhile."""
+    def _compare(self, path: str, rows: pa.RecordBatch) -> int:
+        """Read a file back, compare it with its rows, and make it durable meanwhile; its checksum."""
         with ThreadPoolExecutor(1) as thread:
             durable = thread.submit(self.archive.make_durable, path)
-            found = checksum_of(read_batches(self.archive, path))
+            digest = Digest()
+            is_same = True
+            for batch in read_batches(self.archive, path):
+                is_same = is_same and viewed_batch(batch).equals(rows.slice(digest.count, batch.num_rows))
+                digest.feed(batch)
             durable.result()
-        if expected != found:
+        count, checksum = digest.value
+        if not is_same or count != rows.num_rows:
             raise ArchiveError(
-                f"{self.archive.place}/{path} does not read back as it was written (checksum {found:08x} instead of "
-                f"{expected:08x}); nothing was committed. Check memory and disks of this machine, then run again"
+                f"{self.archive.place}/{path} does not read back as it was written; nothing was committed. Check "
+                "memory and disks of this machine, then run again"
             )
+        return checksum
 
 
 def read_batches(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
@@ -213,7 +183,10 @@ def read_batches(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
     try:
         # Not as a data set: what stands in the path is no column of the file.
         with archive.files.open_input_file(archive.path(relative)) as source:
-            yield from pq.ParquetFile(source).iter_batches(ROW_GROUP_COUNT, use_threads=False)
+            file = pq.ParquetFile(source)
+            # Batches that reach over row groups are copied once more.
+            count = file.metadata.row_group(0).num_rows if file.num_row_groups else ROW_GROUP_COUNT
+            yield from file.iter_batches(count, use_threads=False)
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ArchiveError(f"{archive.place}/{relative} cannot be read: {reason}") from error
@@ -238,6 +211,6 @@ def check_file(archive: Archive, file: ArchivedFile) -> None:
         )
 
 
-def _times(column: pa.ChunkedArray) -> tuple[int, int]:
+def _times(column: pa.Array) -> tuple[int, int]:
     low, high = bounds(column.cast(pa.int64()))
     return low, high

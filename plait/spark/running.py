@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: How often Spark is asked how far it is.
 LOOK_SECONDS: Final = 0.5
-#: Of what Spark says about a failure: its first words name the cause, thousands more the way there.
+#: Of what Spark says about a failure: Java's first words name the cause, and Python's last ones.
 SHOWN_LENGTH_MAX: Final = 1_000
 
 
@@ -39,8 +39,9 @@ def run_job(spark: SparkSession, job: Job, step: str, progress: Progress | None 
     def collect() -> list[TaskFacts]:
         # A job's group is its thread's.
         context.setJobGroup(group, step, interruptOnCancel=True)
-        rows = spark.range(0, count, 1, count).mapInArrow(job, "facts binary").collect()
-        return [msgspec.msgpack.decode(row.facts, type=TaskFacts) for row in rows]
+        # Not as a DataFrame: planning a query for a few numbers takes Java longer than all else that it has to do here.
+        facts: list[bytes] = context.parallelize(range(count), count).mapPartitions(job).collect()
+        return [msgspec.msgpack.decode(each, type=TaskFacts) for each in facts]
 
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(collect)
@@ -61,15 +62,14 @@ def run_job(spark: SparkSession, job: Job, step: str, progress: Progress | None 
 def _result(running: Future[list[TaskFacts]]) -> list[TaskFacts]:
     """What a job gave; what Spark itself has to say about its end in one line."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-    from pyspark.errors import PySparkException
+    from pyspark.errors import PySparkException, PythonException
 
     try:
         return running.result()
     except (PySparkException, Py4JError) as error:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        raise ArchiveError(
-            f"Spark did not end its tasks; nothing was committed, run again: {' '.join(lines)[:SHOWN_LENGTH_MAX]}"
-        ) from error
+        said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+        shown = said[-SHOWN_LENGTH_MAX:] if isinstance(error, PythonException) else said[:SHOWN_LENGTH_MAX]
+        raise ArchiveError(f"Spark did not end its tasks; nothing was committed, run again: {shown}") from error
 
 
 def _done(spark: SparkSession, group: str, job: Job) -> int:

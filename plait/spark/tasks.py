@@ -6,7 +6,7 @@ process, and never through Java. A task that runs twice leaves two sets of files
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -21,9 +21,9 @@ from plait.frame.header import U32
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
+from plait.spark.arranging import arranged, log_order
 from plait.spark.columns import one_batch
 from plait.spark.deaths import death_table
-from plait.spark.digest import PARTITION, Digest, log_order, message_digests, taken
 from plait.spark.files import (
     DAY_MICROS,
     MESSAGE_SCHEMA,
@@ -33,6 +33,7 @@ from plait.spark.files import (
     read_file,
 )
 from plait.spark.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, DayKind, RawSegment
+from plait.spark.views import joined
 from plait.spark.worker import prepare_worker
 from plait.storage.action_log import GroupDefinition
 from plait.storage.action_reader import ActionPart, read_actions
@@ -42,7 +43,7 @@ from plait.storage.disk import RealDisk
 from plait.storage.reader import MappedLog, MappedSegment, damage_error, expired_error
 from plait.storage.recovery import LogScan
 
-#: Frames that a task collects, by their size when they are not compressed; it holds their rows twice for a moment.
+#: Frames that a task collects, by their size when they are not compressed: it holds what was until it is written.
 HELD_SIZE_MAX: Final = 256 * MIB
 _PACKED: Final = (int(Codec.ZSTD), int(Codec.LZ4))
 #: A segment is copied in pieces of this size.
@@ -100,20 +101,15 @@ class Collector:
         """Write all that was taken."""
         for (subject, day), partitions in self._frames.items():
             batches: list[pa.RecordBatch] = []
-            digests: dict[str, Digest] = {}
             ranges: dict[str, tuple[int, int]] = {}
             for name, members in partitions.items():
                 batch = one_batch(members, MESSAGE_SCHEMA, self._group)
-                digests[name] = Digest()
-                digests[name].feed(batch, PARTITION)
                 views = [view for _, view in members]
                 ranges[name] = (min(view.base for view in views), max(view.base + view.count - 1 for view in views))
                 self.facts.counts[name] = self.facts.counts.get(name, 0) + batch.num_rows
                 batches.append(batch)
-                del batch
             date = day_of(day * DAY_MICROS)
-            file = self._writer.messages(subject, date, batches, self._offsets, digests, ranges)
-            self.facts.files.append(file)
+            self.facts.files.append(self._writer.messages(subject, date, joined(batches), self._offsets, ranges))
         self._frames, self._held = {}, 0
 
 
@@ -227,7 +223,7 @@ def _by_day(writer: FileWriter, kind: DayKind, table: pa.Table, part: ActionPart
     facts = TaskFacts()
     days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
     for day in np.unique(days).tolist():
-        rows = table.filter(pa.array(days == day)).combine_chunks()
+        rows = joined(table.filter(pa.array(days == day)).to_batches())
         facts.files.append(writer.of_day(kind, day_of(day * DAY_MICROS), rows, (part.start, part.end)))
     return facts
 
@@ -319,20 +315,18 @@ class CompactTask:
         for file in self.files:
             check_file(archive, file)
             tables.append(read_file(archive, file.path))
-        table = pa.concat_tables(tables).combine_chunks()
-        tables.clear()
+        table = pa.concat_tables(tables)
         if first.kind != "messages":
-            return TaskFacts(files=[writer.of_day(first.kind, first.date, table, offsets)])
+            return TaskFacts(files=[writer.of_day(first.kind, first.date, joined(table.to_batches()), offsets)])
         partitions: dict[str, tuple[int, int]] = {}
         for file in self.files:
             for name, (low, high) in file.partitions.items():
                 known = partitions.get(name, (low, high))
                 partitions[name] = (min(low, known[0]), max(high, known[1]))
         # Each file was what the manifest says, and the new one has to be all of them.
-        digests = message_digests(table)
-        batches = taken(table, log_order(table)).to_batches()
-        del table
-        return TaskFacts(files=[writer.messages(first.subject, first.date, batches, offsets, digests, partitions)])
+        rows = joined(table.to_batches())
+        rows = arranged(rows, log_order(rows))
+        return TaskFacts(files=[writer.messages(first.subject, first.date, rows, offsets, partitions)])
 
 
 @dataclass(frozen=True)
@@ -373,12 +367,10 @@ class Job:
     source: str
     tasks: tuple[Task, ...]
 
-    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    def __call__(self, numbers: Iterable[int]) -> Iterator[bytes]:
         prepare_worker()
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                facts = msgspec.msgpack.encode(self.run(self.tasks[number]))
-                yield pa.RecordBatch.from_pydict({"facts": pa.array([facts], pa.binary())})
+        for number in numbers:
+            yield msgspec.msgpack.encode(self.run(self.tasks[number]))
 
     def run(self, task: Task) -> TaskFacts:
         """One task, here; what goes wrong on purpose is a fact, too: it reaches its reader without Java's words."""

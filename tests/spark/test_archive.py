@@ -25,6 +25,7 @@ from plait.spark import archiving, intake, tasks
 from plait.spark.archiving import Archiver
 from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.manifest import Archive, Manifest
+from plait.spark.views import moved
 from plait.storage.archived import read_archived
 from plait.storage.disk import RealDisk
 from tests.spark.archives import (
@@ -299,14 +300,31 @@ def test_what_retention_takes_after_it_was_archived_is_no_loss(here: None, tmp_p
     assert acked == list(range(6 * 90))
 
 
+def _with_bodies(batch: pa.RecordBatch, bodies: list[bytes]) -> pa.RecordBatch:
+    place = batch.schema.get_field_index("body")
+    return batch.set_column(place, batch.schema.field(place), pa.array(bodies, pa.binary()))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        pytest.param(lambda batch: [batch.slice(0, batch.num_rows - 1)], id="lost"),
+        pytest.param(lambda batch: [batch, batch.slice(batch.num_rows - 1)], id="doubled"),
+        pytest.param(lambda batch: [batch.take(pa.array(range(batch.num_rows)[::-1]))], id="swapped"),
+        pytest.param(lambda batch: [_with_bodies(batch, batch.column("body").to_pylist()[::-1])], id="bodies swapped"),
+        pytest.param(
+            lambda batch: [_with_bodies(batch, [*batch.column("body").to_pylist()[:-1], b"another"])], id="changed"
+        ),
+    ],
+)
 def test_a_file_that_does_not_read_back_is_not_committed(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any
 ):
     to = tmp_path / "archive"
 
     def other(archive: Archive, relative: str) -> Iterator[pa.RecordBatch]:
         for batch in read_batches(archive, relative):
-            yield batch.slice(0, batch.num_rows - 1)
+            yield from spoil(batch) if "body" in batch.schema.names else [batch]
 
     monkeypatch.setattr("plait.spark.files.read_batches", other)
     with pytest.raises(ArchiveError, match=r"does not read back as it was written.*nothing was committed"):
@@ -315,7 +333,7 @@ def test_a_file_that_does_not_read_back_is_not_committed(
 
 
 def test_rows_that_a_sort_loses_are_noticed(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("plait.spark.files.in_lookup_order", lambda table: table.slice(1))
+    monkeypatch.setattr("plait.spark.arranging.moved", lambda rows, order: moved(rows, order).slice(1))
     with pytest.raises(ArchiveError, match="sorted rows are not those that were read"):
         archive_here(data, tmp_path / "archive", now=True)
 

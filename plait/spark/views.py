@@ -1,0 +1,110 @@
+"""Texts and bytes as views: 16 bytes a row say where its value is, so that rows change places and no value is copied.
+
+A body of an archived message stays in the mapped segment file until Parquet encodes it. Files of views and of plain
+columns are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+#: Plain type → that of its views.
+_VIEWS: Final = {pa.string(): pa.string_view(), pa.binary(): pa.binary_view()}
+#: A view as numpy moves it; it begins with the value's length.
+_VIEW: Final = np.dtype("V16")
+
+
+def viewed(array: pa.Array) -> pa.Array:
+    """The same values; of texts and bytes views."""
+    kind = _VIEWS.get(array.type)
+    return array if kind is None else array.cast(kind)
+
+
+def viewed_schema(schema: pa.Schema) -> pa.Schema:
+    """The schema of the same columns."""
+    return pa.schema([field.with_type(_VIEWS.get(field.type, field.type)) for field in schema])
+
+
+def viewed_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The same rows."""
+    return pa.RecordBatch.from_arrays([viewed(array) for array in batch.columns], schema=viewed_schema(batch.schema))
+
+
+def joined(batches: list[pa.RecordBatch]) -> pa.RecordBatch:
+    """The rows of all of them, texts and bytes as views; there is at least one."""
+    parts = [viewed_batch(batch) for batch in batches]
+    if len(parts) == 1:
+        return parts[0]
+    columns = [pa.concat_arrays(arrays) for arrays in zip(*(part.columns for part in parts), strict=True)]
+    return pa.RecordBatch.from_arrays(columns, schema=parts[0].schema)
+
+
+def raw_size(batch: pa.RecordBatch) -> int:
+    """Bytes of the rows as plain columns."""
+    size = 0
+    for array in batch.columns:
+        if array.type in _VIEWS.values():
+            lengths = _records(array).view(np.int32)[::4]
+            size += int(lengths.sum(where=_valid(array), dtype=np.int64)) + 4 * len(array)
+        else:
+            size += array.nbytes
+    return size
+
+
+def moved(batch: pa.RecordBatch, order: npt.NDArray[np.int64]) -> pa.RecordBatch:
+    """Rows in another order."""
+    columns = [_moved(array, order) for array in batch.columns]
+    return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
+
+
+def is_moved(batch: pa.RecordBatch, order: npt.NDArray[np.int64], result: pa.RecordBatch) -> bool:
+    """``result`` has the rows of ``batch`` in another order, each once: put back they are what they were."""
+    if len(order) != batch.num_rows or result.num_rows != batch.num_rows:
+        return False
+    places = np.full(len(order), -1)
+    places[order] = np.arange(len(order))
+    if places.min() < 0:
+        # A row has no place; as many others have two.
+        return False
+    return all(_is_same(_moved(mine, places), was) for mine, was in zip(result.columns, batch.columns, strict=True))
+
+
+def _moved(array: pa.Array, order: npt.NDArray[np.int64]) -> pa.Array:
+    if array.null_count == len(array):
+        return array
+    if array.type not in _VIEWS.values():
+        return array.take(pa.array(order))
+    validity = None
+    if array.null_count:
+        validity = pa.py_buffer(np.packbits(_valid(array)[order], bitorder="little"))
+    views = pa.py_buffer(_records(array)[order])
+    return pa.Array.from_buffers(array.type, len(order), [validity, views, *array.buffers()[2:]])
+
+
+def _is_same(array: pa.Array, other: pa.Array) -> bool:
+    """The same values; views that are the same need not be followed."""
+    if array.type in _VIEWS.values() and not array.null_count and not other.null_count:
+        mine, others = (_records(each).view(np.uint64) for each in (array, other))
+        are_same = _places(array) == _places(other) and np.array_equal(mine, others)
+    else:
+        are_same = False
+    return are_same or bool(array.equals(other))
+
+
+def _places(array: pa.Array) -> list[tuple[int, int] | None]:
+    """The memory that views are into."""
+    return [None if buffer is None else (buffer.address, buffer.size) for buffer in array.buffers()[2:]]
+
+
+def _records(array: pa.Array) -> npt.NDArray[Any]:
+    if not len(array):
+        return np.empty(0, _VIEW)
+    return np.frombuffer(array.buffers()[1], _VIEW)[array.offset : array.offset + len(array)]
+
+
+def _valid(array: pa.Array) -> npt.NDArray[np.bool_]:
+    return array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else np.ones(len(array), bool)
