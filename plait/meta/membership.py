@@ -1,8 +1,8 @@
 """Members of groups: who is there, and which logical partitions each is to handle.
 
 A heartbeat names all groups that a client is a member of; the difference to what is known are joins and leaves. They
-are written down at once; the new allocation follows (``Allocating``). Most heartbeats say what the one before said, and
-there is nothing new to tell: any thread may answer those (``repeat``), so that they wait for nobody's decisions.
+are written down at once; the new allocation follows (``Allocating``). Most heartbeats say what the one before said: any
+thread may answer those (``repeat``), so that they wait for nobody's decisions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from plait.meta.leaving import Leave, Leaving
 from plait.meta.mirror import GroupKey, Mirror
 from plait.meta.schema import Group, Member, StoredAllocation
 from plait.meta.settings import GroupSettings, group_settings, text_of
+from plait.meta.shares import join, split
+from plait.meta.shares import shared as shared_of
 from plait.meta.store import Change
-from plait.meta.views import AllocationView, Beaten, Share
+from plait.meta.views import AllocationView, Beaten
 from plait.meta.watch import Watch
 
 #: Names of clients among those whose heartbeats are counted.
@@ -51,22 +53,26 @@ class _Groups(NamedTuple):
 
     turn: int
     exclusive: list[GroupKey]
-    shared: list[Share]
+    #: Shares.
+    shared: list[bytes]
     subjects: list[str]
 
     @classmethod
     def of(cls, mirror: Mirror, client: str) -> _Groups:
         keys = sorted(mirror.memberships.get(client, ()))
         exclusive = [key for key in keys if mirror.settings[key].ordered]
-        shared = [Share(*key, "shared", []) for key in keys if not mirror.settings[key].ordered]
+        shared = [shared_of(*key) for key in keys if not mirror.settings[key].ordered]
         return cls(mirror.turn_of(client), exclusive, shared, sorted({subject for subject, _ in keys}))
 
 
-class _Told(NamedTuple):
-    """What is to be said to a client that says the same again and has heard all there is."""
+class _Newer(NamedTuple):
+    """What a client has not heard yet."""
 
-    said: _Said
-    beaten: Beaten
+    groups: _Groups
+    #: The change that it has heard all up to once it is told.
+    newest: int
+    #: Ordered groups with another allocation.
+    keys: list[GroupKey]
 
 
 class Members:
@@ -82,7 +88,8 @@ class Members:
         #: By client, as long as it is a member of something.
         self._said: dict[str, _Said] = {}
         self._groups: dict[str, _Groups] = {}
-        self._told: dict[str, _Told] = {}
+        #: What is to be said to a client that says the same again and has heard all there is.
+        self._told: dict[str, Beaten] = {}
         #: Who was answered by ``repeat``, and when; not yet known to the watch.
         self._repeated: deque[tuple[str, float]] = deque()
         self._leaving = Leaving(core)
@@ -118,28 +125,45 @@ class Members:
             self._note(client)
         else:
             self._is_out(client)
-        return self._answer(client, refused, seen)
+        return self._answer(client, refused, self._newer(client, seen))
 
     def repeat(
         self, client: str, members: Sequence[Membership], affinity: Collection[GroupKey], seen: int
     ) -> Beaten | None:
-        """The answer to a heartbeat that says nothing new, if there is nothing new to tell; None: ask ``beat``.
+        """The answer to a heartbeat that says nothing new; None: ask ``beat``.
 
-        From any thread. Who has said something else meanwhile asks for all there is, and so does not come here before
-        that is heard. Where nobody has looked for long, this server may be the only one that thinks the client lives.
+        From any thread. Who has said something else meanwhile asks for all there is, which is not answered here: that
+        is heard first. Where nobody has looked for long, this server may be the only one that thinks the client lives.
         """
-        core, told = self._core, self._told.get(client)
-        if told is None or told.beaten.seen != seen or core.down is not None:
-            return None
-        now = core.clock.monotonic()
-        if now - self._passed > core.limits.gap_seconds or told.said != (
-            core.mirror.turn_of(client),
-            members,
-            affinity,
+        core, mirror = self._core, self._core.mirror
+        now, turn = core.clock.monotonic(), mirror.turn_of(client)
+        if (
+            not seen
+            or now - self._passed > core.limits.gap_seconds
+            or self._said.get(client) != (turn, members, affinity)
         ):
             return None
+        beaten = self.news(client, seen)
+        if beaten is None or mirror.turn_of(client) != turn:
+            return None
         self._repeated.append((client, now))
-        return told.beaten
+        return beaten
+
+    def news(self, client: str, seen: int) -> Beaten | None:
+        """What ``known`` says, from any thread; None: ask ``known``, as something changes, or is to be decoded."""
+        core, mirror, told = self._core, self._core.mirror, self._told.get(client)
+        if core.down is not None:
+            return None
+        if told is not None and told.seen == seen:
+            return told
+        if not mirror.changing.acquire(blocking=False):
+            return None
+        try:
+            newer = self._newer(client, seen)
+            # What is told is noted before the next change, by which it is out of date.
+            return self._answer(client, {}, newer) if mirror.at_hand(newer.keys) else None
+        finally:
+            mirror.changing.release()
 
     def changed(self, clients: Iterable[str]) -> None:
         """There is something new to tell them."""
@@ -149,6 +173,7 @@ class Members:
     def _hear(self, client: str, said: _Said) -> dict[GroupKey, PlaitError]:
         """A client says something else than before, or others may have; what it cannot be a member of, and why."""
         mirror, limit = self._core.mirror, self._core.limits.groups_per_client
+        self._told.pop(client, None)
         wanted = said.settings()
         if len(wanted) > limit:
             raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
@@ -180,7 +205,7 @@ class Members:
         self._pass_time()
         if leave.client not in self._core.mirror.memberships:
             self._is_out(leave.client)
-        return self._answer(leave.client, {}, 0)
+        return self._answer(leave.client, {}, self._newer(leave.client, 0))
 
     def _note(self, client: str, ago: float = 0.0) -> None:
         """It lives, and has said so so many seconds ago."""
@@ -196,13 +221,30 @@ class Members:
         """What is a client's, by what it said last, and newer than ``seen``."""
         if self._core.down is not None:
             raise self._core.down
-        return self._answer(client, {}, seen)
+        return self._answer(client, {}, self._newer(client, seen))
 
-    def _answer(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> Beaten:
-        beaten, unchanged = self._beaten(client, refused, seen)
+    def _newer(self, client: str, seen: int) -> _Newer:
+        mirror = self._core.mirror
+        allocations, routes = mirror.allocations, mirror.routes
+        groups = self._groups.get(client)
+        if groups is None or groups.turn != mirror.turn_of(client):
+            groups = _Groups.of(mirror, client)
+            if client in mirror.memberships:
+                self._groups[client] = groups
+        changed = [allocations[key].changed for key in groups.exclusive]
+        newest = max([*changed, *(routes[subject].changed for subject in groups.subjects)], default=0)
+        if newest < seen:
+            # The database is an older copy of what the client has heard of.
+            seen = 0
+        return _Newer(groups, newest, [key for key, each in zip(groups.exclusive, changed, strict=True) if each > seen])
+
+    def _answer(self, client: str, refused: dict[GroupKey, PlaitError], newer: _Newer) -> Beaten:
+        mirror, groups = self._core.mirror, newer.groups
+        versions = {subject: mirror.routes[subject].version for subject in groups.subjects}
         if client in self._said:
-            self._told[client] = _Told(self._said[client], unchanged)
-        return beaten
+            self._told[client] = Beaten(newer.newest, join(groups.shared), {}, versions)
+        shares = [mirror.shares(key).of(client) for key in newer.keys]
+        return Beaten(newer.newest, join([*groups.shared, *shares]), refused, versions)
 
     def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
         """All groups are there, and are as the client says."""
@@ -268,27 +310,6 @@ class Members:
         number, body = change.number, nobody(change.number).encode()
         ordered = [row for row in groups if group_settings(row.settings).ordered]
         change.put(*(StoredAllocation(row.subject, row.name, number, 0, body) for row in ordered))
-
-    def _beaten(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> tuple[Beaten, Beaten]:
-        """What to tell a client that has heard all up to ``seen``, and what when it has heard that too."""
-        mirror = self._core.mirror
-        allocations, routes = mirror.allocations, mirror.routes
-        groups = self._groups.get(client)
-        if groups is None or groups.turn != mirror.turn_of(client):
-            groups = _Groups.of(mirror, client)
-            if client in mirror.memberships:
-                self._groups[client] = groups
-        changed = [allocations[key].changed for key in groups.exclusive]
-        newest = max([*changed, *(routes[subject].changed for subject in groups.subjects)], default=0)
-        if newest < seen:
-            # The database is an older copy of what the client has heard of.
-            seen = 0
-        shares = list(groups.shared)
-        if changed and max(changed) > seen:
-            new = [key for key, each in zip(groups.exclusive, changed, strict=True) if each > seen]
-            shares += [Share(*key, "exclusive", mirror.allocation(key).lps_of(client)) for key in new]
-        versions = {subject: routes[subject].version for subject in groups.subjects}
-        return Beaten(newest, shares, refused, versions), Beaten(newest, groups.shared, {}, versions)
 
     # --- who is lost ----------------------------------------------------------------------------
 
@@ -376,9 +397,12 @@ class Members:
         for who in whos:
             self._watch.forget(who)
             self._heard.pop(who, None)
-            self._said.pop(who.removeprefix(_PREFIX), None)
-            self._groups.pop(who.removeprefix(_PREFIX), None)
-            self._told.pop(who.removeprefix(_PREFIX), None)
+        # Who answers it in another thread at this moment notes what it was told.
+        with self._core.mirror.changing:
+            for client in (who.removeprefix(_PREFIX) for who in whos):
+                self._said.pop(client, None)
+                self._groups.pop(client, None)
+                self._told.pop(client, None)
         if not self._core.store.alone:
             with self._core.noted():
                 self._core.store.forget_beats(whos)
@@ -393,6 +417,6 @@ class Members:
         clients = sorted(mirror.members.get(key, ()))
         if not mirror.settings[key].ordered:
             return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})
-        allocation = mirror.allocation(key)
-        members = {client: allocation.lps_of(client) for client in clients}
-        return AllocationView(subject, name, "exclusive", allocation.epoch, members)
+        shares = split(join([mirror.shares(key).of(client) for client in clients]))
+        members = {client: share.lps for client, share in zip(clients, shares, strict=True)}
+        return AllocationView(subject, name, "exclusive", mirror.allocation(key).epoch, members)
