@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import msgspec
@@ -19,7 +20,7 @@ from plait.meta.allocation import nobody
 from plait.meta.core import Core
 from plait.meta.database import Lost
 from plait.meta.leaving import Leave, Leaving
-from plait.meta.mirror import GroupKey, Mirror
+from plait.meta.mirror import Allocated, GroupKey, Mirror
 from plait.meta.schema import Group, Member, StoredAllocation
 from plait.meta.settings import GroupSettings, group_settings, text_of
 from plait.meta.shares import join, split
@@ -49,20 +50,30 @@ class _Said(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """What a client is a member of, in order."""
+    """What a client is a member of, in order, as long as none of the turns is another one."""
 
     turn: int
-    exclusive: list[GroupKey]
+    route_turn: int
+    exclusive: list[Allocated]
     #: Shares.
     shared: list[bytes]
-    subjects: list[str]
+    #: Subject → version of its route, and the change that made the newest.
+    versions: dict[str, int]
+    routed: int
 
     @classmethod
     def of(cls, mirror: Mirror, client: str) -> _Groups:
         keys = sorted(mirror.memberships.get(client, ()))
-        exclusive = [key for key in keys if mirror.settings[key].ordered]
-        shared = [shared_of(*key) for key in keys if not mirror.settings[key].ordered]
-        return cls(mirror.turn_of(client), exclusive, shared, sorted({subject for subject, _ in keys}))
+        ordered = [mirror.settings[key].ordered for key in keys]
+        routes = [mirror.routes[subject] for subject in sorted({subject for subject, _ in keys})]
+        return cls(
+            mirror.turn_of(client),
+            mirror.route_turn,
+            [mirror.allocated[key] for key in compress(keys, ordered)],
+            [shared_of(*key) for key, exclusive in zip(keys, ordered, strict=True) if not exclusive],
+            {route.subject: route.version for route in routes},
+            max((route.changed for route in routes), default=0),
+        )
 
 
 class _Newer(NamedTuple):
@@ -72,7 +83,7 @@ class _Newer(NamedTuple):
     #: The change that it has heard all up to once it is told.
     newest: int
     #: Ordered groups with another allocation.
-    keys: list[GroupKey]
+    allocated: list[Allocated]
 
 
 class Members:
@@ -150,7 +161,7 @@ class Members:
         return beaten
 
     def news(self, client: str, seen: int) -> Beaten | None:
-        """What ``known`` says, from any thread; None: ask ``known``, as something changes, or is to be decoded."""
+        """What ``known`` says, from any thread; None: ask ``known``, as something changes, or is to be packed."""
         core, mirror, told = self._core, self._core.mirror, self._told.get(client)
         if core.down is not None:
             return None
@@ -161,7 +172,7 @@ class Members:
         try:
             newer = self._newer(client, seen)
             # What is told is noted before the next change, by which it is out of date.
-            return self._answer(client, {}, newer) if mirror.at_hand(newer.keys) else None
+            return self._answer(client, {}, newer) if all(each.shares for each in newer.allocated) else None
         finally:
             mirror.changing.release()
 
@@ -225,26 +236,23 @@ class Members:
 
     def _newer(self, client: str, seen: int) -> _Newer:
         mirror = self._core.mirror
-        allocations, routes = mirror.allocations, mirror.routes
         groups = self._groups.get(client)
-        if groups is None or groups.turn != mirror.turn_of(client):
+        if groups is None or groups[:2] != (mirror.turn_of(client), mirror.route_turn):
             groups = _Groups.of(mirror, client)
             if client in mirror.memberships:
                 self._groups[client] = groups
-        changed = [allocations[key].changed for key in groups.exclusive]
-        newest = max([*changed, *(routes[subject].changed for subject in groups.subjects)], default=0)
+        newest = max([groups.routed, *(each.changed for each in groups.exclusive)])
         if newest < seen:
             # The database is an older copy of what the client has heard of.
             seen = 0
-        return _Newer(groups, newest, [key for key, each in zip(groups.exclusive, changed, strict=True) if each > seen])
+        return _Newer(groups, newest, [each for each in groups.exclusive if each.changed > seen])
 
     def _answer(self, client: str, refused: dict[GroupKey, PlaitError], newer: _Newer) -> Beaten:
-        mirror, groups = self._core.mirror, newer.groups
-        versions = {subject: mirror.routes[subject].version for subject in groups.subjects}
+        groups, newest, allocated = newer
         if client in self._said:
-            self._told[client] = Beaten(newer.newest, join(groups.shared), {}, versions)
-        shares = [mirror.shares(key).of(client) for key in newer.keys]
-        return Beaten(newer.newest, join([*groups.shared, *shares]), refused, versions)
+            self._told[client] = Beaten(newest, join(groups.shared), {}, groups.versions)
+        shares = [(each.shares or self._core.mirror.shares(each.key)).of(client) for each in allocated]
+        return Beaten(newest, join([*groups.shared, *shares]), refused, groups.versions)
 
     def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
         """All groups are there, and are as the client says."""

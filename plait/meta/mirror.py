@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -41,6 +41,19 @@ class Changes(NamedTuple):
     more: bool
 
 
+class Allocated:
+    """What heartbeats ask of an ordered group's allocation; the same object for as long as there is the group."""
+
+    __slots__ = ("changed", "key", "shares")
+
+    def __init__(self, key: GroupKey) -> None:
+        self.key = key
+        #: The change that made the allocation.
+        self.changed = 0
+        #: None: not packed yet.
+        self.shares: Shares | None = None
+
+
 class Mirror:
     """All rows by key, and what is asked of them often."""
 
@@ -53,6 +66,8 @@ class Mirror:
         self.new_groups: set[GroupKey] = set()
         self.new_brokers: set[str] = set()
         self._turn = 0
+        #: Counts changes of routes.
+        self.route_turn = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -70,6 +85,7 @@ class Mirror:
         self.groups_of: dict[str, set[str]] = defaultdict(set)
         self.settings: dict[GroupKey, GroupSettings] = {}
         self.allocations: dict[GroupKey, StoredAllocation] = {}
+        self.allocated: dict[GroupKey, Allocated] = {}
         #: Members that are online, of each group and of each client.
         self.members: dict[GroupKey, dict[str, Member]] = defaultdict(dict)
         self.memberships: dict[str, set[GroupKey]] = defaultdict(set)
@@ -83,7 +99,6 @@ class Mirror:
         self.unsettled: set[str] = set()
         self.dropping: set[Place] = set()
         self._decoded: dict[GroupKey, Allocation] = {}
-        self._shares: dict[GroupKey, Shares] = {}
 
     def take(self, news: News) -> None:
         """What the database had to say."""
@@ -136,14 +151,10 @@ class Mirror:
 
     def shares(self, key: GroupKey) -> Shares:
         """The allocation as members hear of it."""
-        known = self._shares.get(key)
-        if known is None:
-            known = self._shares[key] = Shares(*key, self.allocation(key))
-        return known
-
-    def at_hand(self, keys: Collection[GroupKey]) -> bool:
-        """Their shares need not be packed first."""
-        return self._shares.keys() >= set(keys)
+        allocated = self.allocated[key]
+        if allocated.shares is None:
+            allocated.shares = Shares(*key, self.allocation(key))
+        return allocated.shares
 
     def turn_of(self, client: str) -> int:
         """Another number than before: what a client is a member of, or what a group is like, may have changed.
@@ -158,7 +169,7 @@ class Mirror:
 
     def remember(self, key: GroupKey, allocation: Allocation, shares: Shares) -> None:
         """It was just written: there is no need to decode it."""
-        self._decoded[key], self._shares[key] = allocation, shares
+        self._decoded[key], self.allocated[key].shares = allocation, shares
 
     def clients_of(self, subjects: Iterable[str], groups: Iterable[GroupKey]) -> set[str]:
         """Members of those groups and of all groups of those subjects."""
@@ -174,11 +185,14 @@ class Mirror:
             case StoredAllocation():
                 key = (row.subject, row.name)
                 self.allocations[key] = row
-                self._forget_decoded(key)
+                self._decoded.pop(key, None)
+                allocated = self.allocated.setdefault(key, Allocated(key))
+                allocated.changed, allocated.shares = row.changed, None
                 self.new_groups.add(key)
                 self._look_at(key)
             case StoredRoute():
                 self.routes[row.subject] = row
+                self.route_turn += 1
                 self.new_subjects.add(row.subject)
                 self.unsettled.add(row.subject)
             case Partition():
@@ -195,10 +209,6 @@ class Mirror:
             case Broker():
                 self.brokers[row.broker_group][row.broker] = row
                 self.new_brokers.add(row.broker_group)
-
-    def _forget_decoded(self, key: GroupKey) -> None:
-        self._decoded.pop(key, None)
-        self._shares.pop(key, None)
 
     def _apply_member(self, row: Member) -> None:
         self._turns[row.client] = self._next_turn()
@@ -253,10 +263,12 @@ class Mirror:
                     self._turn_of_all = self._next_turn()
             case StoredAllocation():
                 self.allocations.pop((row.subject, row.name), None)
-                self._forget_decoded((row.subject, row.name))
+                self.allocated.pop((row.subject, row.name), None)
+                self._decoded.pop((row.subject, row.name), None)
                 self.stale.pop((row.subject, row.name), None)
             case StoredRoute():
                 self.routes.pop(row.subject, None)
+                self.route_turn += 1
             case Partition():
                 self.partitions.pop(Place(row.name, row.broker_group), None)
             case Subject():

@@ -2,9 +2,8 @@
 
 Decisions are ``MetaService``, which blocks on its database; one thread runs it, so nothing there happens at the same
 time. Another one writes new allocations and leaves, so that heartbeats do not wait for that; those that say nothing new
-are answered without either. What brokers are ordered to do (make
-a partition, seal logical partitions, drop) is idempotent and is found again by whoever looks next, so an order that
-fails is only late.
+are answered without either. What brokers are ordered to do (make a partition, seal logical partitions, drop) is
+idempotent and is found again by whoever looks next, so an order that fails is only late.
 """
 
 from __future__ import annotations
