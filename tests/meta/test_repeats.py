@@ -10,6 +10,8 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import MetaUnavailable
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
+from plait.meta.mirror import Mirror
+from plait.meta.schema import Member, Row
 from plait.meta.service import MetaService
 from plait.meta.views import Beaten
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
@@ -89,21 +91,35 @@ def test_who_waited_for_news_and_has_heard_it_repeats(subject: MetaService):
     assert repeat(subject, "c1", told.seen) is not None
 
 
-def test_nothing_is_told_while_something_changes(subject: MetaService):
+def in_another_thread(ask: Callable[[], Beaten | None]) -> Beaten | None:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ask).result()
+
+
+def test_no_part_of_a_change_is_told_and_what_is_known_already_is(
+    subject: MetaService, monkeypatch: pytest.MonkeyPatch
+):
     seen = settled(subject, "c1")
     settled(subject, "c2")
+    newer = settled(subject, "c3")
+    apply = Mirror._apply
+    told: list[Beaten | None] = []
 
-    def in_another_thread(ask: Callable[[], Beaten | None]) -> Beaten | None:
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(ask).result()
+    def watched(mirror: Mirror, row: Row) -> None:
+        apply(mirror, row)
+        told.append(in_another_thread(lambda: repeat(subject, "c1", seen)))
+        told.append(in_another_thread(lambda: subject.client_news("c1", seen)))
+        if isinstance(row, Member):
+            assert in_another_thread(lambda: repeat(subject, "c3", newer)) is not None
 
-    with subject._core.mirror.changing:
-        assert in_another_thread(lambda: repeat(subject, "c1", seen)) is None
-        assert in_another_thread(lambda: subject.client_news("c1", seen)) is None
-    told = in_another_thread(lambda: repeat(subject, "c1", seen))
-    assert told is not None
-    with subject._core.mirror.changing:
-        assert in_another_thread(lambda: repeat(subject, "c1", told.seen)) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_apply", watched)
+        settled(subject, "c4")
+    assert set(told) == {None}
+    assert len(told) >= 4
+    answer = in_another_thread(lambda: repeat(subject, "c1", seen))
+    assert answer is not None
+    assert lps(share(answer).lps) == LOGICAL_PARTITIONS // 4
 
 
 def test_what_another_meta_server_allocated_is_unpacked_by_a_decision(subject: MetaService, stores: Stores):
