@@ -72,7 +72,7 @@ async def _measure(address: str, size: Size) -> tuple[list[float], _Clients]:
         await link.request(m.Admin("subject.create", {"subject": f"s{number}", "partitions": 1}))
     clients = _Clients(link, size)
     for number in range(size.members * size.classes):
-        await link.request(clients.beat(number))
+        clients.heard(number, await link.request(clients.beat(number)))
     observing = await dial(address, "observing", WAIT_SECONDS)
     observers = [_Observer(observing, clients, number) for number in range(size.classes)]
     # Pauses of the measuring process are not the server's.
@@ -134,6 +134,10 @@ class _Clients:
     def beat(self, number: int, seen: int = 0, wait: float = 0.0) -> m.Beat:
         return m.Beat(f"c{number}", self.classes[number % self.size.classes], seen, wait)
 
+    def heard(self, number: int, answer: m.Beaten) -> None:
+        """It asks for what is newer from now on."""
+        self._seen[number] = answer.seen
+
     async def leave(self, number: int) -> None:
         self._online.remove(number)
         await self._link.request(m.Beat(f"c{number}", [], leaving=True))
@@ -160,7 +164,7 @@ class _Clients:
             # One that is lost would not be measured: better nothing is. At the end the link is closed under some.
             self.failed = self.failed or error
             return
-        self._seen[number] = answer.seen
+        self.heard(number, answer)
         (self.waits if measured else self.calm).append(time.perf_counter() - sent)
 
 

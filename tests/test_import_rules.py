@@ -73,6 +73,8 @@ DOORS: dict[str, set[str]] = {
     "storage.log": {"threading"},
     # Allocations are written by a thread while another one writes what heartbeats say.
     "meta.database": {"threading"},
+    # Heartbeats are answered by the loop while another thread decides.
+    "meta.mirror": {"threading"},
 }
 
 

@@ -14,6 +14,7 @@ from plait.meta.core import Core
 from plait.meta.database import Lost
 from plait.meta.mirror import GroupKey
 from plait.meta.schema import StoredAllocation
+from plait.meta.shares import Shares
 from plait.meta.store import Change, Store
 
 
@@ -23,6 +24,8 @@ class _Made(NamedTuple):
     before: StoredAllocation
     row: StoredAllocation
     allocation: Allocation
+    #: What heartbeats will ask for.
+    shares: Shares
 
 
 class Writing:
@@ -74,9 +77,7 @@ class Allocating:
                 continue
             after = allocate(list(mirror.members[key]), mirror.allocation(key))
             row = StoredAllocation(*key, after.epoch, mirror.touched[key], after.encode())
-            # What heartbeats will ask for.
-            after.lps_of("")
-            made[key] = _Made(mirror.allocations[key], row, after)
+            made[key] = _Made(mirror.allocations[key], row, after, Shares(*key, after))
             if len(made) == limits.write_groups or core.clock.monotonic() - begin >= limits.slice_seconds:
                 break
         if made and (len(made) == limits.write_groups or len(made) >= len(mirror.stale)):
@@ -92,8 +93,10 @@ class Allocating:
         except Lost:
             core.refresh()
             return
-        core.take_in(change)
-        for key, (_, row, allocation) in writing.made.items():
-            known = mirror.allocations.get(key)
-            if known is not None and known.body == row.body:
-                mirror.remember(key, allocation)
+        # Nobody looks before it is remembered: they would decode it.
+        with mirror.changing:
+            core.take_in(change)
+            for key, (_, row, allocation, shares) in writing.made.items():
+                known = mirror.allocations.get(key)
+                if known is not None and known.body == row.body:
+                    mirror.remember(key, allocation, shares)

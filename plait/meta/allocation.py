@@ -6,7 +6,6 @@ hands, by which brokers tell the newer proposal from the older.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.balance import balance
-from plait.meta.lps import NumberedRun, Numbers, cut
+from plait.meta.lps import NumberedRun, Numbers, edges, runs_of
 
 _END = np.dtype("<u2")
 _OWNER = np.dtype("<i4")
@@ -50,50 +49,34 @@ class Allocation:
     def __hash__(self) -> int:
         return hash((self.members, self.epoch))
 
-    def lps_of(self, member: str) -> list[NumberedRun]:
-        """(first, end, epoch) of what a member is to handle; nothing if it is no member."""
-        runs, begins, places = self._by_member
-        at = places.get(member)
-        if at is None:
-            return []
-        numbers = iter(runs[begins[at] : begins[at + 1]])
-        return list(zip(numbers, numbers, numbers, strict=True))
-
     @cached_property
     def floors(self) -> list[NumberedRun]:
         """(first, end, epoch): older epochs of these LPs have lost them for good."""
-        edges = cut(self.epochs)
-        return list(zip(edges, edges[1:], self.epochs[edges[:-1]].tolist(), strict=False))
+        return runs_of(self.epochs)
 
     @cached_property
-    def _by_member(self) -> tuple[array[int], list[int], dict[str, int]]:
-        """First, end and epoch of all runs, member by member; where each one's begin; which member is which.
+    def _edges(self) -> Numbers:
+        """Where runs with one owner and one epoch begin, and the end of the last."""
+        return edges(self.owners, self.epochs)
 
-        As one array: a hundred thousand lists would be looked through by every garbage collection. Not one of numpy's:
-        it is asked for a few numbers at a time, a hundred times in a heartbeat.
-        """
-        edges = np.array(cut(self.owners, self.epochs))
-        firsts, ends = edges[:-1], edges[1:]
+    def by_member(self) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """First, end and epoch of all runs, nobody's and then member by member; where each one's begin, and the end."""
+        firsts, ends = self._edges[:-1], self._edges[1:]
         owners = self.owners[firsts]
         # Each one's in order.
         order = np.argsort(owners, kind="stable")
-        runs = np.column_stack((firsts, ends, self.epochs[firsts]))[order]
-        begins = 3 * np.searchsorted(owners[order], np.arange(len(self.members) + 1))
-        return (
-            array("q", runs.tobytes()),
-            begins.tolist(),
-            dict(zip(self.members, range(len(self.members)), strict=True)),
-        )
+        firsts = firsts[order]
+        begins = np.searchsorted(owners[order], np.arange(len(self.members) + 1))
+        return firsts, ends[order], self.epochs[firsts], begins
 
     def encode(self) -> bytes:
         """As it is in the database: about 10 bytes a run, and the names."""
-        edges = np.array(cut(self.owners, self.epochs))
-        begins = edges[:-1]
+        begins, ends = self._edges[:-1], self._edges[1:]
         return msgspec.msgpack.encode(
             _Stored(
                 self.epoch,
                 list(self.members),
-                edges[1:].astype(_END).tobytes(),
+                ends.astype(_END).tobytes(),
                 self.owners[begins].astype(_OWNER).tobytes(),
                 (self.epoch - self.epochs[begins]).astype(_BEHIND).tobytes(),
             )

@@ -33,12 +33,19 @@ def mark(runs: Sequence[Run]) -> NDArray[np.bool_]:
     return marked
 
 
-def cut(*columns: NDArray[np.generic]) -> list[int]:
+def edges(*columns: NDArray[np.generic]) -> Numbers:
     """Where runs begin in which every column stays the same, and the end of the last one."""
-    changes = np.zeros(LOGICAL_PARTITIONS - 1, dtype=np.bool_)
-    for column in columns:
-        changes |= column[1:] != column[:-1]
-    return [0, *(np.flatnonzero(changes) + 1).tolist(), LOGICAL_PARTITIONS]
+    changes = np.ones(LOGICAL_PARTITIONS + 1, dtype=np.bool_)
+    inner = changes[1:-1]
+    np.not_equal(columns[0][1:], columns[0][:-1], out=inner)
+    for column in columns[1:]:
+        inner |= column[1:] != column[:-1]
+    return changes.nonzero()[0]
+
+
+def cut(*columns: NDArray[np.generic]) -> list[int]:
+    """The same as a list."""
+    return list(edges(*columns).tolist())
 
 
 def runs_where(marked: NDArray[np.bool_]) -> list[Run]:

@@ -1,14 +1,15 @@
 """Members of groups: who is there, and which logical partitions each is to handle.
 
 A heartbeat names all groups that a client is a member of; the difference to what is known are joins and leaves. They
-are written down at once; the new allocation follows (``Allocating``). Most heartbeats say what the one before said, and
-there is nothing new to tell: any thread may answer those (``repeat``), so that they wait for nobody's decisions.
+are written down at once; the new allocation follows (``Allocating``). Most heartbeats say what the one before said: any
+thread may answer those (``repeat``), so that they wait for nobody's decisions.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import msgspec
@@ -19,11 +20,13 @@ from plait.meta.allocation import nobody
 from plait.meta.core import Core
 from plait.meta.database import Lost
 from plait.meta.leaving import Leave, Leaving
-from plait.meta.mirror import GroupKey, Mirror
+from plait.meta.mirror import Allocated, GroupKey, Mirror
 from plait.meta.schema import Group, Member, StoredAllocation
 from plait.meta.settings import GroupSettings, group_settings, text_of
+from plait.meta.shares import join, split
+from plait.meta.shares import shared as shared_of
 from plait.meta.store import Change
-from plait.meta.views import AllocationView, Beaten, Share
+from plait.meta.views import AllocationView, Beaten
 from plait.meta.watch import Watch
 
 #: Names of clients among those whose heartbeats are counted.
@@ -47,26 +50,40 @@ class _Said(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """What a client is a member of, in order."""
+    """What a client is a member of, in order, as long as none of the turns is another one."""
 
     turn: int
-    exclusive: list[GroupKey]
-    shared: list[Share]
-    subjects: list[str]
+    route_turn: int
+    exclusive: list[Allocated]
+    #: Shares.
+    shared: list[bytes]
+    #: Subject → version of its route, and the change that made the newest.
+    versions: dict[str, int]
+    routed: int
 
     @classmethod
     def of(cls, mirror: Mirror, client: str) -> _Groups:
         keys = sorted(mirror.memberships.get(client, ()))
-        exclusive = [key for key in keys if mirror.settings[key].ordered]
-        shared = [Share(*key, "shared", []) for key in keys if not mirror.settings[key].ordered]
-        return cls(mirror.turn_of(client), exclusive, shared, sorted({subject for subject, _ in keys}))
+        ordered = [mirror.settings[key].ordered for key in keys]
+        routes = [mirror.routes[subject] for subject in sorted({subject for subject, _ in keys})]
+        return cls(
+            mirror.turn_of(client),
+            mirror.route_turn,
+            [mirror.allocated[key] for key in compress(keys, ordered)],
+            [shared_of(*key) for key, exclusive in zip(keys, ordered, strict=True) if not exclusive],
+            {route.subject: route.version for route in routes},
+            max((route.changed for route in routes), default=0),
+        )
 
 
-class _Told(NamedTuple):
-    """What is to be said to a client that says the same again and has heard all there is."""
+class _Newer(NamedTuple):
+    """What a client has not heard yet."""
 
-    said: _Said
-    beaten: Beaten
+    groups: _Groups
+    #: The change that it has heard all up to once it is told.
+    newest: int
+    #: Ordered groups with another allocation.
+    allocated: list[Allocated]
 
 
 class Members:
@@ -82,7 +99,8 @@ class Members:
         #: By client, as long as it is a member of something.
         self._said: dict[str, _Said] = {}
         self._groups: dict[str, _Groups] = {}
-        self._told: dict[str, _Told] = {}
+        #: What is to be said to a client that says the same again and has heard all there is.
+        self._told: dict[str, Beaten] = {}
         #: Who was answered by ``repeat``, and when; not yet known to the watch.
         self._repeated: deque[tuple[str, float]] = deque()
         self._leaving = Leaving(core)
@@ -118,28 +136,45 @@ class Members:
             self._note(client)
         else:
             self._is_out(client)
-        return self._answer(client, refused, seen)
+        return self._answer(client, refused, self._newer(client, seen))
 
     def repeat(
         self, client: str, members: Sequence[Membership], affinity: Collection[GroupKey], seen: int
     ) -> Beaten | None:
-        """The answer to a heartbeat that says nothing new, if there is nothing new to tell; None: ask ``beat``.
+        """The answer to a heartbeat that says nothing new; None: ask ``beat``.
 
-        From any thread. Who has said something else meanwhile asks for all there is, and so does not come here before
-        that is heard. Where nobody has looked for long, this server may be the only one that thinks the client lives.
+        From any thread. Who has said something else meanwhile asks for all there is, which is not answered here: that
+        is heard first. Where nobody has looked for long, this server may be the only one that thinks the client lives.
         """
-        core, told = self._core, self._told.get(client)
-        if told is None or told.beaten.seen != seen or core.down is not None:
-            return None
-        now = core.clock.monotonic()
-        if now - self._passed > core.limits.gap_seconds or told.said != (
-            core.mirror.turn_of(client),
-            members,
-            affinity,
+        core, mirror = self._core, self._core.mirror
+        now, turn = core.clock.monotonic(), mirror.turn_of(client)
+        if (
+            not seen
+            or now - self._passed > core.limits.gap_seconds
+            or self._said.get(client) != (turn, members, affinity)
         ):
             return None
+        beaten = self.news(client, seen)
+        if beaten is None or mirror.turn_of(client) != turn:
+            return None
         self._repeated.append((client, now))
-        return told.beaten
+        return beaten
+
+    def news(self, client: str, seen: int) -> Beaten | None:
+        """What ``known`` says, from any thread; None: ask ``known``, as something changes, or is to be packed."""
+        core, mirror, told = self._core, self._core.mirror, self._told.get(client)
+        if core.down is not None:
+            return None
+        if told is not None and told.seen == seen:
+            return told
+        if not mirror.changing.acquire(blocking=False):
+            return None
+        try:
+            newer = self._newer(client, seen)
+            # What is told is noted before the next change, by which it is out of date.
+            return self._answer(client, {}, newer) if all(each.shares for each in newer.allocated) else None
+        finally:
+            mirror.changing.release()
 
     def changed(self, clients: Iterable[str]) -> None:
         """There is something new to tell them."""
@@ -149,6 +184,7 @@ class Members:
     def _hear(self, client: str, said: _Said) -> dict[GroupKey, PlaitError]:
         """A client says something else than before, or others may have; what it cannot be a member of, and why."""
         mirror, limit = self._core.mirror, self._core.limits.groups_per_client
+        self._told.pop(client, None)
         wanted = said.settings()
         if len(wanted) > limit:
             raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
@@ -180,7 +216,7 @@ class Members:
         self._pass_time()
         if leave.client not in self._core.mirror.memberships:
             self._is_out(leave.client)
-        return self._answer(leave.client, {}, 0)
+        return self._answer(leave.client, {}, self._newer(leave.client, 0))
 
     def _note(self, client: str, ago: float = 0.0) -> None:
         """It lives, and has said so so many seconds ago."""
@@ -196,13 +232,27 @@ class Members:
         """What is a client's, by what it said last, and newer than ``seen``."""
         if self._core.down is not None:
             raise self._core.down
-        return self._answer(client, {}, seen)
+        return self._answer(client, {}, self._newer(client, seen))
 
-    def _answer(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> Beaten:
-        beaten, unchanged = self._beaten(client, refused, seen)
+    def _newer(self, client: str, seen: int) -> _Newer:
+        mirror = self._core.mirror
+        groups = self._groups.get(client)
+        if groups is None or groups[:2] != (mirror.turn_of(client), mirror.route_turn):
+            groups = _Groups.of(mirror, client)
+            if client in mirror.memberships:
+                self._groups[client] = groups
+        newest = max([groups.routed, *(each.changed for each in groups.exclusive)])
+        if newest < seen:
+            # The database is an older copy of what the client has heard of.
+            seen = 0
+        return _Newer(groups, newest, [each for each in groups.exclusive if each.changed > seen])
+
+    def _answer(self, client: str, refused: dict[GroupKey, PlaitError], newer: _Newer) -> Beaten:
+        groups, newest, allocated = newer
         if client in self._said:
-            self._told[client] = _Told(self._said[client], unchanged)
-        return beaten
+            self._told[client] = Beaten(newest, join(groups.shared), {}, groups.versions)
+        shares = [(each.shares or self._core.mirror.shares(each.key)).of(client) for each in allocated]
+        return Beaten(newest, join([*groups.shared, *shares]), refused, groups.versions)
 
     def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
         """All groups are there, and are as the client says."""
@@ -268,27 +318,6 @@ class Members:
         number, body = change.number, nobody(change.number).encode()
         ordered = [row for row in groups if group_settings(row.settings).ordered]
         change.put(*(StoredAllocation(row.subject, row.name, number, 0, body) for row in ordered))
-
-    def _beaten(self, client: str, refused: dict[GroupKey, PlaitError], seen: int) -> tuple[Beaten, Beaten]:
-        """What to tell a client that has heard all up to ``seen``, and what when it has heard that too."""
-        mirror = self._core.mirror
-        allocations, routes = mirror.allocations, mirror.routes
-        groups = self._groups.get(client)
-        if groups is None or groups.turn != mirror.turn_of(client):
-            groups = _Groups.of(mirror, client)
-            if client in mirror.memberships:
-                self._groups[client] = groups
-        changed = [allocations[key].changed for key in groups.exclusive]
-        newest = max([*changed, *(routes[subject].changed for subject in groups.subjects)], default=0)
-        if newest < seen:
-            # The database is an older copy of what the client has heard of.
-            seen = 0
-        shares = list(groups.shared)
-        if changed and max(changed) > seen:
-            new = [key for key, each in zip(groups.exclusive, changed, strict=True) if each > seen]
-            shares += [Share(*key, "exclusive", mirror.allocation(key).lps_of(client)) for key in new]
-        versions = {subject: routes[subject].version for subject in groups.subjects}
-        return Beaten(newest, shares, refused, versions), Beaten(newest, groups.shared, {}, versions)
 
     # --- who is lost ----------------------------------------------------------------------------
 
@@ -376,9 +405,12 @@ class Members:
         for who in whos:
             self._watch.forget(who)
             self._heard.pop(who, None)
-            self._said.pop(who.removeprefix(_PREFIX), None)
-            self._groups.pop(who.removeprefix(_PREFIX), None)
-            self._told.pop(who.removeprefix(_PREFIX), None)
+        # Who answers it in another thread at this moment notes what it was told.
+        with self._core.mirror.changing:
+            for client in (who.removeprefix(_PREFIX) for who in whos):
+                self._said.pop(client, None)
+                self._groups.pop(client, None)
+                self._told.pop(client, None)
         if not self._core.store.alone:
             with self._core.noted():
                 self._core.store.forget_beats(whos)
@@ -393,6 +425,6 @@ class Members:
         clients = sorted(mirror.members.get(key, ()))
         if not mirror.settings[key].ordered:
             return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})
-        allocation = mirror.allocation(key)
-        members = {client: allocation.lps_of(client) for client in clients}
-        return AllocationView(subject, name, "exclusive", allocation.epoch, members)
+        shares = split(join([mirror.shares(key).of(client) for client in clients]))
+        members = {client: share.lps for client, share in zip(clients, shares, strict=True)}
+        return AllocationView(subject, name, "exclusive", mirror.allocation(key).epoch, members)

@@ -1,11 +1,12 @@
 """Everything that the database has, in a meta server's memory, as of one change.
 
 The same method takes in what others have changed and what this server has, in the order of the changes; so what is
-here is always the whole of some moment.
+here is always the whole of some moment. One thread does that. Another one may look only while it holds ``changing``.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from plait.meta.allocation import Allocation, decode
 from plait.meta.routes import Place, Route
 from plait.meta.schema import Broker, Group, Member, Partition, Row, StoredAllocation, StoredRoute, Subject
 from plait.meta.settings import GroupSettings, group_settings
+from plait.meta.shares import Shares
 from plait.meta.store import Change, News
 
 #: A subject and the name of a group of it.
@@ -39,16 +41,33 @@ class Changes(NamedTuple):
     more: bool
 
 
+class Allocated:
+    """What heartbeats ask of an ordered group's allocation; the same object for as long as there is the group."""
+
+    __slots__ = ("changed", "key", "shares")
+
+    def __init__(self, key: GroupKey) -> None:
+        self.key = key
+        #: The change that made the allocation.
+        self.changed = 0
+        #: None: not packed yet.
+        self.shares: Shares | None = None
+
+
 class Mirror:
     """All rows by key, and what is asked of them often."""
 
     def __init__(self) -> None:
         #: The last change that is in here; -1: nothing is.
         self.seen = -1
+        #: Held while something changes.
+        self.changing = threading.RLock()
         self.new_subjects: set[str] = set()
         self.new_groups: set[GroupKey] = set()
         self.new_brokers: set[str] = set()
         self._turn = 0
+        #: Counts changes of routes.
+        self.route_turn = 0
         self._clear()
 
     def _clear(self) -> None:
@@ -66,6 +85,7 @@ class Mirror:
         self.groups_of: dict[str, set[str]] = defaultdict(set)
         self.settings: dict[GroupKey, GroupSettings] = {}
         self.allocations: dict[GroupKey, StoredAllocation] = {}
+        self.allocated: dict[GroupKey, Allocated] = {}
         #: Members that are online, of each group and of each client.
         self.members: dict[GroupKey, dict[str, Member]] = defaultdict(dict)
         self.memberships: dict[str, set[GroupKey]] = defaultdict(set)
@@ -78,19 +98,22 @@ class Mirror:
         #: Subjects whose route or partitions have changed since ``Routing`` looked at them.
         self.unsettled: set[str] = set()
         self.dropping: set[Place] = set()
-        self._decoded: dict[GroupKey, tuple[int, Allocation]] = {}
+        self._decoded: dict[GroupKey, Allocation] = {}
 
     def take(self, news: News) -> None:
         """What the database had to say."""
-        if news.everything:
-            before = set(self.subjects)
-            self.new_subjects |= before
-            self.new_groups.update(self.allocations)
-            self._clear()
-            self.unsettled |= before
-        for row in news.rows:
-            self._apply(row)
-        self.seen = news.number
+        if news.number == self.seen:
+            return
+        with self.changing:
+            if news.everything:
+                before = set(self.subjects)
+                self.new_subjects |= before
+                self.new_groups.update(self.allocations)
+                self._clear()
+                self.unsettled |= before
+            for row in news.rows:
+                self._apply(row)
+            self.seen = news.number
 
     def follows(self, change: Change) -> bool:
         """The change is the next one: nothing of others came between."""
@@ -98,11 +121,12 @@ class Mirror:
 
     def take_own(self, change: Change) -> None:
         """What this server has changed, if nothing of others came between."""
-        for row in change.rows:
-            self._apply(row)
-        for row in change.removed:
-            self._remove(row)
-        self.seen = change.number
+        with self.changing:
+            for row in change.rows:
+                self._apply(row)
+            for row in change.removed:
+                self._remove(row)
+            self.seen = change.number
 
     # --- questions ------------------------------------------------------------------------------
 
@@ -120,11 +144,17 @@ class Mirror:
         return _route.decode(self.routes[subject].body)
 
     def allocation(self, key: GroupKey) -> Allocation:
-        row = self.allocations[key]
         known = self._decoded.get(key)
-        if known is None or known[0] != row.changed:
-            known = self._decoded[key] = (row.changed, decode(row.body))
-        return known[1]
+        if known is None:
+            known = self._decoded[key] = decode(self.allocations[key].body)
+        return known
+
+    def shares(self, key: GroupKey) -> Shares:
+        """The allocation as members hear of it."""
+        allocated = self.allocated[key]
+        if allocated.shares is None:
+            allocated.shares = Shares(*key, self.allocation(key))
+        return allocated.shares
 
     def turn_of(self, client: str) -> int:
         """Another number than before: what a client is a member of, or what a group is like, may have changed.
@@ -137,9 +167,9 @@ class Mirror:
         self._turn += 1
         return self._turn
 
-    def remember(self, key: GroupKey, allocation: Allocation) -> None:
+    def remember(self, key: GroupKey, allocation: Allocation, shares: Shares) -> None:
         """It was just written: there is no need to decode it."""
-        self._decoded[key] = (self.allocations[key].changed, allocation)
+        self._decoded[key], self.allocated[key].shares = allocation, shares
 
     def clients_of(self, subjects: Iterable[str], groups: Iterable[GroupKey]) -> set[str]:
         """Members of those groups and of all groups of those subjects."""
@@ -155,10 +185,14 @@ class Mirror:
             case StoredAllocation():
                 key = (row.subject, row.name)
                 self.allocations[key] = row
+                self._decoded.pop(key, None)
+                allocated = self.allocated.setdefault(key, Allocated(key))
+                allocated.changed, allocated.shares = row.changed, None
                 self.new_groups.add(key)
                 self._look_at(key)
             case StoredRoute():
                 self.routes[row.subject] = row
+                self.route_turn += 1
                 self.new_subjects.add(row.subject)
                 self.unsettled.add(row.subject)
             case Partition():
@@ -229,10 +263,12 @@ class Mirror:
                     self._turn_of_all = self._next_turn()
             case StoredAllocation():
                 self.allocations.pop((row.subject, row.name), None)
+                self.allocated.pop((row.subject, row.name), None)
                 self._decoded.pop((row.subject, row.name), None)
                 self.stale.pop((row.subject, row.name), None)
             case StoredRoute():
                 self.routes.pop(row.subject, None)
+                self.route_turn += 1
             case Partition():
                 self.partitions.pop(Place(row.name, row.broker_group), None)
             case Subject():

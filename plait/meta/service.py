@@ -258,10 +258,10 @@ class MetaService:
     def repeat_client(
         self, client: str, members: Sequence[Membership], affinity: Collection[tuple[str, str]], seen: int
     ) -> Beaten | None:
-        """The answer to a heartbeat if it says nothing new and there is nothing new to tell; None: ``beat_client``.
+        """The answer to a heartbeat that says nothing new, where it can be given at once; None: ``beat_client``.
 
-        From any thread, and at once, whatever else this server does. What has changed by then and not come out of
-        ``step`` or ``tick`` may not be in it.
+        From any thread, whatever else this server does. What has changed by then and not come out of ``step`` or
+        ``tick`` may not be in it.
         """
         return self._members.repeat(client, members, affinity, seen)
 
@@ -283,6 +283,10 @@ class MetaService:
     def client(self, client: str, seen: int = 0) -> Beaten:
         """The same answer for a client that has said nothing new."""
         return self._members.known(client, seen)
+
+    def client_news(self, client: str, seen: int) -> Beaten | None:
+        """The same from any thread, where it can be given at once; None: ``client``."""
+        return self._members.news(client, seen)
 
     def allocation(self, subject: str, group: str) -> AllocationView:
         """Who is to handle what of a group."""

@@ -11,6 +11,7 @@ from plait.meta.lps import NumberedRun, Run
 from plait.meta.mirror import GroupKey
 from plait.meta.routes import Place, Route
 from plait.meta.settings import SubjectSettings
+from plait.meta.shares import Share, split
 
 #: Whether a broker, or a broker group, can be sent to (W) and consumed from (R).
 State = Literal["RW", "R", "W", "NRW"]
@@ -100,27 +101,22 @@ class Drop(NamedTuple):
     place: Place
 
 
-class Share(NamedTuple):
-    """What one member of a group is to do."""
-
-    subject: str
-    group: str
-    strategy: Strategy
-    #: (first, end, epoch) of logical partitions; only where the strategy is exclusive.
-    lps: list[NumberedRun]
-
-
 class Beaten(NamedTuple):
     """The answer to a client's heartbeat."""
 
     #: Another number than before: there is something new.
     seen: int
-    #: Those that are newer than what the client has seen.
-    shares: list[Share]
+    #: Those that are newer than what the client has seen, as they go over the wire.
+    packed: msgspec.Raw
     #: Memberships that cannot be, and why.
     refused: dict[GroupKey, PlaitError]
     #: Subject → version of its route.
     routes: dict[str, int]
+
+    @property
+    def shares(self) -> list[Share]:
+        """Those that are newer than what the client has seen."""
+        return split(self.packed)
 
 
 class AllocationView(msgspec.Struct, frozen=True):

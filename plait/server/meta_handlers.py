@@ -18,7 +18,7 @@ from plait.errors import InternalError, InvalidArgument, PlaitError, Unavailable
 from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
-from plait.meta.views import PartitionFacts, RouteView, State
+from plait.meta.views import Beaten, PartitionFacts, RouteView, State
 from plait.server.meta_host import MetaHost
 from plait.wire import messages as m
 
@@ -180,7 +180,12 @@ class MetaHandlers:
         return isinstance(message, m.FindRoute | m.Beat)
 
     def handle(self, connection: Connection, correlation: int, message: m.Message) -> None:
-        """Serve a request; it is answered later."""
+        """Serve a request; it is answered later, but for heartbeats that say nothing new and wait for nothing."""
+        if isinstance(message, m.Beat) and not message.leaving and not self._stopped:
+            beaten = self._host.beat_at_once(message.client, message.members, message.seen, message.affinity)
+            if beaten is not None and (beaten.seen != message.seen or message.wait <= 0):
+                connection.answer(correlation, self._beaten(beaten))
+                return
         poll = connection.begin_poll(correlation, None)
 
         async def answer() -> None:
@@ -232,12 +237,11 @@ class MetaHandlers:
         )
         for error in beaten.refused.values():
             raise error
-        return m.Beaten(
-            beaten.seen,
-            list(beaten.shares),
-            self._host.metas,
-            beaten.routes,
-        )
+        return self._beaten(beaten)
+
+    def _beaten(self, beaten: Beaten) -> m.Beaten:
+        # Shares are packed already.
+        return m.Beaten(beaten.seen, beaten.packed, self._host.metas, beaten.routes)  # type: ignore[arg-type]
 
     # --- management -----------------------------------------------------------------------------
 

@@ -2,9 +2,8 @@
 
 Decisions are ``MetaService``, which blocks on its database; one thread runs it, so nothing there happens at the same
 time. Another one writes new allocations and leaves, so that heartbeats do not wait for that; those that say nothing new
-are answered without either. What brokers are ordered to do (make
-a partition, seal logical partitions, drop) is idempotent and is found again by whoever looks next, so an order that
-fails is only late.
+are answered without either. What brokers are ordered to do (make a partition, seal logical partitions, drop) is
+idempotent and is found again by whoever looks next, so an order that fails is only late.
 """
 
 from __future__ import annotations
@@ -170,6 +169,14 @@ class MetaHost:
         await asyncio.gather(*(self._drop(drop) for drop in drops if drop.subject == subject))
         self.look_soon()
 
+    def beat_at_once(
+        self, client: str, members: list[tuple[str, str, bool]], seen: int, affinity: list[tuple[str, str]]
+    ) -> Beaten | None:
+        """The answer to a heartbeat that waits for nothing and says nothing new; None: ``beat``."""
+        if client in self._leaves:
+            return None
+        return self._opened().repeat_client(client, members, affinity, seen)
+
     async def beat(
         self,
         client: str,
@@ -188,12 +195,11 @@ class MetaHost:
             await self._leaves[client].wait()
         if leaving:
             return await self._leave(client)
-        deadline = self._loop.time() + min(max(wait, 0.0), BEAT_WAIT_MAX)
+        service, deadline = self._opened(), self._loop.time() + min(max(wait, 0.0), BEAT_WAIT_MAX)
         # Before the look: what changes meanwhile is not missed.
         news = self._wait_for(client)
         try:
-            beaten = self._opened().repeat_client(client, members, affinity, seen)
-            beaten = beaten or await self._answer(
+            beaten = service.repeat_client(client, members, affinity, seen) or await self._answer(
                 lambda s: s.beat_client(client, members, seen=seen, affinity=affinity)
             )
             while beaten.seen == seen and not beaten.refused:
@@ -202,7 +208,7 @@ class MetaHost:
                     break
                 self._wait_no_more(client, news)
                 news = self._wait_for(client)
-                beaten = await self.call(lambda s: s.client(client, seen))
+                beaten = service.client_news(client, seen) or await self._answer(lambda s: s.client(client, seen))
             return beaten
         finally:
             self._wait_no_more(client, news)

@@ -9,8 +9,9 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.lps import NumberedRun
 from plait.meta.routes import Place
 from plait.meta.service import MetaService
+from plait.meta.shares import Share
 from plait.meta.store import Store
-from plait.meta.views import Beaten, Share
+from plait.meta.views import Beaten
 
 #: Makes a store over the test's database.
 Stores = Callable[..., Store]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from plait.clock import ManualClock
 from plait.errors import MetaUnavailable
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
+from plait.meta.mirror import Mirror
+from plait.meta.schema import Member, Row
 from plait.meta.service import MetaService
 from plait.meta.views import Beaten
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
@@ -49,36 +54,95 @@ def test_who_says_or_has_heard_something_else_is_decided_about(subject: MetaServ
     assert repeat(subject, "c2", seen) is None
     assert repeat(subject, "c1", seen, "h") is None
     assert repeat(subject, "c1", 0) is None
-    assert repeat(subject, "c1", seen + 1) is None
     assert subject.repeat_client("c1", [("s", "g", True)], [("s", "g")], seen) is None
 
 
-def test_news_is_not_kept_from_anybody(subject: MetaService):
+def test_news_is_told_as_by_a_decision(subject: MetaService):
     seen = settled(subject, "c1")
     settled(subject, "c2")
-    assert repeat(subject, "c1", seen) is None
-    told = beat(subject, "c1", seen)
+    told = repeat(subject, "c1", seen)
+    assert told is not None
     assert lps(share(told).lps) == LOGICAL_PARTITIONS // 2
-    assert repeat(subject, "c1", told.seen) is not None
+    assert told == beat(subject, "c1", seen)
+    again = repeat(subject, "c1", told.seen)
+    assert again is not None
+    assert (again.seen, again.shares) == (told.seen, [])
     subject.beat_client("c2", [], leaving=True)
     settle(subject)
-    assert repeat(subject, "c1", told.seen) is None
+    told = repeat(subject, "c1", told.seen)
+    assert told is not None
+    assert lps(share(told).lps) == LOGICAL_PARTITIONS
+
+
+def test_who_has_heard_more_than_there_is_hears_all(subject: MetaService):
+    seen = settled(subject, "c1")
+    told = repeat(subject, "c1", seen + 1)
+    assert told is not None
+    assert (told.seen, lps(share(told).lps)) == (seen, LOGICAL_PARTITIONS)
 
 
 def test_who_waited_for_news_and_has_heard_it_repeats(subject: MetaService):
     seen = settled(subject, "c1")
     settled(subject, "c2")
-    told = subject.client("c1", seen)
+    told = subject.client_news("c1", seen)
+    assert told == subject.client("c1", seen)
+    assert told is not None
     assert told.seen > seen
     assert repeat(subject, "c1", told.seen) is not None
+
+
+def in_another_thread(ask: Callable[[], Beaten | None]) -> Beaten | None:
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ask).result()
+
+
+def test_no_part_of_a_change_is_told_and_what_is_known_already_is(
+    subject: MetaService, monkeypatch: pytest.MonkeyPatch
+):
+    seen = settled(subject, "c1")
+    settled(subject, "c2")
+    newer = settled(subject, "c3")
+    apply = Mirror._apply
+    told: list[Beaten | None] = []
+
+    def watched(mirror: Mirror, row: Row) -> None:
+        apply(mirror, row)
+        told.append(in_another_thread(lambda: repeat(subject, "c1", seen)))
+        told.append(in_another_thread(lambda: subject.client_news("c1", seen)))
+        if isinstance(row, Member):
+            assert in_another_thread(lambda: repeat(subject, "c3", newer)) is not None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Mirror, "_apply", watched)
+        settled(subject, "c4")
+    assert set(told) == {None}
+    assert len(told) >= 4
+    answer = in_another_thread(lambda: repeat(subject, "c1", seen))
+    assert answer is not None
+    assert lps(share(answer).lps) == LOGICAL_PARTITIONS // 4
+
+
+def test_what_another_meta_server_allocated_is_unpacked_by_a_decision(subject: MetaService, stores: Stores):
+    seen = settled(subject, "c1")
+    other = MetaService(stores(), subject._core.clock)
+    settled(other, "c2")
+    subject.tick()
+    assert repeat(subject, "c1", seen) is None
+    assert subject.client_news("c1", seen) is None
+    told = beat(subject, "c1", seen)
+    assert lps(share(told).lps) == LOGICAL_PARTITIONS // 2
+    assert repeat(subject, "c1", seen) == told
 
 
 def test_a_new_route_is_news(subject: MetaService):
     seen = settled(subject, "c1")
     register(subject, "g2")
-    subject.expand("s", 2)
+    version = subject.expand("s", 2).version
     subject.step()
-    assert repeat(subject, "c1", seen) is None
+    told = repeat(subject, "c1", seen)
+    assert told is not None
+    assert told.seen > seen
+    assert (told.shares, told.routes) == ([], {"s": version})
 
 
 def test_what_members_of_other_groups_do_is_no_news(subject: MetaService):

@@ -181,6 +181,30 @@ async def test_a_heartbeat_that_says_nothing_new_does_not_wait_for_decisions(ser
     assert await deciding
 
 
+@pytest.mark.parametrize("wait", [0.0, 30.0])
+async def test_nor_does_one_that_is_told_of_news(server: MetaServer, wait: float):
+    seen = await member(server)
+    await server.meta.beat("c2", [("s", "g", True)], 0, 0.0, leaving=False, affinity=[])
+    # It is allocated when who waits is told of it.
+    assert (await beat(server, seen, 30.0))[0] > seen
+    begun, answered = threading.Event(), threading.Event()
+
+    def decide(_: MetaService) -> bool:
+        begun.set()
+        return answered.wait(3)
+
+    deciding = asyncio.ensure_future(server.meta.call(decide))
+    await asyncio.to_thread(begun.wait)
+    async with Raw(server) as raw:
+        await raw.hello()
+        told = await raw.ask(m.Beat("c", [("s", "g", True)], seen, wait))
+    answered.set()
+    assert await deciding
+    assert isinstance(told, m.Beaten)
+    assert told.seen > seen
+    assert sum(end - first for _, _, _, runs in told.members for first, end, _ in runs) == LOGICAL_PARTITIONS // 2
+
+
 async def test_who_waits_with_nothing_new_to_say_hears_what_changes(server: MetaServer):
     seen = await member(server)
     waiting = asyncio.ensure_future(beat(server, seen, 30.0))

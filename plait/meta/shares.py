@@ -1,0 +1,85 @@
+"""An allocation as its members hear of it: the share of each in msgpack, packed once for all heartbeats.
+
+Every number has one size, also where msgpack has a shorter word for it: so all runs are packed at once, and a share is
+a piece of that. A heartbeat's answer puts pieces together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from plait.meta.allocation import Allocation
+from plait.meta.lps import NumberedRun
+
+#: (first, end, epoch) of logical partitions: an array of three numbers, each behind a byte that tells its size.
+_RUN: Final = np.dtype(
+    [
+        ("array", "u1"),
+        ("first_size", "u1"),
+        ("first", ">u2"),
+        ("end_size", "u1"),
+        ("end", ">u2"),
+        ("epoch_size", "u1"),
+        ("epoch", ">u8"),
+    ]
+)
+_EMPTY: Final = np.array([(0x93, 0xCD, 0, 0xCD, 0, 0xCF, 0)], dtype=_RUN)
+
+
+class Share(NamedTuple):
+    """What one member of a group is to do."""
+
+    subject: str
+    group: str
+    #: "exclusive" or "shared".
+    strategy: str
+    #: (first, end, epoch) of logical partitions; only where the strategy is exclusive.
+    lps: list[NumberedRun]
+
+
+_decoder = msgspec.msgpack.Decoder(list[Share])
+
+
+def shared(subject: str, group: str) -> bytes:
+    """The share of every member of a group that is not ordered."""
+    return msgspec.msgpack.encode(Share(subject, group, "shared", []))
+
+
+def join(shares: Sequence[bytes]) -> msgspec.Raw:
+    """A list of them."""
+    return msgspec.Raw(b"\xdd%b%b" % (len(shares).to_bytes(4, "big"), b"".join(shares)))
+
+
+def split(joined: msgspec.Raw) -> list[Share]:
+    """What is in such a list."""
+    return _decoder.decode(joined)
+
+
+class Shares:
+    """The shares of an ordered group's members."""
+
+    # All in one dict of bytes: lists in a thousand groups would be looked through by the garbage collector.
+    __slots__ = ("_nothing", "_of")
+
+    def __init__(self, subject: str, group: str, allocation: Allocation) -> None:
+        nothing = msgspec.msgpack.encode(Share(subject, group, "exclusive", []))
+        head = nothing[:-1]
+        firsts, ends, epochs, begins = allocation.by_member()
+        runs = np.repeat(_EMPTY, len(firsts))
+        runs["first"], runs["end"], runs["epoch"] = firsts, ends, epochs
+        packed, size = runs.tobytes(), _RUN.itemsize
+        #: By member.
+        self._of = {
+            member: b"%b\xdc%b%b" % (head, (end - begin).to_bytes(2, "big"), packed[begin * size : end * size])
+            for member, (begin, end) in zip(allocation.members, pairwise(begins.tolist()), strict=True)
+        }
+        self._nothing = nothing
+
+    def of(self, client: str) -> bytes:
+        """A member's share; one that nothing is allocated to yet has nothing."""
+        return self._of.get(client, self._nothing)
