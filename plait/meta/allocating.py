@@ -93,10 +93,8 @@ class Allocating:
         except Lost:
             core.refresh()
             return
-        # Nobody looks before it is remembered: they would decode it.
-        with mirror.changing:
-            core.take_in(change)
-            for key, (_, row, allocation, shares) in writing.made.items():
-                known = mirror.allocations.get(key)
-                if known is not None and known.body == row.body:
-                    mirror.remember(key, allocation, shares)
+        core.take_in(change)
+        for key, (_, row, allocation, shares) in writing.made.items():
+            known = mirror.allocations.get(key)
+            if known is not None and known.body == row.body:
+                mirror.remember(key, allocation, shares)

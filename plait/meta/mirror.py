@@ -60,8 +60,8 @@ class Mirror:
     def __init__(self) -> None:
         #: The last change that is in here; -1: nothing is.
         self.seen = -1
-        #: Held while something changes.
-        self.changing = threading.RLock()
+        #: Held while something changes; never while the database is asked.
+        self.changing = threading.Lock()
         self.new_subjects: set[str] = set()
         self.new_groups: set[GroupKey] = set()
         self.new_brokers: set[str] = set()
