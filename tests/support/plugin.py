@@ -12,6 +12,7 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.support import leaks
 from tests.support.deep import Cycles, DeepState, derive, fingerprint
@@ -34,7 +35,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini("ending_seconds", "how long a process that is ending after the last test may take", default="5")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
+    # A machine under load makes no test fail by being slow. Without a seed, examples are the same every time.
+    settings.register_profile(
+        "plait",
+        deadline=None,
+        derandomize="PLAIT_SEED" not in os.environ,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("plait")
+    if config.getoption("--hypothesis-seed", None) is None and "PLAIT_SEED" in os.environ:
+        config.option.hypothesis_seed = os.environ["PLAIT_SEED"]
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # So it is where a shell runs them in the background, and what tests start would inherit it.
         signal.signal(signal.SIGINT, signal.default_int_handler)

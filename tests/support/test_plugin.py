@@ -180,3 +180,23 @@ def test_the_same_seed_gives_a_test_the_same_number(suite: Suite):
     seeds = [suite.run(DEEP, "-k", "crash", "-s", PLAIT_SEED=seed).stdout for seed in ("7", "7", "8")]
     numbers = [text.split("seed ")[1].split()[0] for text in seeds]
     assert numbers[0] == numbers[1] != numbers[2]
+
+
+def test_examples_are_the_same_every_time_unless_a_seed_is_named(suite: Suite):
+    source = """
+        from hypothesis import given, strategies as st
+        drawn = []
+        @given(st.integers())
+        def test_draws(number):
+            drawn.append(number)
+        def test_tells():
+            print("drawn", drawn)
+    """
+    told = []
+    for environment in ({}, {}, {"PLAIT_SEED": "5"}, {"PLAIT_SEED": "5"}, {"PLAIT_SEED": "6"}):
+        result = suite.run(source, "-s", "-p", "_hypothesis_pytestplugin", **environment)
+        told += [line for line in result.stdout.splitlines() if "drawn" in line]
+    first, again, five, five_again, six = told
+    assert first == again
+    assert five == five_again
+    assert len({first, five, six}) == 3
