@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from plait.meta.allocation import Allocation, allocate
+from plait.meta.allocation import allocate
 from plait.meta.core import Core
 from plait.meta.database import Lost
-from plait.meta.mirror import GroupKey
+from plait.meta.mirror import GroupKey, Packed
 from plait.meta.schema import StoredAllocation
 from plait.meta.shares import Shares
 from plait.meta.store import Change, Store
@@ -23,9 +23,7 @@ class _Made(NamedTuple):
 
     before: StoredAllocation
     row: StoredAllocation
-    allocation: Allocation
-    #: What heartbeats will ask for.
-    shares: Shares
+    packed: Packed
 
 
 class Writing:
@@ -75,16 +73,17 @@ class Allocating:
         for key in mirror.stale:
             if key in made:
                 continue
-            after = allocate(list(mirror.members[key]), mirror.allocation(key))
+            # Above every change that is known: a group's own epochs may be those of an older copy of the database.
+            after = allocate(list(mirror.members[key]), mirror.allocation(key), above=mirror.seen)
             row = StoredAllocation(*key, after.epoch, mirror.touched[key], after.encode())
-            made[key] = _Made(mirror.allocations[key], row, after, Shares(*key, after))
+            made[key] = _Made(mirror.allocations[key], row, Packed(row.body, after, Shares(*key, after)))
             if len(made) == limits.write_groups or core.clock.monotonic() - begin >= limits.slice_seconds:
                 break
         if made and (len(made) == limits.write_groups or len(made) >= len(mirror.stale)):
             self.writing, self._made = self._made, Writing(core.store)
 
     def _take_in(self, writing: Writing) -> None:
-        core, mirror = self._core, self._core.mirror
+        core = self._core
         self.writing = None
         writing.carry_out()
         try:
@@ -93,8 +92,4 @@ class Allocating:
         except Lost:
             core.refresh()
             return
-        core.take_in(change)
-        for key, (_, row, allocation, shares) in writing.made.items():
-            known = mirror.allocations.get(key)
-            if known is not None and known.body == row.body:
-                mirror.remember(key, allocation, shares)
+        core.take_in(change, {key: made.packed for key, made in writing.made.items()})

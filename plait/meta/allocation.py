@@ -99,8 +99,8 @@ def nobody(epoch: int = 0) -> Allocation:
     return Allocation((), nothing, np.full(LOGICAL_PARTITIONS, epoch, dtype=np.int64), epoch)
 
 
-def allocate(members: Sequence[str], present: Allocation | None) -> Allocation:
-    """Fair shares for these members: only what must move moves, and what moves gets a new epoch.
+def allocate(members: Sequence[str], present: Allocation | None, *, above: int = 0) -> Allocation:
+    """Fair shares for these members: only what must move moves, and what moves gets a new epoch, above that number.
 
     The same members and the same allocation before give the same one after.
     """
@@ -115,7 +115,7 @@ def allocate(members: Sequence[str], present: Allocation | None) -> Allocation:
     moved = (after != before) & (after >= 0)
     if not moved.any():
         return Allocation(ordered, after, present.epochs, present.epoch)
-    epoch = present.epoch + 1
+    epoch = max(present.epoch, above) + 1
     return Allocation(ordered, after, np.where(moved, epoch, present.epochs), epoch)
 
 

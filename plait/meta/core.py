@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from plait.clock import Clock
 from plait.errors import MetaBusy, MetaUnavailable
 from plait.limits import MetaLimits
 from plait.meta.database import Lost
-from plait.meta.mirror import Mirror
+from plait.meta.mirror import GroupKey, Mirror, Packed
 from plait.meta.store import Change, Store
 
 _T = TypeVar("_T")
+
+_NOTHING: Final[Mapping[GroupKey, Packed]] = {}
 
 
 class Core:
@@ -34,10 +36,15 @@ class Core:
         """
         return min(max(passed, 0.0), self.limits.gap_seconds)
 
-    def refresh(self) -> None:
+    def refresh(self, packed: Mapping[GroupKey, Packed] = _NOTHING) -> None:
         """Take in what others have changed."""
         with self.noted():
-            self.mirror.take(self.store.news(self.mirror.seen))
+            news = self.store.news(self.mirror.seen)
+            if news.number < self.mirror.seen:
+                # The database is an older copy: what was given out since is not given out again.
+                self.store.advance(self.mirror.seen)
+                news = self.store.news(-1)
+            self.mirror.take(news, packed)
 
     @contextmanager
     def change(self) -> Iterator[Change]:
@@ -46,12 +53,12 @@ class Core:
             yield change
         self.take_in(change)
 
-    def take_in(self, change: Change) -> None:
-        """It is in the database; the mirror has it afterwards."""
+    def take_in(self, change: Change, packed: Mapping[GroupKey, Packed] = _NOTHING) -> None:
+        """It is in the database; the mirror has it afterwards, and what was packed for heartbeats before."""
         if self.mirror.follows(change):
-            self.mirror.take_own(change)
+            self.mirror.take_own(change, packed)
         else:
-            self.refresh()
+            self.refresh(packed)
 
     def decide(self, decision: Callable[[], _T]) -> _T:
         """Look, decide, and write; all over again when others were faster."""

@@ -22,6 +22,9 @@ WAIT_SECONDS: Final = 5
 
 _WRITES: Final = "plait_writes"
 
+#: What a database says of itself and not of what it was asked for; also that it may only be read for a while.
+_PASSING: Final = (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.NotSupportedError)
+
 
 def file_url(path: str) -> str:
     """The URL of a SQLite database in a file, whatever characters its name has."""
@@ -105,7 +108,7 @@ class Database:
         except exc.IntegrityError as error:
             raise Lost(str(error.orig)) from error
         except exc.DBAPIError as error:
-            if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
+            if isinstance(error, _PASSING) or error.connection_invalidated:
                 raise self._unavailable(error.orig) from error
             if type(error) is exc.DatabaseError:
                 raise DamageError(f"the meta database {self.name} is damaged: {error.orig}") from error

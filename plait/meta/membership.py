@@ -33,6 +33,10 @@ from plait.meta.watch import Watch
 _PREFIX = "c/"
 _PREFIX_END = "c0"
 
+#: A change is taken in within a millisecond or two, nearly always: who asks meanwhile waits for that, as it would wait
+#: longer for the thread that does it.
+CHANGING_SECONDS = 0.003
+
 #: (subject, group, ordered).
 Membership = tuple[str, str, bool]
 
@@ -167,7 +171,7 @@ class Members:
             return None
         if told is not None and told.seen == seen:
             return told
-        if not mirror.changing.acquire(blocking=False):
+        if not mirror.changing.acquire(timeout=CHANGING_SECONDS):
             return None
         try:
             newer = self._newer(client, seen)
@@ -191,7 +195,8 @@ class Members:
         refused: dict[GroupKey, PlaitError] = {}
         if mirror.memberships.get(client, set()) != wanted.keys() or not self._agree(wanted):
             refused = self._core.decide(lambda: self._join(client, wanted))
-        if refused or not wanted:
+        if refused or not wanted or not self._agree(wanted):
+            # The next heartbeat is looked at again: what it joined may have been deleted at the same moment.
             self._said.pop(client, None)
         else:
             self._said[client] = said._replace(turn=mirror.turn_of(client))
@@ -256,8 +261,11 @@ class Members:
 
     def _agree(self, wanted: dict[GroupKey, GroupSettings]) -> bool:
         """All groups are there, and are as the client says."""
-        known = self._core.mirror.settings
-        return all(known.get(key) == settings for key, settings in wanted.items())
+        mirror = self._core.mirror
+        return all(
+            mirror.settings.get(key) == settings and not mirror.groups[key].deleted and mirror.subject(key[0])
+            for key, settings in wanted.items()
+        )
 
     def _join(self, client: str, wanted: dict[GroupKey, GroupSettings]) -> dict[GroupKey, PlaitError]:
         """Write down what is new; what cannot be, and why."""
@@ -355,9 +363,8 @@ class Members:
         if self._reading:
             self._exchange(page)
         lost = self._watch.lost(page)
-        if lost:
-            self._give_up(lost)
-        return bool(self._reading) or len(lost) == page
+        given_up = self._give_up(lost) if lost else 0
+        return bool(self._reading) or len(lost) == page or given_up < len(lost)
 
     def _exchange(self, page: int) -> None:
         """Write a page of counters, and read one."""
@@ -377,14 +384,24 @@ class Members:
         elif not self._heard:
             self._reading = ""
 
-    def _give_up(self, lost: Sequence[str]) -> None:
-        """These were silent for a lease, as far as this meta server can tell."""
+    def _give_up(self, silent: Sequence[str]) -> int:
+        """These were silent for a lease, as far as this meta server can tell; how many of them were seen to.
+
+        The first ones, until they are members of so much that more would hold up heartbeats when it is known.
+        """
         core, mirror = self._core, self._core.mirror
-        clients = [who.removeprefix(_PREFIX) for who in lost]
-        rows = [mirror.members[key][client] for client in clients for key in sorted(mirror.memberships.get(client, ()))]
+        lost: list[str] = []
+        rows: list[Member] = []
+        for who in silent:
+            client = who.removeprefix(_PREFIX)
+            rows += [mirror.members[key][client] for key in sorted(mirror.memberships.get(client, ()))]
+            lost.append(who)
+            if len(rows) >= core.limits.write_members:
+                break
+        count = len(lost)
         if not rows:
             self._forget(lost)
-            return
+            return count
         try:
             with core.change() as change:
                 if not core.store.alone:
@@ -398,8 +415,9 @@ class Members:
         except Lost:
             # Somebody else gave them up, or they are back: the next look tells.
             core.refresh()
-            return
+            return count
         self._forget(lost)
+        return count
 
     def _forget(self, whos: Sequence[str]) -> None:
         for who in whos:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -52,6 +52,14 @@ class Allocated:
         self.changed = 0
         #: None: not packed yet.
         self.shares: Shares | None = None
+
+
+class Packed(NamedTuple):
+    """An allocation that was just written: there is no need to decode it, nor to pack it for heartbeats."""
+
+    body: bytes
+    allocation: Allocation
+    shares: Shares
 
 
 class Mirror:
@@ -100,9 +108,9 @@ class Mirror:
         self.dropping: set[Place] = set()
         self._decoded: dict[GroupKey, Allocation] = {}
 
-    def take(self, news: News) -> None:
+    def take(self, news: News, packed: Mapping[GroupKey, Packed]) -> None:
         """What the database had to say."""
-        if news.number == self.seen:
+        if news.number == self.seen and not news.everything:
             return
         with self.changing:
             if news.everything:
@@ -113,19 +121,21 @@ class Mirror:
                 self.unsettled |= before
             for row in news.rows:
                 self._apply(row)
+            self._remember(packed)
             self.seen = news.number
 
     def follows(self, change: Change) -> bool:
         """The change is the next one: nothing of others came between."""
         return change.number == self.seen + 1
 
-    def take_own(self, change: Change) -> None:
+    def take_own(self, change: Change, packed: Mapping[GroupKey, Packed]) -> None:
         """What this server has changed, if nothing of others came between."""
         with self.changing:
             for row in change.rows:
                 self._apply(row)
             for row in change.removed:
                 self._remove(row)
+            self._remember(packed)
             self.seen = change.number
 
     # --- questions ------------------------------------------------------------------------------
@@ -167,10 +177,6 @@ class Mirror:
         self._turn += 1
         return self._turn
 
-    def remember(self, key: GroupKey, allocation: Allocation, shares: Shares) -> None:
-        """It was just written: there is no need to decode it."""
-        self._decoded[key], self.allocated[key].shares = allocation, shares
-
     def clients_of(self, subjects: Iterable[str], groups: Iterable[GroupKey]) -> set[str]:
         """Members of those groups and of all groups of those subjects."""
         keys = {*groups, *((subject, name) for subject in subjects for name in self.groups_of.get(subject, ()))}
@@ -202,13 +208,19 @@ class Mirror:
                 self.new_subjects.add(row.name)
                 self.unsettled.add(row.name)
             case Group():
-                self._turn_of_all = self._next_turn()
+                self._touch_members((row.subject, row.name))
                 self.groups[row.subject, row.name] = row
                 self.settings[row.subject, row.name] = group_settings(row.settings)
                 self.groups_of[row.subject].add(row.name)
             case Broker():
                 self.brokers[row.broker_group][row.broker] = row
                 self.new_brokers.add(row.broker_group)
+
+    def _touch_members(self, key: GroupKey) -> None:
+        """Their group is another one: what they said of it is to be looked at again."""
+        turn = self._next_turn()
+        for client in self.members.get(key, ()):
+            self._turns[client] = turn
 
     def _apply_member(self, row: Member) -> None:
         self._turns[row.client] = self._next_turn()
@@ -230,6 +242,13 @@ class Mirror:
             of.discard(key)
             if not of:
                 del self.memberships[client]
+
+    def _remember(self, packed: Mapping[GroupKey, Packed]) -> None:
+        """In one go with the rows: heartbeats find them packed."""
+        for key, each in packed.items():
+            row = self.allocations.get(key)
+            if row is not None and row.body == each.body:
+                self._decoded[key], self.allocated[key].shares = each.allocation, each.shares
 
     def _look_at(self, key: GroupKey) -> None:
         allocation = self.allocations.get(key)
@@ -276,7 +295,7 @@ class Mirror:
                 self.groups_of.pop(row.name, None)
                 self.partitions_of.pop(row.name, None)
             case Group():
-                self._turn_of_all = self._next_turn()
+                self._touch_members((row.subject, row.name))
                 self.groups.pop((row.subject, row.name), None)
                 self.settings.pop((row.subject, row.name), None)
                 self.touched.pop((row.subject, row.name), None)

@@ -6,8 +6,8 @@ a piece of that. A heartbeat's answer puts pieces together.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Final, NamedTuple
 
 import msgspec
@@ -63,23 +63,24 @@ def split(joined: msgspec.Raw) -> list[Share]:
 class Shares:
     """The shares of an ordered group's members."""
 
-    # All in one dict of bytes: lists in a thousand groups would be looked through by the garbage collector.
-    __slots__ = ("_nothing", "_of")
+    # One piece of memory for all: most are cut out for few members before the next change.
+    __slots__ = ("_begins", "_members", "_nothing", "_runs")
 
     def __init__(self, subject: str, group: str, allocation: Allocation) -> None:
-        nothing = msgspec.msgpack.encode(Share(subject, group, "exclusive", []))
-        head = nothing[:-1]
-        firsts, ends, epochs, begins = allocation.by_member()
+        self._nothing = msgspec.msgpack.encode(Share(subject, group, "exclusive", []))
+        #: In order.
+        self._members = allocation.members
+        firsts, ends, epochs, self._begins = allocation.by_member()
         runs = np.repeat(_EMPTY, len(firsts))
         runs["first"], runs["end"], runs["epoch"] = firsts, ends, epochs
-        packed, size = runs.tobytes(), _RUN.itemsize
-        #: By member.
-        self._of = {
-            member: b"%b\xdc%b%b" % (head, (end - begin).to_bytes(2, "big"), packed[begin * size : end * size])
-            for member, (begin, end) in zip(allocation.members, pairwise(begins.tolist()), strict=True)
-        }
-        self._nothing = nothing
+        self._runs = runs.tobytes()
 
     def of(self, client: str) -> bytes:
         """A member's share; one that nothing is allocated to yet has nothing."""
-        return self._of.get(client, self._nothing)
+        at = bisect_left(self._members, client)
+        if at == len(self._members) or self._members[at] != client:
+            return self._nothing
+        begin, end = self._begins[at : at + 2].tolist()
+        size = _RUN.itemsize
+        runs = self._runs[begin * size : end * size]
+        return b"%b\xdc%b%b" % (self._nothing[:-1], (end - begin).to_bytes(2, "big"), runs)

@@ -36,6 +36,8 @@ TICK_SECONDS_MIN = 0.02
 BEAT_WAIT_MAX = 30.0
 #: How often a meta server that has just started looks whether it has heard of all brokers.
 SETTLE_SECONDS = 0.1
+#: While allocations of many groups change, members hear of theirs this often.
+TELL_SECONDS = 0.05
 #: Orders that are carried out at a time.
 ORDERS_MAX = 64
 
@@ -256,10 +258,13 @@ class MetaHost:
             pause = TICK_SECONDS
             try:
                 changes, self.metas, pause = await self.call(lambda s: (s.tick(), s.metas(), s.next_loss()))
-                self._tell(changes)
+                self._tell(changes.clients)
                 self.look_soon()
             except PlaitError as error:
                 log.warning("%s", error)
+            except Exception:
+                # Whatever it is: a server that looked after nobody any more would go on answering.
+                log.exception("looking after the cluster failed; it is tried again")
             await asyncio.sleep(min(max(pause, TICK_SECONDS_MIN), TICK_SECONDS))
 
     def look_soon(self) -> None:
@@ -270,11 +275,17 @@ class MetaHost:
         self._looking = self._spawn(self._look())
 
     async def _look(self) -> None:
+        #: Who has news, and since when: a client that is told asks at once, and there may be more for it by then.
+        told: set[str] = set()
+        since = self._loop.time()
         try:
             while True:
                 self._look_again = False
                 changes, writing, makes, moves, drops = await self.call(_work)
-                self._tell(changes)
+                told |= changes.clients
+                if not changes.more or self._loop.time() - since >= TELL_SECONDS:
+                    self._tell(told)
+                    told, since = set(), self._loop.time()
                 for make in makes:
                     self._order(("make", make.place, make.version), self._make(make))
                 for move in moves:
@@ -287,10 +298,14 @@ class MetaHost:
                     return
         except PlaitError as error:
             log.warning("%s", error)
+        except Exception:
+            log.exception("what follows from a change failed; it is tried again")
+        finally:
+            self._tell(told)
 
-    def _tell(self, changes: Changes) -> None:
+    def _tell(self, clients: set[str]) -> None:
         # In the order in which they came, so that it is the same whenever it is done again.
-        for client in [each for each in self._waiting if each in changes.clients]:
+        for client in [each for each in self._waiting if each in clients]:
             for news in self._waiting[client]:
                 if not news.done():
                     news.set_result(None)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import sqlalchemy as sa
 
 from plait.clock import ManualClock
 from plait.errors import MetaUnavailable
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.database import Database
+from plait.meta.schema import CLUSTER
 from plait.meta.service import MetaService
 from plait.meta.settings import SubjectSettings
 from plait.meta.store import Store
@@ -88,4 +90,15 @@ def test_a_connection_that_was_cut_is_not_noticed_once_the_database_is_back(down
     down.stop()
     down.start()
     assert service.route("s").route.partitions == (place("s@g1"),)
+    store.close()
+
+
+def test_a_database_that_may_only_be_read_for_a_while_is_one_that_is_down(down: Postgres):
+    store = Store(Database(down.create()), cluster="test")
+    change = store.change()
+    with pytest.raises(MetaUnavailable, match="read-only transaction"), store.database.writing() as connection:
+        connection.exec_driver_sql("SET TRANSACTION READ ONLY")
+        connection.execute(sa.update(CLUSTER).values(number=0))
+    with change as made:
+        assert made.number == 1
     store.close()

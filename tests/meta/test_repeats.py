@@ -153,6 +153,29 @@ def test_what_members_of_other_groups_do_is_no_news(subject: MetaService):
     assert repeat(subject, "c1", seen) is not None
 
 
+def test_nor_is_a_group_that_is_founded_or_deleted_elsewhere(subject: MetaService):
+    seen = settled(subject, "c1")
+    subject.create_subject("t")
+    join(subject, "c2", subject="t", group="h")
+    assert repeat(subject, "c1", seen) is not None
+    subject.delete_subject("t")
+    assert repeat(subject, "c1", seen) is not None
+
+
+def test_what_this_server_allocated_needs_no_decision_even_if_others_changed_something_meanwhile(
+    subject: MetaService, stores: Stores
+):
+    seen = settled(subject, "c1")
+    join(subject, "c2")
+    while subject.writing is None:
+        subject.step()
+    register(MetaService(stores(), subject._core.clock), "g2")
+    subject.step()
+    told = repeat(subject, "c1", seen)
+    assert told is not None
+    assert lps(share(told).lps) == LOGICAL_PARTITIONS // 2
+
+
 def test_a_meta_server_that_starts_anew_and_another_one_decide(
     subject: MetaService, stores: Stores, clock: ManualClock
 ):

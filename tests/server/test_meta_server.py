@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -238,3 +239,48 @@ async def test_a_client_of_one_meta_server_finds_the_others(tmp_path: Path):
         await client.send("t", b"2")
         assert (await client.admin.route("t")).version > 0
     await second.stop()
+
+
+async def test_a_failure_that_nobody_thought_of_does_not_end_the_watch_over_the_cluster(
+    server: MetaServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    await member(server)
+    ticks = 0
+    tick = MetaService.tick
+
+    def failing(service: MetaService) -> Any:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 1:
+            raise RuntimeError("nobody thought of this")
+        return tick(service)
+
+    monkeypatch.setattr(MetaService, "tick", failing)
+    await until(lambda: ticks >= 3)
+    assert "looking after the cluster failed" in caplog.text
+
+
+async def test_who_waits_is_told_once_of_groups_that_change_together(server: MetaServer):
+    """A client that is told asks again at once, with all its groups: not once for each that changed."""
+    await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
+    await server.meta.call(lambda service: service.create_subject("s"))
+    groups = [("s", f"g{number}", True) for number in range(200)]
+    seen = 0
+
+    async def told(client: str, wait: float) -> int:
+        nonlocal seen
+        beaten = await server.meta.beat(client, groups, seen, wait, leaving=False, affinity=[])
+        seen = beaten.seen
+        return len([share for share in beaten.shares if share.lps])
+
+    heard = 0
+    while heard < len(groups):
+        heard += await told("c", 10.0)
+    waiting = asyncio.ensure_future(told("c", 10.0))
+    await asyncio.sleep(0)
+    await server.meta.beat("d", groups, 0, 0.0, leaving=False, affinity=[])
+    counts = [await waiting]
+    while sum(counts) < len(groups):
+        counts.append(await told("c", 10.0))
+    # Written in four parts of 64.
+    assert len(counts) <= 3
