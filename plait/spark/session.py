@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +36,10 @@ WORKER_MEMORY_MILLISECONDS = 5_000
 #: one, since two threads then share an uneven load.
 SHUFFLE_TASKS_PER_THREAD = 2
 
+#: A socket's path has 103 bytes on some systems, and its name there has 42: below a longer directory there are none.
+SOCKET_DIRECTORY_MAX = 60
+
+_SOCKETS = "spark.python.unix.domain.socket.dir"
 _PACKAGES = ("pyspark", "pandas", "pyarrow")
 _LOCAL = re.compile(r"local(?:\[(?P<threads>\*|\d+)(?:\s*,\s*\d+)?\])?")
 
@@ -149,6 +154,8 @@ def _start(app_name: str, given: Mapping[str, str]) -> SparkSession:
     submitted = "PYSPARK_GATEWAY_PORT" in os.environ
     if not submitted:
         settings["spark.master"] = DEFAULT_MASTER
+    if len(os.fsencode(given.get(_SOCKETS, tempfile.gettempdir()))) > SOCKET_DIRECTORY_MAX:
+        settings["spark.python.unix.domain.socket.enabled"] = "false"
     threads = _local_threads((settings | dict(given)).get("spark.master"))
     if threads is not None:
         settings["spark.sql.shuffle.partitions"] = str(SHUFFLE_TASKS_PER_THREAD * threads)
