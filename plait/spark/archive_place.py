@@ -177,10 +177,10 @@ def _parts_of(path: str, manifest: Manifest, wanted: Wanted) -> dict[tuple[str, 
     parts: dict[tuple[str, int], _Part] = {}
     homes: dict[str, str] = {}
     for file in sorted(manifest.find(MESSAGES), key=lambda file: file.start):
-        if not wanted.names(file.subject) or not _is_in(wanted.subjects_only, file.subject):
+        if not wanted.names(file.subject):
             continue
         for place in file.partitions:
-            if not _is_in(wanted.partitions_only, place.rpartition("@")[0]):
+            if not wanted.keeps(file.subject, place.rpartition("@")[0]):
                 continue
             if homes.setdefault(place, file.source) != file.source:
                 raise ArchiveError(

@@ -116,6 +116,16 @@ def test_filters_and_offsets_narrow_each_other(growing: Growing):
     assert sorted(row["body"] for row in rows_of(reader)) == SENT[5:8]
 
 
+def test_offsets_may_name_partitions_that_a_filter_leaves_out(growing: Growing):
+    growing.send(b"other", b"others", subject="others")
+    growing.grow(SENT)
+    offsets = '{"orders@g1": 3, "others@g1": 1}'
+    for column, value, expected in [("partition", "others@g1", [b"others"]), ("subject", "orders", SENT[3:])]:
+        reader = batch_reader(columns="body", subject="*", startingOffsets=offsets, **growing.place)
+        reader.pushFilters([EqualTo((column,), value)])
+        assert sorted(row["body"] for row in rows_of(reader)) == expected
+
+
 def test_files_that_have_nothing_of_a_range_are_not_needed(growing: Growing):
     growing.grow(SENT[:3], SENT[3:6], SENT[6:])
     files = sorted(Archive.at(growing.to).open().find("messages"), key=lambda file: file.start)
