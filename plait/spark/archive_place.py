@@ -136,7 +136,8 @@ class ArchivePlace:
         for each in ranges:
             part = self._part(each)
             losses += [
-                f"sequences {first} to {end - 1} of {part.place} are not in the archive: they were gone from its log"
+                f"sequences {first} to {end - 1} of {part.place} are not in the archive: they were gone from its log, "
+                "or damaged there"
                 for first, end in part.missing(each.start, each.end)
             ]
             for file in part.files:
