@@ -44,7 +44,13 @@ def check_archive(options: ReadOptions) -> None:
     for name in _NOT_HERE:
         if name in options.given:
             raise InvalidArgument(f"option {name!r} has no meaning for the archive {options.path!r}")
-    Archive.at(options.path).open()
+    archive = Archive.at(options.path)
+    if "://" in options.path and not archive.numbers():
+        raise ArchiveError(
+            f"{options.path!r} is not an archive: it has no {DIRECTORY}/manifest-*.json. Data directories and segment "
+            "files are read from local paths alone: copy them"
+        )
+    archive.open()
 
 
 @dataclass
