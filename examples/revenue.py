@@ -12,6 +12,7 @@ comes twice.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
@@ -48,7 +49,9 @@ def start(
         .option("path", str(state / "minutes"))
         .option("checkpointLocation", str(state / "to-parquet"))
     )
-    messages = figures.select(f.col("city").alias("key"), f.to_json(f.struct("*")).alias("body"))
+    # An event may name no city: the empty key is none, so that one such event stops nothing.
+    key = f.nullif(f.col("city"), f.lit(""))
+    messages = figures.select(key.alias("key"), f.to_json(f.struct("*")).alias("body"))
     sent = (
         messages.writeStream.format("plait")
         .option("server", server)
@@ -58,7 +61,7 @@ def start(
     return [writer.outputMode("append").trigger(**trigger).start() for writer in (stored, sent)]
 
 
-def main() -> None:
+def main(given: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Order events to revenue by minute and city.")
     parser.add_argument("--server", default="plait://127.0.0.1:7450")
     parser.add_argument("--subject", default="order.events")
@@ -67,11 +70,12 @@ def main() -> None:
         "--state", type=Path, required=True, help="a directory for the Parquet files and what Spark keeps"
     )
     parser.add_argument("--once", action="store_true", help="with what is there now, instead of for ever")
-    given = parser.parse_args()
+    options = parser.parse_args(None if given is None else list(given))
     spark = session(app_name="revenue")
-    for query in start(spark, given.server, given.subject, given.to, given.state.resolve(), once=given.once):
+    state = options.state.resolve()
+    for query in start(spark, options.server, options.subject, options.to, state, once=options.once):
         query.awaitTermination()
-    spark.read.parquet(str(given.state / "minutes")).orderBy("minute", "city").show(50, truncate=False)
+    spark.read.parquet(str(state / "minutes")).orderBy("minute", "city").show(50, truncate=False)
 
 
 if __name__ == "__main__":

@@ -370,8 +370,8 @@ class Broker:
 
     @property
     def sync_wanted(self) -> bool:
-        """Somebody waits for a sync."""
-        return bool(self._unsynced)
+        """Somebody waits for a sync, or will."""
+        return bool(self._unsynced) or self.stages.sync_wanted
 
     @property
     def syncing(self) -> bool:
@@ -398,6 +398,8 @@ class Broker:
                 self._finish(commit)
             for answer in commit.durable_replies:
                 answer()
+        if self.stages.sync_wanted:
+            self.stages.synced()
 
     def storage_failed(self, error: OSError) -> None:
         """A write or a sync failed: what is in the page cache can no longer be trusted to reach the disk."""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from plait.broker.copied import Copied
 from plait.broker.heads import HEAD_ROWS
 from plait.broker.partition import Partition
 from plait.broker.sends import Appended
@@ -55,6 +56,9 @@ MOVED: Final = "moved"
 EXPIRED: Final = "expired"
 #: Bytes that are published in one turn: the loop has others to serve.
 PUBLISH_SIZE_MAX: Final = 8 * MIB
+#: Turns that may wait for the disk: it works on one while the next is copied. More of them would only make its queue
+#: longer, and others stand in that.
+TURNS_AHEAD: Final = 2
 #: A seal that waits for what is being published keeps more from beginning for so long: it is asked for again sooner.
 CLOSING_SECONDS: Final = 10.0
 #: Time before what the disk had no room for is tried again.
@@ -84,9 +88,10 @@ class Stages:
         #: Those that are being published, the first at present.
         self._queue: deque[Partition] = deque()
         self._waiters: list[_Waiter] = []
-        #: From where to where frames stand that were copied this turn, and before, since there was nothing to do.
-        self._copied: list[tuple[int, int]] = []
-        self._gone: set[tuple[int, int]] = set()
+        #: Where frames stand that were copied since there was nothing to do.
+        self._copied = Copied()
+        #: Where the message log ended after each turn that is not known to be durable.
+        self._turns: deque[int] = deque()
         #: The next commit goes on with it.
         self.ready = False
         #: On the monotonic clock: until then it does not.
@@ -249,8 +254,25 @@ class Stages:
 
     def look(self) -> bool:
         """Whether there is something to do for ``run``."""
-        self.ready = bool(self._queue) and self._broker.clock.monotonic() >= self._held_until
+        waiting = len(self._turns) >= TURNS_AHEAD
+        self.ready = bool(self._queue) and not waiting and self._broker.clock.monotonic() >= self._held_until
         return self.ready
+
+    @property
+    def sync_wanted(self) -> bool:
+        """What was copied is to go to the disk while the rest follows: not all at the end, when somebody waits for it.
+
+        Nobody waits for it yet. So it is no commit that stands in line and gets old, for which sends are refused.
+        """
+        return bool(self._turns)
+
+    def synced(self) -> None:
+        """More of the message log is durable: what waited for that goes on."""
+        durable = self._broker.message_log.durable
+        while self._turns and self._turns[0] <= durable:
+            self._turns.popleft()
+        if self.look():
+            self._broker.answer_after_commit(None)
 
     def run(self, now: int, appended: Appended) -> None:
         """Publish a turn's worth; what there is no room for stays, and is tried again."""
@@ -273,9 +295,9 @@ class Stages:
             return
         else:
             if self._queue:
-                self.ready = True
-                # Not all at the end, when somebody waits for it: the disk works while the next ones are copied.
-                broker.answer_when_durable(lambda: None)
+                self._turns.append(broker.message_log.end)
+                if self.look():
+                    broker.answer_after_commit(None)
 
     def _publish(self, partition: Partition, now: int, appended: Appended, room: int) -> int:
         """Append some of a stage's frames to where they belong; their size."""
@@ -291,7 +313,7 @@ class Stages:
                     broker.appender.copy(target, frame, broker.epoch, now, appended)
                     broker.touch(target)
                     partition.start = record.base + record.count
-                    self._copied.append((record.offset, record.offset + record.size))
+                    self._copied.add(record.offset, record.offset + record.size)
                     broker.touch(partition)
                     size += frame.size
                     if size >= room:
@@ -313,11 +335,10 @@ class Stages:
     def _forget(self) -> None:
         """What was copied this turn need not stay in memory: the next copies come to lie where it was."""
         self._write()
-        gone = set(_joined([*self._gone, *self._copied]))
-        for start, end in gone - self._gone:
+        for start, end in self._copied.take():
             self._broker.message_log.forget(start, end)
-        self._copied = []
-        self._gone = gone if self._queue else set()
+        if not self._queue:
+            self._copied.clear()
 
     def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, Record]]:
         """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each stands."""
@@ -461,19 +482,6 @@ def _silent(partition: Partition, since: int) -> bool:
         return False
     records = partition.consume_log
     return not len(records) or records.record(len(records) - 1).time < since
-
-
-def _joined(ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Neighbours as one: the system lets go of memory in large pieces, or not at all."""
-    start = stop = 0
-    for first, end in sorted(ranges):
-        if first != stop:
-            if stop:
-                yield start, stop
-            start = first
-        stop = end
-    if stop:
-        yield start, stop
 
 
 def _pages(partitions: list[Partition]) -> Iterator[list[Partition]]:

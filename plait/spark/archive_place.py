@@ -44,7 +44,13 @@ def check_archive(options: ReadOptions) -> None:
     for name in _NOT_HERE:
         if name in options.given:
             raise InvalidArgument(f"option {name!r} has no meaning for the archive {options.path!r}")
-    Archive.at(options.path).open()
+    archive = Archive.at(options.path)
+    if "://" in options.path and not archive.numbers():
+        raise ArchiveError(
+            f"{options.path!r} is not an archive: it has no {DIRECTORY}/manifest-*.json. Data directories and segment "
+            "files are read from local paths alone: copy them"
+        )
+    archive.open()
 
 
 @dataclass
@@ -136,7 +142,8 @@ class ArchivePlace:
         for each in ranges:
             part = self._part(each)
             losses += [
-                f"sequences {first} to {end - 1} of {part.place} are not in the archive: they were gone from its log"
+                f"sequences {first} to {end - 1} of {part.place} are not in the archive: they were gone from its log, "
+                "or damaged there"
                 for first, end in part.missing(each.start, each.end)
             ]
             for file in part.files:
@@ -177,10 +184,10 @@ def _parts_of(path: str, manifest: Manifest, wanted: Wanted) -> dict[tuple[str, 
     parts: dict[tuple[str, int], _Part] = {}
     homes: dict[str, str] = {}
     for file in sorted(manifest.find(MESSAGES), key=lambda file: file.start):
-        if not wanted.names(file.subject) or not _is_in(wanted.subjects_only, file.subject):
+        if not wanted.names(file.subject):
             continue
         for place in file.partitions:
-            if not _is_in(wanted.partitions_only, place.rpartition("@")[0]):
+            if not wanted.keeps(file.subject, place.rpartition("@")[0]):
                 continue
             if homes.setdefault(place, file.source) != file.source:
                 raise ArchiveError(

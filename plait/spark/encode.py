@@ -37,6 +37,8 @@ _Int64s = npt.NDArray[np.int64]
 def check_columns(schema: pa.Schema) -> None:
     """``InvalidArgument`` if a DataFrame of this schema cannot be written."""
     for field in schema:
+        if schema.names.count(field.name) > 1:
+            raise InvalidArgument(f"there are several columns {field.name!r}: choose one with select()")
         if field.name not in COLUMNS:
             raise InvalidArgument(
                 f"column {field.name!r} cannot be written; there are {', '.join(COLUMNS)}: choose with select()"
@@ -61,7 +63,7 @@ def _fits(name: str, kind: pa.DataType) -> bool:
     elif name == "headers":
         fits = types.is_map(kind) and (kind.key_type, kind.item_type) == (_STRING, _STRING)
     elif name == "delay":
-        fits = types.is_integer(kind) or types.is_floating(kind) or types.is_duration(kind)
+        fits = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_duration(kind)
     elif name == "deliver_at":
         fits = types.is_timestamp(kind) and kind.tz is not None
     return bool(fits)
@@ -84,6 +86,9 @@ def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tup
     )
     late = next((name for name in ("delay", "deliver_at") if name in batch.schema.names), None)
     times = None if late is None else batch[late]
+    if times is not None and pa.types.is_decimal(times.type):
+        # What Spark calls a number with a point in SQL. A double has the microseconds of many years.
+        times = times.cast(pa.float64())
     for name, chosen in _subjects(batch, subject):
         mine = rows if chosen is None else rows.take(chosen)
         if late is None or times is None:

@@ -261,7 +261,8 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
                 reason = f"{missing} messages of {name} do not verify"
                 offset = task.base + task.chunk.start
                 left_out.append(LeftOut("message", offset, task.chunk.end - task.chunk.start, reason))
-        for number, pieces in task.chunk.ranges.items():
+        for number, told in task.chunk.ranges.items():
+            pieces = _held(told, fact.ranges.get(number, []))
             name = f"{task.chunk.partitions[number].name}@{group}"
             life = Life(number=number, offset=source.message_offset, ranges=[], epochs=[])
             known = lives.get(name, [])
@@ -284,6 +285,17 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
         rests_on=source.rests_on if done.rests_on is None else done.rests_on,
         settings=done.settings,
     )
+
+
+def _held(told: Sequence[tuple[int, int]], written: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What was written of what the headers told of: frames may not verify. It has the same start and the same end: an
+    empty range stands there where a frame was left out."""
+    pieces = list(written)
+    if not pieces or pieces[0][0] > told[0][0]:
+        pieces.insert(0, (told[0][0], told[0][0]))
+    if pieces[-1][1] < told[-1][1]:
+        pieces.append((told[-1][1], told[-1][1]))
+    return pieces
 
 
 def _grown(life: Life, pieces: Sequence[tuple[int, int]], epochs: Sequence[tuple[int, int]]) -> Life:

@@ -106,7 +106,8 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     #: Log offset: files with its rows start here or later, and before the next life.
     offset: int
-    #: The sequences [start, end) that the log had, ascending; what lies between is in no file.
+    #: The sequences [start, end) that were archived, ascending; what lies between is in no file. The first starts, and
+    #: the last ends, where those of the log did: it is empty if what was there did not verify.
     ranges: list[tuple[int, int]]
     #: (first sequence, epoch), ascending.
     epochs: list[tuple[int, int]]

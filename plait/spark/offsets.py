@@ -21,6 +21,7 @@ from plait.client.spans import PartitionSpan
 from plait.errors import DataLost, InvalidArgument
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
+from plait.storage.chunks import Wanted
 
 log = logging.getLogger("plait.spark")
 
@@ -88,14 +89,19 @@ class Bound:
             return place
         return Position.of(lives[0], lives[0].start) if place == EARLIEST else Position.of(lives[-1], lives[-1].end)
 
-    def check_names(self, option: str, spans: Iterable[PartitionSpan]) -> None:
-        """Every partition that is named is there."""
+    def check_names(self, option: str, spans: Iterable[PartitionSpan], wanted: Wanted) -> None:
+        """Every partition that is named is there, unless a filter leaves nothing of it: then nobody has looked."""
         known = sorted({str(span.place) for span in spans})
-        unknown = sorted(self.each.keys() - set(known))
+        unknown = sorted(place for place in self.each.keys() - set(known) if _is_kept(place, wanted))
         if unknown:
             raise InvalidArgument(
                 f"{option} names {', '.join(unknown)}; the subject's partitions are {', '.join(known) or 'none'}"
             )
+
+
+def _is_kept(place: str, wanted: Wanted) -> bool:
+    name = place.rpartition("@")[0]
+    return wanted.keeps(name.partition("#")[0], name)
 
 
 def parse_bound(option: str, text: str, now: int) -> Bound:

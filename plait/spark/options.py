@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
+from urllib.parse import unquote
 
 from plait import names
 from plait.clock import Clock, SystemClock
@@ -67,7 +68,7 @@ class ReadOptions:
             if name.lower() not in known:
                 raise InvalidArgument(f"option {name!r} is not known; there are {', '.join(_OPTIONS)}")
         options = {known[name.lower()]: value for name, value in given.items()}
-        path, server = options.get("path", "").strip(), _addresses(options.get("server", ""))
+        path, server = _path(options.get("path", "").strip()), _addresses(options.get("server", ""))
         if path and server:
             raise InvalidArgument(f"options 'path' ({path}) and 'server' ({', '.join(server)}) exclude each other")
         if not path and not server:
@@ -126,6 +127,16 @@ def _required(options: Mapping[str, str], name: str, what: str) -> str:
     if not value:
         raise InvalidArgument(f"option {name!r} is missing: {what}")
     return value
+
+
+def _path(given: str) -> str:
+    """A place of this machine as the path that it is: ``file:///data``, or ``file:/data``, as Hadoop says it."""
+    if not given.startswith("file:/"):
+        return given
+    host, _, rest = given.removeprefix("file://" if given.startswith("file://") else "file:").partition("/")
+    if host not in ("", "localhost"):
+        raise InvalidArgument(f"path {given!r} names a host; a local path is file:///data, or /data")
+    return f"/{unquote(rest)}"
 
 
 def _addresses(given: str) -> tuple[str, ...]:

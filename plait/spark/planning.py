@@ -20,8 +20,8 @@ def batch_ranges(place: Place, options: ReadOptions, wanted: Wanted) -> tuple[li
     times = [options.start.time, options.end.time, wanted.time_min, min(wanted.time_max + 1, TIME_MAX)]
     filtered = wanted.time_min > 0 or wanted.time_max < TIME_MAX
     spans = place.spans(times if filtered or TIME in (options.start.kind, options.end.kind) else ())
-    options.start.check_names("startingOffsets", spans)
-    options.end.check_names("endingOffsets", spans)
+    options.start.check_names("startingOffsets", spans, wanted)
+    options.end.check_names("endingOffsets", spans, wanted)
     losses: list[str] = []
     ranges = []
     for lives in lives_of(spans).values():

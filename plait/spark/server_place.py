@@ -126,13 +126,7 @@ class ServerPlace:
             places = await surveyor.find(wanted.subjects, wanted.prefixes)
             return await surveyor.spans(places, times)
 
-        found = shared_loop().run(ask())
-        subjects, partitions = wanted.subjects_only, wanted.partitions_only
-        return [
-            span
-            for span in found
-            if (subjects is None or span.subject in subjects) and (partitions is None or span.name in partitions)
-        ]
+        return [span for span in shared_loop().run(ask()) if wanted.keeps(span.subject, span.name)]
 
     def sizes(self, ranges: Sequence[SpanRange]) -> list[int]:
         """As their consume logs say."""

@@ -66,7 +66,7 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Where a new query starts; one that goes on starts where its checkpoint says."""
         bound = self.options.start
         spans = self._there().spans([bound.time] if bound.kind == TIME else ())
-        bound.check_names("startingOffsets", spans)
+        bound.check_names("startingOffsets", spans, self.options.wanted)
         losses: list[str] = []
         positions = {}
         for name, lives in lives_of(spans).items():

@@ -38,7 +38,7 @@ from plait.spark.worker import prepare_worker
 from plait.storage.action_log import GroupDefinition
 from plait.storage.action_reader import ActionPart, read_actions
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Chunk, ChunkPartition, Wanted, read_chunk
+from plait.storage.chunks import Chunk, ChunkPartition, Wanted, extend, read_chunk
 from plait.storage.disk import RealDisk
 from plait.storage.reader import MappedLog, MappedSegment, damage_error, expired_error
 from plait.storage.recovery import LogScan
@@ -56,6 +56,8 @@ class TaskFacts(msgspec.Struct):
     files: list[ArchivedFile] = []
     #: ``name@group`` → rows that were written, and read back.
     counts: dict[str, int] = {}
+    #: A partition's number → the sequences [first, end) that were written, ascending.
+    ranges: dict[int, list[tuple[int, int]]] = {}
     raw: list[RawSegment] = []
     #: (code, message) of what went wrong.
     error: tuple[str, str] | None = None
@@ -150,9 +152,11 @@ class MessageTask:
         chunk = self.chunk
         disk = RealDisk(self.data, read_only=True)
         collector = Collector(writer, self.group, (self.base + chunk.start, self.base + chunk.end))
+        ranges = collector.facts.ranges
         try:
             frames = read_chunk(disk, self.data, chunk, self.wanted, fail_on_damage=self.fail_on_damage)
             for partition, view in frames:
+                extend(ranges.setdefault(view.partition, []), view.base, view.base + view.count)
                 collector.add(partition, view)
             collector.flush()
         except FrameError as error:

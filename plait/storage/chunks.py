@@ -65,11 +65,12 @@ class Wanted:
 
     def covers(self, row: PartitionRow) -> bool:
         """Some rows of the partition may be asked for."""
-        return (
-            not row.kind
-            and self.names(row.subject)
-            and (self.subjects_only is None or row.subject in self.subjects_only)
-            and (self.partitions_only is None or row.name in self.partitions_only)
+        return not row.kind and self.names(row.subject) and self.keeps(row.subject, row.name)
+
+    def keeps(self, subject: str, partition: str) -> bool:
+        """Some rows of the partition, if it is asked for, may be left by what was said of subjects and partitions."""
+        return (self.subjects_only is None or subject in self.subjects_only) and (
+            self.partitions_only is None or partition in self.partitions_only
         )
 
     def takes(self, base: int, count: int, store_time: int) -> bool:

@@ -141,10 +141,14 @@ class Log:
 
     def segment_at(self, offset: int) -> Segment:
         """The segment that holds an offset; ``DamageError`` where there is none."""
-        index = bisect_right(self._bases, offset) - 1
-        if index < 0 or offset >= self.segments[index].end:
+        segment = self._find(offset)
+        if segment is None:
             raise DamageError(f"{self.directory}: no segment holds offset {offset}")
-        return self.segments[index]
+        return segment
+
+    def _find(self, offset: int) -> Segment | None:
+        index = bisect_right(self._bases, offset) - 1
+        return self.segments[index] if index >= 0 and offset < self.segments[index].end else None
 
     def view(self, offset: int, size: int) -> memoryview:
         """The bytes [offset, offset + size) of one segment, not copied."""
@@ -155,9 +159,12 @@ class Log:
         return segment.view[start : start + size]
 
     def forget(self, start: int, end: int) -> None:
-        """Nobody will look at these bytes of one segment soon: what is durable of them need not stay in memory."""
-        segment = self.segment_at(start)
-        segment.file.forget(start - segment.base, end - segment.base)
+        """Nobody will look at these bytes of one segment soon: what is durable of them need not stay in memory.
+
+        Of a segment that is gone there is nothing to do.
+        """
+        if (segment := self._find(start)) is not None:
+            segment.file.forget(start - segment.base, end - segment.base)
 
     # --- appending ------------------------------------------------------------------------------
 

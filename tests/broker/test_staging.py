@@ -220,48 +220,6 @@ def test_frames_go_out_over_many_turns(monkeypatch: pytest.MonkeyPatch, node: No
     assert node.bodies("orders") == [b"0", b"meanwhile", b"1", b"2", b"3", b"4"]
 
 
-def test_what_is_published_goes_to_the_disk_while_the_rest_follows(
-    monkeypatch: pytest.MonkeyPatch, node: Node, task: Task
-) -> None:
-    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
-    task.write(node, b"1")
-    task.write(node, b"2")
-    complete(node, task)
-    answers = ask(node, [task])
-    node.commit()
-    assert node.broker.sync_wanted
-    node.sync()
-    assert node.broker.message_log.durable == node.broker.message_log.end
-    assert (node.bodies("orders"), answers) == ([b"1"], [])
-    settle(node)
-    assert (node.bodies("orders"), answers) == ([b"1", b"2"], [None])
-
-
-def test_the_memory_of_what_is_published_is_given_back_neighbours_together(
-    monkeypatch: pytest.MonkeyPatch, node: Node
-) -> None:
-    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
-    tasks = [Task(11), Task(12), Task(13)]
-    for each in tasks:
-        each.open(node)
-    log = node.broker.message_log
-    before = log.end
-    for each in tasks * 2:
-        each.write(node, b"x" * 100)
-    end = log.end
-    node.send("orders", b"of others")
-    forgotten: list[tuple[int, int]] = []
-    monkeypatch.setattr(log, "forget", lambda *range_: forgotten.append(range_))
-    publish(node, *tasks[:2])
-    size = (end - before) // 6
-    firsts = [before, before + 3 * size]
-    # The frames of the first task, each alone; then those of the second, with them.
-    assert forgotten == [(at, at + size) for at in firsts] + [(at, at + 2 * size) for at in firsts]
-    forgotten.clear()
-    publish(node, tasks[2])
-    assert forgotten == [(at + 2 * size, at + 3 * size) for at in firsts]
-
-
 def test_delayed_rows_begin_to_wait_when_they_are_published(node: Node) -> None:
     task = Task(11, delayed=True)
     now = node.clock.now()

@@ -11,6 +11,7 @@ import pyarrow as pa
 from plait.broker.group import Consumer
 from plait.client.rows import hash_keys
 from plait.errors import from_code
+from plait.frame.view import FrameView
 from plait.reason import Reason
 from plait.retry import Retry
 from plait.spark import archiving
@@ -29,6 +30,8 @@ from tests.support.broker_node import Node, Producer
 
 SCHEMA = pa.schema([pa.field(name, column.type, column.nullable) for name, column in STORED_COLUMNS.items()])
 DAY = 86_400.0
+#: Who sends what a ``Filler`` does.
+FILLER = 5
 
 
 class Filler:
@@ -36,7 +39,7 @@ class Filler:
 
     def __init__(self, root: Path, **settings: Any) -> None:
         self.node = Node(RealDisk(root), **settings)
-        self.producer = Producer(5)
+        self.producer = Producer(FILLER)
         self.consumers = {"orders": self.node.attach("orders", "billing", "worker")}
         self.sent = 0
 
@@ -85,6 +88,20 @@ def damage(path: Path, after: int = 2000) -> int:
     content[offset + 90] ^= 0xFF
     path.write_bytes(content)
     return offset
+
+
+def damage_frames(data: Path, *sequences: int) -> None:
+    """Change messages of a filler's frames that begin with these sequences, in place; their headers stay whole."""
+    for path in (data / "message").iterdir():
+        with path.open("r+b") as file:
+            content = file.read()
+            position = 0
+            while content[position : position + 2] == b"PL":
+                view = FrameView(memoryview(content), position)
+                position += view.size
+                if view.producer == FILLER and view.base in sequences:
+                    file.seek(position - 1)
+                    file.write(bytes([content[position - 1] ^ 0xFF]))
 
 
 def log_rows(root: Path) -> list[dict[str, Any]]:

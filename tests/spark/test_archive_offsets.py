@@ -23,9 +23,9 @@ from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
 
 from plait.spark import archiving
 from plait.spark.manifest import Archive
-from tests.spark.archives import DAY, Filler, archive_here, run_here
+from tests.spark.archives import DAY, Filler, archive_here, damage_frames, run_here
 from tests.spark.growing import Growing
-from tests.spark.support import batch_reader, rows_of
+from tests.spark.support import Stream, batch_reader, rows_of
 from tests.spark.test_intake import expire
 
 if TYPE_CHECKING:
@@ -116,6 +116,16 @@ def test_filters_and_offsets_narrow_each_other(growing: Growing):
     assert sorted(row["body"] for row in rows_of(reader)) == SENT[5:8]
 
 
+def test_offsets_may_name_partitions_that_a_filter_leaves_out(growing: Growing):
+    growing.send(b"other", b"others", subject="others")
+    growing.grow(SENT)
+    offsets = '{"orders@g1": 3, "others@g1": 1}'
+    for column, value, expected in [("partition", "others@g1", [b"others"]), ("subject", "orders", SENT[3:])]:
+        reader = batch_reader(columns="body", subject="*", startingOffsets=offsets, **growing.place)
+        reader.pushFilters([EqualTo((column,), value)])
+        assert sorted(row["body"] for row in rows_of(reader)) == expected
+
+
 def test_files_that_have_nothing_of_a_range_are_not_needed(growing: Growing):
     growing.grow(SENT[:3], SENT[3:6], SENT[6:])
     files = sorted(Archive.at(growing.to).open().find("messages"), key=lambda file: file.start)
@@ -176,6 +186,44 @@ def test_what_was_never_archived_fails_the_query_or_is_warned_of(tmp_path: Path,
         assert said in caplog.text
     kept = read(path=to, startingOffsets='{"orders@g1": 90}')
     assert [row["sequence"] for row in kept] == list(range(90, 120))
+
+
+def test_what_damage_took_before_it_was_archived_fails_the_query_or_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    for begun in (0, 30):
+        filler.rounds(10)
+        filler.node.send("others", b"behind it")
+        # The first frame of a run, one in the middle, two that follow each other, the last one.
+        damage_frames(data, *(begun + base for base in (0, 9, 15, 18, 27)))
+        archive_here(data, to, now=True, skip_damage=True)
+    filler.stop()
+    lost = [(0, 3), (9, 12), (15, 21), (27, 33), (39, 42), (45, 51), (57, 60)]
+    there = [number for number in range(60) if not any(first <= number < end for first, end in lost)]
+    assert [row["sequence"] for row in read(path=to)] == there
+    for start, end, said in [
+        (0, 9, "sequences 0 to 2 of orders@g1 are not in the archive"),
+        (10, 20, "sequences 10 to 11 of orders@g1 are not .*; sequences 15 to 19 of"),
+        (30, 39, "sequences 30 to 32 of orders@g1 are not in the archive"),
+        (51, 60, "sequences 57 to 59 of orders@g1 are not in the archive"),
+    ]:
+        bounds = {"startingOffsets": f'{{"orders@g1": {start}}}', "endingOffsets": f'{{"orders@g1": {end}}}'}
+        with pytest.raises(DataLost, match=rf"{said}.*failOnDataLoss=false"):
+            read(path=to, **bounds)
+        rows = read(path=to, failOnDataLoss=False, **bounds)
+        assert [row["sequence"] for row in rows] == [number for number in there if start <= number < end]
+    for start, end in [(3, 9), (33, 39), (51, 57)]:
+        bounds = {"startingOffsets": f'{{"orders@g1": {start}}}', "endingOffsets": f'{{"orders@g1": {end}}}'}
+        assert [row["sequence"] for row in read(path=to, **bounds)] == list(range(start, end))
+    with pytest.raises(DataLost, match="sequences 0 to 2 of orders@g1 are not in the archive"):
+        Stream(path=to).step()
+    with caplog.at_level(logging.WARNING, "plait.spark"):
+        assert len(Stream(path=to, failOnDataLoss=False).step()) == len(there)
+    assert "sequences 57 to 59 of orders@g1 are not in the archive" in caplog.text
+    (source,) = Archive.at(to).open().sources.values()
+    assert sum(gap.end - gap.start for gap in source.gaps) == 60 - len(there)
 
 
 def test_offsets_of_another_epoch_or_life_are_found_out(growing: Growing):

@@ -131,6 +131,11 @@ def test_what_an_archive_cannot_be_asked_for_is_said(to: Path):
         batch_reader(path=to)
 
 
+def test_a_place_elsewhere_that_is_no_archive_is_said_not_to_be_read_as_a_log():
+    with pytest.raises(ArchiveError, match=r"is not an archive.*segment files are read from local paths alone"):
+        batch_reader(path="mock:///archive/raw/g1-572aa25f4c7d511d/message")
+
+
 def test_a_file_that_is_gone_or_damaged_is_named(to: Path):
     reader = batch_reader(path=to)
     (partition, *_) = reader.partitions()

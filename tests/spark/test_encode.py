@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -109,13 +110,24 @@ def test_rows_go_to_the_subjects_they_name_in_order():
 
 @pytest.mark.parametrize(
     "delay",
-    [pa.array([60, None]), pa.array([60.0, None]), pa.array([timedelta(minutes=1), None], pa.duration("us"))],
+    [
+        pa.array([60, None]),
+        pa.array([60.0, None]),
+        pa.array([Decimal("60.000"), None], pa.decimal128(5, 3)),
+        pa.array([timedelta(minutes=1), None], pa.duration("us")),
+    ],
 )
 def test_delays_are_counted_from_now_and_null_is_at_once(delay: pa.Array):
     found = list(encode(batch(body=bodies("late", "now"), delay=delay), "s", NOW))
     assert [rows.bodies.to_pylist() for _, rows in found] == [["now"], ["late"]]
     assert found[0][1].dues is None
     assert np.array(found[1][1].dues).tolist() == [NOW + 60_000_000]
+
+
+def test_decimal_delays_are_exact_to_the_microsecond():
+    delays = [Decimal("0.010001"), Decimal("1.5"), Decimal("86400.123456")]
+    rows = one(body=bodies(*"abc"), delay=pa.array(delays, pa.decimal128(20, 6)))
+    assert np.array(rows.dues).tolist() == [NOW + 10_001, NOW + 1_500_000, NOW + 86_400_123_456]
 
 
 def test_delivery_times_are_taken_as_they_are():
@@ -166,8 +178,14 @@ def test_every_column_that_can_be_written_is_accepted():
     )
     check_columns(whole.remove(5))
     check_columns(whole.remove(5).append(pa.field("delay", pa.duration("us"))))
+    check_columns(whole.remove(5).append(pa.field("delay", pa.decimal128(2, 1))))
     check_columns(whole.remove(5).append(pa.field("deliver_at", TIME)))
     assert set(encoding.COLUMNS) == {*whole.names, "deliver_at"}
+
+
+def test_columns_of_one_name_are_refused():
+    with pytest.raises(InvalidArgument, match=r"several columns 'key': choose one with select\(\)"):
+        check_columns(pa.schema([("body", pa.binary()), ("key", pa.string()), ("key", pa.string())]))
 
 
 @pytest.mark.parametrize(

@@ -36,16 +36,17 @@ def example(name: str) -> ModuleType:
     return module
 
 
+def order(city: str | None, amount: float, second: int) -> bytes:
+    at = datetime(2030, 1, 1, 12, second // 60, second % 60, tzinfo=UTC)
+    return json.dumps({"city": city, "amount": amount, "at": at.isoformat()}).encode()
+
+
 def test_revenue_by_minute_is_stored_and_sent_once(spark: SparkSession, broker: BlockingBroker, tmp_path: Path):
     revenue = example("revenue")
 
     def run() -> None:
         for query in revenue.start(spark, broker.address, "order.events", "order.revenue", tmp_path, once=True):
             query.awaitTermination()
-
-    def order(city: str, amount: float, second: int) -> bytes:
-        at = datetime(2030, 1, 1, 12, second // 60, second % 60, tzinfo=UTC)
-        return json.dumps({"city": city, "amount": amount, "at": at.isoformat()}).encode()
 
     with plait.sync.connect(broker.address) as client:
         client.send_many(
@@ -72,7 +73,26 @@ def test_revenue_by_minute_is_stored_and_sent_once(spark: SparkSession, broker: 
     ]
 
 
-def test_dead_letters_are_reported_by_reason(spark: SparkSession, broker: BlockingBroker):
+def test_revenue_is_shown_and_events_without_a_city_stop_nothing(
+    spark: SparkSession, broker: BlockingBroker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    revenue = example("revenue")
+    given = ["--server", broker.address, "--subject", "some.events", "--to", "some.revenue", "--once"]
+    given += ["--state", str(tmp_path / "state")]
+    with plait.sync.connect(broker.address) as client:
+        orders = [order("", 1, 1), order(None, 2, 2), order("BJS", 4, 3), order("BJS", 9, 200)]
+        client.send_many("some.events", orders)
+        revenue.main(given)
+        with client.reader("some.revenue", start="earliest") as reader:
+            sent = [(json.loads(message.body)["revenue"], message.key) for message in reader.fetch(100, wait=0.0)]
+    assert sorted(sent) == [(1.0, None), (2.0, None), (4.0, "BJS")]
+    shown = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|2030")]
+    assert [(city.strip(), float(amount)) for _, city, amount, _ in shown] == [("NULL", 2.0), ("", 1.0), ("BJS", 4.0)]
+
+
+def test_dead_letters_are_reported_by_reason(
+    spark: SparkSession, broker: BlockingBroker, capsys: pytest.CaptureFixture[str]
+):
     dead_letters = example("dead_letters")
     with plait.sync.connect(broker.address) as client:
         client.send_many("order.book", [b"%d" % n for n in range(10)], keys=[f"order-{n}" for n in range(10)])
@@ -90,6 +110,10 @@ def test_dead_letters_are_reported_by_reason(spark: SparkSession, broker: Blocki
         ("ValueError", 3, ["order-0", "order-1", "order-2"], 10, 0.3),
         ("KeyError", 1, ["order-3"], 10, 0.1),
     ]
+    dead_letters.main(["--server", broker.address, "order.book", "billing"])
+    shown = capsys.readouterr().out
+    assert "|type      |handler|dead|attempts|keys" in shown
+    assert "|[order-0, order-1, order-2]|10      |0.3  |" in shown
     # Letters are kept when their messages have expired.
     expired = spark.createDataFrame([], "store_time timestamp")
     rows = dead_letters.report(found, expired).collect()

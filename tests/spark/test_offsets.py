@@ -242,6 +242,33 @@ def test_filters_and_offsets_narrow_each_other(timed: Timed):
     assert [row["body"] for row in rows_of(reader)] == SENT[5:8]
 
 
+@pytest.mark.parametrize("option", ["startingOffsets", "endingOffsets"])
+def test_offsets_may_name_partitions_that_a_filter_leaves_out(timed: Timed, option: str):
+    from pyspark.sql.datasource import EqualTo
+
+    broker, place = timed
+    with plait.sync.connect(broker.address) as client:
+        client.admin.create_subject("orders", partitions=2)
+        keys = [f"k{number}" for number in range(20)]
+        receipts = client.send_many("orders", [key.encode() for key in keys], keys=keys)
+        client.send("other", b"x")
+    counts = {name: sum(str(r.partition) == name for r in receipts) for name in ("orders@g1", "orders#1@g1")}
+    assert min(counts.values()) > 1
+    given = {"columns": "body", "subject": "orders,other", option: json.dumps(dict.fromkeys(counts, 1)), **place}
+    for column, value, expected in [
+        *(("partition", name, count - 1 if option == "startingOffsets" else 1) for name, count in counts.items()),
+        ("partition", "other@g1", 1),
+        ("subject", "other", 1),
+    ]:
+        reader = batch_reader(**given)
+        reader.pushFilters([EqualTo((column,), value)])
+        assert len(rows_of(reader)) == expected
+    reader = batch_reader(**{**given, option: '{"orders#7@g1": 1}'})
+    reader.pushFilters([EqualTo(("subject",), "orders")])
+    with pytest.raises(InvalidArgument, match="names orders#7@g1; the subject's partitions are orders#1@g1, orders@g1"):
+        reader.partitions()
+
+
 def test_segments_that_go_while_a_query_is_planned_are_not_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     node = Node(RealDisk(tmp_path))
     for number in range(200):

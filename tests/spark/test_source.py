@@ -320,6 +320,7 @@ def test_a_subject_without_messages_has_no_rows(stored: Path):
     ("options", "message"),
     [
         ({"path": ""}, "option 'path' is missing"),
+        ({"path": "file://data"}, "path 'file://data' names a host; a local path is file:///data"),
         ({"subject": " "}, "option 'subject' is missing"),
         ({"subject": "no spaces"}, "'no spaces' is not allowed"),
         ({"columns": "body,nothing"}, "column 'nothing' is not known; there are subject, partition"),
@@ -335,6 +336,16 @@ def test_a_wrong_option_is_named_with_what_is_right(stored: Path, options: dict[
     source = PlaitDataSource({"path": str(stored), "subject": "orders", **options})
     with pytest.raises(InvalidArgument, match=message):
         source.schema()
+
+
+def test_a_path_may_be_the_uri_of_a_local_one(stored: Path):
+    expected = rows_of(stored)
+    place = stored / "a b#c"
+    place.symlink_to(stored)
+    for uri in (place.as_uri(), f"file:{place}", f"file://localhost{place}"):
+        assert rows_of(stored, path=uri) == expected
+    with pytest.raises(DataDirError, match="there is no directory"):
+        reader_of(stored, path=f"{place.as_uri()}/nowhere")
 
 
 def test_what_cannot_be_read_is_said_before_anything_is_planned(tmp_path: Path):

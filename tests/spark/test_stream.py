@@ -282,14 +282,17 @@ def test_spark_streams_what_is_there_in_batches_and_goes_on_later(
     client.send_many("orders", [b"%d" % n for n in range(1000)], keys=[f"k{n % 10}" for n in range(1000)])
     out, checkpoint = str(tmp_path / "out"), str(tmp_path / "checkpoint")
 
-    def run() -> int:
+    def run(**trigger: bool) -> int:
         writer = stream_of(spark, columns="sequence,body", maxMessagesPerTrigger=400, **place).writeStream
-        query = writer.option("checkpointLocation", checkpoint).trigger(availableNow=True).start(out, "parquet")
+        query = writer.option("checkpointLocation", checkpoint).trigger(**trigger).start(out, "parquet")
         assert query.awaitTermination(60)
         return len([batch for batch in query.recentProgress if batch.numInputRows])
 
-    assert run() == 3
+    assert run(availableNow=True) == 3
     client.send_many("orders", [b"%d" % n for n in range(1000, 1100)])
-    assert run() == 1
+    assert run(availableNow=True) == 1
+    # One batch, whatever the limit.
+    client.send_many("orders", [b"%d" % n for n in range(1100, 2000)])
+    assert run(once=True) == 1
     rows = spark.read.parquet(out).orderBy("sequence").collect()
-    assert [(row.sequence, bytes(row.body)) for row in rows] == [(n, b"%d" % n) for n in range(1100)]
+    assert [(row.sequence, bytes(row.body)) for row in rows] == [(n, b"%d" % n) for n in range(2000)]

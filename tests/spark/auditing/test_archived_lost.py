@@ -13,7 +13,7 @@ from plait.spark.auditing.input import AuditInput
 from plait.spark.auditing.live import open_live
 from plait.spark.manifest import Archive
 from plait.storage.chunks import Wanted
-from tests.spark.archives import Filler, archive_here, run_here
+from tests.spark.archives import Filler, archive_here, damage_frames, run_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.test_intake import expire
 
@@ -75,6 +75,17 @@ def test_what_is_missing_of_an_archive_that_retention_overtook_is_missing_still(
     path.write_bytes(content)
     archive_here(data, to, now=True, skip_damage=True)
     assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 3
+
+
+def test_frames_that_an_archiver_left_out_as_damaged_are_missing(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(20)
+    filler.node.send("others", b"behind it")
+    filler.stop()
+    damage_frames(data, 27, 57)
+    archive_here(data, to, now=True, skip_damage=True)
+    assert audit(archive=to, subjects=["orders"]).subjects[0].missing == 6
 
 
 def test_of_two_data_directories_each_begins_where_its_own_action_log_does(tmp_path: Path, audit: Audit):

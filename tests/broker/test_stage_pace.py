@@ -1,0 +1,170 @@
+"""Publishing a large batch: the disk works while more is copied, others are served, memory is given back."""
+
+from __future__ import annotations
+
+import errno
+import random
+
+import pytest
+
+from plait.broker import staging
+from plait.broker.copied import Copied
+from tests.broker.stage_node import Task, ask, complete, publish, settle
+from tests.support.broker_node import Node, Producer
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def task() -> Task:
+    return Task(11)
+
+
+@pytest.fixture
+def small_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One frame in a turn."""
+    monkeypatch.setattr(staging, "PUBLISH_SIZE_MAX", 1)
+
+
+def written(node: Node, task: Task, count: int) -> list[bytes]:
+    """A task that is done with so many frames; their bodies."""
+    for n in range(count):
+        task.write(node, b"%d" % n)
+    complete(node, task)
+    return task.bodies
+
+
+# --- beside others ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_turns")
+def test_what_is_published_goes_to_the_disk_while_the_rest_follows(node: Node, task: Task) -> None:
+    written(node, task, 2)
+    answers = ask(node, [task])
+    node.commit()
+    assert node.broker.sync_wanted
+    node.sync()
+    assert node.broker.message_log.durable == node.broker.message_log.end
+    assert (node.bodies("orders"), answers) == ([b"0"], [])
+    settle(node)
+    assert (node.bodies("orders"), answers) == ([b"0", b"1"], [None])
+
+
+@pytest.mark.usefixtures("small_turns")
+def test_no_more_is_copied_than_a_turn_while_the_disk_works_on_another(node: Node, task: Task) -> None:
+    bodies = written(node, task, 8)
+    ask(node, [task])
+    node.commit()
+    for done in range(1, 5):
+        work = node.broker.begin_sync()
+        for _ in range(5):
+            node.broker.run_timers()
+            node.commit()
+        assert node.bodies("orders") == bodies[: done + 1]
+        work.run()
+        node.broker.end_sync(work)
+        assert node.broker.sync_wanted, "the next one can go to the disk at once"
+    settle(node)
+    assert node.bodies("orders") == bodies
+
+
+@pytest.mark.usefixtures("small_turns")
+def test_a_slow_disk_under_a_large_batch_refuses_no_sends_that_need_not_wait_for_it(task: Task) -> None:
+    node = Node(flush="async")
+    written(node, task, 40)
+    answers, producer = ask(node, [task]), Producer(7)
+    node.commit()
+    for n in range(5):
+        work = node.broker.begin_sync()
+        for _ in range(10):
+            node.clock.advance(0.03)
+            node.commit()
+        sent = node.submit(producer.frame("other", b"%d" % n))
+        node.commit()
+        assert sent.acknowledged, sent.answers
+        work.run()
+        node.broker.end_sync(work)
+    settle(node)
+    assert answers == [None]
+
+
+# --- hindered -----------------------------------------------------------------------------------
+
+
+def test_a_full_disk_in_the_middle_and_a_log_that_goes_meanwhile_end_nothing(node: Node, task: Task) -> None:
+    for n in range(14):
+        task.write(node, b"%x" % n * 900)
+    complete(node, task)
+    log = node.broker.message_log
+    assert len(log.segments) > 1
+    for _ in range(6):
+        node.checkpoint()
+    answers = ask(node, [task])
+    # One more segment can be made, the next one cannot.
+    for operation in ("create", "allocate"):
+        node.disk.fail(operation, path="message/*", after=1, error=errno.ENOSPC)
+    node.turn()
+    assert 0 < len(node.bodies("orders")) < 14
+    for _ in range(6):
+        node.sync()
+        node.checkpoint()
+        node.retention.run()
+    assert log.start > 0
+    node.later(2)
+    node.later(2)
+    assert (answers, node.broker.failed) == ([None], None)
+    assert node.bodies("orders") == task.bodies
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small_turns")
+def test_the_memory_of_what_is_published_is_given_back_neighbours_together(
+    monkeypatch: pytest.MonkeyPatch, node: Node
+) -> None:
+    tasks = [Task(11), Task(12), Task(13)]
+    for each in tasks:
+        each.open(node)
+    log = node.broker.message_log
+    before = log.end
+    for each in tasks * 2:
+        each.write(node, b"x" * 100)
+    end = log.end
+    node.send("orders", b"of others")
+    forgotten: list[tuple[int, int]] = []
+    monkeypatch.setattr(log, "forget", lambda *range_: forgotten.append(range_))
+    publish(node, *tasks[:2])
+    size = (end - before) // 6
+    firsts = [before, before + 3 * size]
+    # The frames of the first task, each alone; then those of the second, with them.
+    assert forgotten == [(at, at + size) for at in firsts] + [(at, at + 2 * size) for at in firsts]
+    forgotten.clear()
+    publish(node, tasks[2])
+    assert forgotten == [(at + 2 * size, at + 3 * size) for at in firsts]
+
+
+def test_ranges_that_grow_are_told_whole_and_others_not_again() -> None:
+    rng = random.Random(5)
+    copied = Copied()
+    # Frames of 10 bytes, with a gap after every seventh, in any order.
+    frames = [10 * n for n in range(200) if n % 7]
+    rng.shuffle(frames)
+    known: set[tuple[int, int]] = set()
+    while frames:
+        some, frames = frames[:9], frames[9:]
+        for start in some:
+            copied.add(start, start + 10)
+        told = copied.take()
+        known = {old for old in known if not any(start <= old[0] < end for start, end in told)} | set(told)
+        assert set(some) <= {at for start, end in told for at in range(start, end, 10)}
+        assert all(any(start <= at < end for at in some) for start, end in told), "only what has grown"
+        assert len(copied) == len(known)
+    assert copied.take() == []
+    assert sorted(known) == [(start, min(start + 60, 2000)) for start in range(10, 2000, 70)]
+    copied.clear()
+    copied.add(70, 80)
+    assert copied.take() == [(70, 80)]
