@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,33 @@ async def test_a_rate_is_kept(history: History, target: plait.Client):
 
     await Replay(history, history.selection("orders"), "copy", rate=20, clock=_Now(clock), sleep=sleep).run(target)
     assert waits == pytest.approx([0.1] * 15)
+
+
+async def test_what_reading_or_a_stall_took_is_not_made_up_for_by_a_burst(
+    history: History, target: plait.Client, monkeypatch: pytest.MonkeyPatch
+):
+    clock = ManualClock()
+    left: list[float] = []
+    scan, send = History.scan, SENDER.send
+
+    def slow_scan(*arguments: Any, **named: Any) -> Iterator[pa.Table]:
+        clock.advance(60.0)
+        yield from scan(*arguments, **named)
+
+    async def send_with_a_stall(*arguments: Any) -> None:
+        left.append(clock.monotonic())
+        if len(left) == 5:
+            clock.advance(30.0)
+        await send(*arguments)
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+
+    monkeypatch.setattr(History, "scan", slow_scan)
+    monkeypatch.setattr(SENDER, "send", send_with_a_stall)
+    await replay_of(history, rate=20, clock=_Now(clock), sleep=sleep).run(target)
+    pauses = [later - earlier for earlier, later in pairwise(left)]
+    assert pauses == pytest.approx([0.1] * 4 + [30.0] + [0.1] * 9)
 
 
 class _Now(ManualClock):
