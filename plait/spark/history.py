@@ -25,11 +25,12 @@ from plait.errors import DataDirError, Expired, InvalidArgument, SubjectNotFound
 from plait.spark.archived import ArchivedPiece, FileGone, OpenFiles, plan_archived
 from plait.spark.live import SCHEMA, LivePiece, plan_live
 from plait.spark.live_server import Archived, ServerPiece, plan_server
-from plait.spark.manifest import MESSAGES, Archive, Manifest, Source
+from plait.spark.manifest import MESSAGES, Archive, Manifest, Source, source_id
 from plait.spark.ordering import Ordering
 from plait.spark.selection import Selection, When
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINT_DIRECTORY
 from plait.storage.disk import RealDisk
-from plait.storage.identity import PATH as IDENTITY
+from plait.storage.identity import known_identity
 from plait.storage.reader import MESSAGE_DIRECTORY
 
 log = logging.getLogger("plait.spark")
@@ -270,16 +271,19 @@ def _check_directory(path: str) -> None:
     disk = RealDisk(path, read_only=True)
     if not disk.exists("") or not disk.exists(MESSAGE_DIRECTORY):
         raise DataDirError(f"{path!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory")
+    # A server makes the one, an archiver the other.
+    if not disk.exists(CHECKPOINT_DIRECTORY) and known_identity(disk) is None:
+        raise DataDirError(
+            f"{path!r} has copied segment files and is not a Plait data directory: nobody could tell what of them is "
+            "archived, and messages would come twice. Name the directory that they were copied from"
+        )
 
 
 def _source(manifest: Manifest, directory: str) -> tuple[str, Source | None]:
     """A data directory as the manifest knows it, by the name that its files carry."""
-    disk = RealDisk(directory, read_only=True)
-    if not disk.exists(IDENTITY):
-        return directory, None
-    identity = disk.read(IDENTITY).decode("ascii", "replace")
+    identity = known_identity(RealDisk(directory, read_only=True))
     for name, source in manifest.sources.items():
-        if name.endswith(f"-{identity}"):
+        if identity is not None and name == source_id(source.group, identity):
             return name, source
     return directory, None
 

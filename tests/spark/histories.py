@@ -61,3 +61,10 @@ def archive(data: Path, place: Path) -> None:
         patch.setattr(archiving, "run_job", run_here)
         patch.setattr(files, "ROW_GROUP_COUNT", 4)
         archive_here(data, place, now=True)
+
+
+def copy_segments(data: Path, place: Path) -> None:
+    """Add full segments as they are, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archiving, "run_job", run_here)
+        archive_here(data, place, raw=True)

@@ -23,8 +23,8 @@ from plait.spark.history import History
 from plait.spark.live import SCHEMA
 from plait.storage.chunks import Wanted, plan
 from plait.storage.reader import open_log
-from tests.spark.archives import Filler
-from tests.spark.histories import archive, sent, serving, thirty_messages
+from tests.spark.archives import Filler, three_days
+from tests.spark.histories import archive, copy_segments, sent, serving, thirty_messages
 
 
 def bodies(rows: pa.Table) -> list[int]:
@@ -309,6 +309,28 @@ async def test_a_directory_that_is_no_data_directory(both: tuple[Path, Path], tm
         History(both[1], data=tmp_path)
     with pytest.raises(InvalidArgument, match="not both"):
         History(both[1], data=both[0], server="plait://127.0.0.1:1")
+
+
+async def test_copied_segments_are_refused_lest_messages_come_twice(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    three_days(data)
+    copy_segments(data, place)
+    archive(data, place)
+    copies = next((place / "raw").iterdir())
+    with pytest.raises(DataDirError, match="copied segment files"):
+        History(place, data=copies)
+    # Whoever gives the copies the name of the directory that they are of is told nothing twice.
+    shutil.copy(data / "identity", tmp_path / "identity")
+    shutil.copytree(data / "message", tmp_path / "message")
+    assert History(place, data=tmp_path).find("orders").num_rows == History(place).find("orders").num_rows
+
+
+async def test_a_damaged_name_of_a_directory_is_refused_lest_messages_come_twice(both: tuple[Path, Path]):
+    data, place = both
+    history = History(place, data=data)
+    (data / "identity").write_bytes(b"\xff" * 16)
+    with pytest.raises(DataDirError, match="the archive's manifest has it"):
+        history.find("orders")
 
 
 async def test_a_file_that_is_missing_is_named_with_what_is_missing(both: tuple[Path, Path]):
