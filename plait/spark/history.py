@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -39,6 +41,8 @@ log = logging.getLogger("plait.spark")
 LOOKS_MAX: Final = 5
 #: Files of an archive that are read at once for a lookup.
 THREADS_MAX: Final = 8
+#: Each thread has so many of them in hand or done, before they are asked for.
+READ_AHEAD: Final = 2
 #: Names of subjects that an error message lists.
 SHOWN_MAX: Final = 20
 
@@ -172,8 +176,9 @@ class History:
         """Read everything that may hold what is meant."""
         selection = plan.selection
         done, total = 0, plan.size
+        found: Iterable[tuple[Piece, Iterable[pa.Table]]]
         if selection.few:
-            # Few rows of each: they are all in hand before the first is needed.
+            # Few rows of each, mostly: they are in hand before they are needed.
             found = self._read_at_once(plan.pieces, selection, encoded)
         else:
             # The oldest first: where only the first few are wanted, later files need not be looked at.
@@ -193,16 +198,26 @@ class History:
 
     def _read_at_once(
         self, pieces: list[Piece], selection: Selection, encoded: bool
-    ) -> Iterable[tuple[Piece, Iterable[pa.Table]]]:
+    ) -> Iterator[tuple[Piece, Iterable[pa.Table]]]:
         def read(piece: Piece) -> tuple[Piece, list[pa.Table]]:
             return piece, list(piece.read(selection, encoded=encoded, files=self._files))
 
         if len(pieces) < 2:
-            return map(read, pieces)
+            yield from map(read, pieces)
+            return
+        count = min(THREADS_MAX, os.cpu_count() or 1)
         if self._threads is None:
-            count = min(THREADS_MAX, os.cpu_count() or 1)
             self._threads = ThreadPoolExecutor(count, thread_name_prefix="plait-history")
-        return self._threads.map(read, pieces)
+        waiting = iter(pieces)
+        ahead = deque(self._threads.submit(read, piece) for piece in islice(waiting, READ_AHEAD * count))
+        try:
+            while ahead:
+                yield ahead.popleft().result()
+                # No further: of a key that is in every file, all of them would be in memory.
+                ahead.extend(self._threads.submit(read, piece) for piece in islice(waiting, 1))
+        finally:
+            for each in ahead:
+                each.cancel()
 
     # --- planning -------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from plait.client.rows import hash_keys
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.spark import history as history_module
 from plait.spark import ordering as ordering_module
-from plait.spark.history import History
+from plait.spark.history import History, Piece
 from plait.spark.live import SCHEMA
 from plait.storage.chunks import Wanted, plan
 from plait.storage.reader import open_log
@@ -254,6 +254,35 @@ async def test_files_later_than_the_first_so_many_are_not_looked_at(
     monkeypatch.setattr(ordering_module, "CUT_COUNT", 4)
     file_of(both[1], 2).unlink()
     assert bodies(History(both[1]).find("orders", limit=5)) == list(range(5))
+
+
+async def test_files_of_a_key_that_is_in_all_of_them_are_not_all_read_before_the_first_is_taken(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Memory is bounded by what is ahead, not by the number of files."""
+    history = History(both[1])
+    selection = history.selection("orders", key="order-1")
+    piece = history.plan(selection).pieces[0]
+    pieces: list[Piece] = [piece] * 100
+    begun: list[int] = []
+    read = type(piece).read
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        begun.append(1)
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(type(piece), "read", counted)
+    monkeypatch.setattr(history_module, "THREADS_MAX", 2)
+    found = iter(history._read_at_once(pieces, selection, encoded=False))
+    for taken in range(1, 101):
+        next(found)
+        assert history._threads is not None
+        # Behind all that was handed to the threads.
+        history._threads.submit(len, begun).result()
+        assert len(begun) <= taken + 4
+    assert next(found, None) is None
+    assert len(begun) == 100
+    history.close()
 
 
 def test_what_retention_has_expired_is_found_while_its_file_is_there(tmp_path: Path):
