@@ -176,13 +176,12 @@ class History:
         """Read everything that may hold what is meant."""
         selection = plan.selection
         done, total = 0, plan.size
+        pieces = sorted(plan.pieces, key=_place_of)
         found: Iterable[tuple[Piece, Iterable[pa.Table]]]
         if selection.few:
             # Few rows of each, mostly: they are in hand before they are needed.
-            found = self._read_at_once(plan.pieces, selection, encoded)
+            found = self._read_at_once(pieces, selection, encoded)
         else:
-            # The oldest first: where only the first few are wanted, later files need not be looked at.
-            pieces = sorted(plan.pieces, key=_time_of)
             found = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
         for piece, tables in found:
             for rows in tables:
@@ -274,6 +273,14 @@ class History:
         if self._server is not None:
             where += f" or {self._server}"
         return SubjectNotFound(f"subject {subject!r} is not in {where}; of the archive: {archived}")
+
+
+def _place_of(piece: Piece) -> tuple[bool, int]:
+    """The oldest first: where only the first few are wanted, later files need not be looked at. What is not archived
+    comes last: of a subject that was made anew, rows of one sequence come in the order of its lives, which whoever
+    goes on with a replay relies on.
+    """
+    return not isinstance(piece, ArchivedPiece), _time_of(piece)
 
 
 def _time_of(piece: Piece) -> int:

@@ -317,6 +317,37 @@ async def test_where_the_target_has_other_partitions_nothing_is_lost(
     assert "may be sent twice" in caplog.text
 
 
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+async def test_of_a_subject_that_was_made_anew_nothing_is_lost_whoever_goes_on(
+    target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, key: str | None
+):
+    """Sequences count from 0 again, and the first life is archived and the second one is not."""
+    data, place, state = tmp_path / "twice", tmp_path / "twice-archive", tmp_path / "state.json"
+    async with serving(data) as client:
+        for number in range(9):
+            await client.send("orders", f"body-{number}", key="k")
+    archive(data, place)
+    async with serving(data) as client:
+        await client.admin.delete_subject("orders")
+        for number in range(9, 18):
+            await client.send("orders", f"body-{number}", key="k")
+    history = History(place, data=data)
+    monkeypatch.setattr(replay_module, "BATCH_COUNT", 3)
+
+    def again() -> Replay:
+        return Replay(history, history.selection("orders", key=key), "copy", state=state)
+
+    with monkeypatch.context() as patch:
+        kill_at(patch, SENDER, "send", call, after=True)
+        async with plait.connect(target._node._addresses) as mortal:
+            with pytest.raises(Killed):
+                await again().run(mortal)
+    async with plait.connect(target._node._addresses) as client:
+        await again().run(client)
+    assert sorted(numbers(await stored(target))) == list(range(18))
+
+
 async def test_what_is_finished_is_not_sent_again(history: History, target: plait.Client, tmp_path: Path):
     state = tmp_path / "state.json"
     first = await replay_of(history, state=state).run(target)
