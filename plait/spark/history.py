@@ -98,6 +98,18 @@ class History:
         """The archive, as its user named it."""
         return self._archive.place
 
+    @property
+    def sources(self) -> dict[str, Any]:
+        """Where it looks, as other processes would say it. A server is not named: another one of its cluster has the
+        same messages.
+        """
+        return {
+            "archive": self._archive.address,
+            "data": sorted(map(os.path.abspath, self._directories)),
+            "group": self._group,
+            "live": self._server is not None,
+        }
+
     def __enter__(self) -> Self:
         return self
 

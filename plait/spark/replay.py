@@ -129,11 +129,12 @@ class Replay:
     async def _run(self, client: Client, file: StateFile, progress: Progress | None) -> Replayed:
         request = self._request()
         state = file.load(request) or self._begun(chance.token(8))
+        sender = SteadySender(client, self._to)
+        await sender.open()
+        state = file.same_cluster(state, sender.servers)
         before = state.count
         if state.finished:
             return Replayed(state.run, 0, before)
-        sender = SteadySender(client, self._to)
-        await sender.open()
         due = 0.0
         batches = _Batches(self._rows(state, progress), self._batch_count())
         if state.in_doubt is not None:
@@ -178,7 +179,7 @@ class Replay:
         """What makes two replays the same one."""
         selection = self._selection
         return {
-            "archive": self._history.place,
+            **self._history.sources,
             "subject": selection.subject,
             "key": selection.key,
             "id": selection.message_id,

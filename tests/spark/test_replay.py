@@ -381,6 +381,51 @@ async def test_the_state_of_another_replay_is_refused(history: History, target: 
         await replay_of(history, state=state).run(target)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": None}, r"its data is \['.*/data'\], not \[\]"),
+        ({"group": "g2"}, "its group is 'g1', not 'g2'"),
+        ({"data": None, "server": "plait://127.0.0.1:9"}, "its data is"),
+    ],
+)
+async def test_who_goes_on_looks_where_the_replay_began(
+    history: History, target: plait.Client, tmp_path: Path, change: dict[str, Any], message: str
+):
+    state = tmp_path / "state.json"
+    await replay_of(history, state=state).run(target)
+    other = History(tmp_path / "archive", **({"data": tmp_path / "data"} | change))
+    with pytest.raises(InvalidArgument, match=message):
+        await replay_of(other, state=state).run(target)
+
+
+async def test_a_path_may_be_said_in_another_way(
+    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = tmp_path / "state.json"
+    await replay_of(history, state=state).run(target)
+    monkeypatch.chdir(tmp_path)
+    assert (await replay_of(History("archive", data=Path("data")), state=state).run(target)).before == 30
+
+
+async def test_who_goes_on_sends_to_the_same_cluster(
+    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = tmp_path / "state.json"
+    await run_and_die(monkeypatch, history, target, state, SENDER, name="send", call=2, after=True)
+    addresses = target._node.addresses
+    async with serving(tmp_path / "elsewhere") as client:
+        with pytest.raises(InvalidArgument, match=f"it sends to {addresses[0]}, and not to"):
+            await replay_of(history, state=state).run(client)
+    # Beside one that is known another one may be named.
+    async with plait.connect([*addresses, "plait://127.0.0.1:9"]) as client:
+        await replay_of(history, state=state).run(client)
+    assert numbers(await stored(target)) == list(range(30))
+    async with serving(tmp_path / "elsewhere") as client:
+        with pytest.raises(InvalidArgument, match="it sends to"):
+            await replay_of(history, state=state).run(client)
+
+
 async def test_two_processes_do_not_share_a_state(history: History, target: plait.Client, tmp_path: Path):
     holder = StateFile(tmp_path / "state.json")
     with pytest.raises(InvalidArgument, match="another process"):
