@@ -83,7 +83,8 @@ class History:
             raise InvalidArgument("give a data directory or a server, not both: they have the same messages")
         self._archive = Archive.at(archive)
         directories = [data] if isinstance(data, str | os.PathLike) else list(data or [])
-        self._directories = [os.fspath(directory) for directory in directories]
+        # As tasks elsewhere know them.
+        self._directories = [os.path.abspath(directory) for directory in directories]
         self._server = server
         self._group = names.check("group", group)
         self._clock = clock or SystemClock()
@@ -105,7 +106,7 @@ class History:
         """
         return {
             "archive": self._archive.address,
-            "data": sorted(map(os.path.abspath, self._directories)),
+            "data": sorted(self._directories),
             "group": self._group,
             "live": self._server is not None,
         }
@@ -174,15 +175,20 @@ class History:
                 try:
                     self._collect(self.plan(selection), ordering, progress, encoded)
                 except (Expired, FileGone):
-                    # Retention or the archiver was faster. What a newer manifest does not explain is an error.
-                    before = self._manifest.number
-                    if attempt == LOOKS_MAX or (self._latest().number == before and attempt > 1):
+                    if not self.may_look_again(attempt):
                         raise
                     continue
                 if counted is not None:
                     counted(ordering.count if first is None else min(ordering.count, first))
                 yield from ordering.tables()
             return
+
+    def may_look_again(self, attempt: int) -> bool:
+        """After a file was gone: retention or the archiver was faster. What a newer manifest does not explain is an
+        error.
+        """
+        before = self._manifest.number
+        return attempt < LOOKS_MAX and (self._latest().number != before or attempt == 1)
 
     def _collect(self, plan: Plan, ordering: Ordering, progress: Progress | None, encoded: bool) -> None:
         """Read everything that may hold what is meant."""

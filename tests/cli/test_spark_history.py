@@ -112,6 +112,7 @@ def test_the_live_part_through_a_server(root: Path):
         (("--since", "soon"), 2, "soon"),
         (("--key", "k", "--limit", "0"), 2, "limit"),
         (("--key", "k", "--master", "local"), 2, "--spark"),
+        (("--key", "k", "--parquet", "s3://bucket/found"), 2, "'s3://bucket/found' is no file of this machine"),
         (("--key", "k", "--data", "/nowhere"), 8, "/nowhere"),
         (("--key", "k", "--subject", "nobody"), 4, "nobody"),
         (("--key", "k", "--archive", "/nowhere"), 8, "not an archive"),

@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -24,7 +23,7 @@ from plait.spark.live import SCHEMA
 from plait.storage.chunks import Wanted, plan
 from plait.storage.reader import open_log
 from tests.spark.archives import Filler, three_days
-from tests.spark.histories import archive, copy_segments, sent, serving, thirty_messages
+from tests.spark.histories import archive, copy_segments, replaced_once, sent, serving, thirty_messages
 
 
 def bodies(rows: pa.Table) -> list[int]:
@@ -112,27 +111,21 @@ async def test_files_that_the_manifest_does_not_name_do_not_exist(both: tuple[Pa
 async def test_a_file_that_a_newer_manifest_replaced_is_not_missed(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """As when an archive is compacted between planning and reading."""
-    _, place = both
-    history = History(place)
-    plan_archived = history_module.plan_archived
-    planned = []
-
-    def plan_then_replace(*arguments: Any) -> Any:
-        pieces = plan_archived(*arguments)
-        if not planned:
-            planned.extend(pieces)
-            renamed = []
-            for file in history._manifest.files:
-                moved = file.path.replace(".parquet", "-new.parquet")
-                (place / file.path).rename(place / moved)
-                renamed.append(msgspec.structs.replace(file, path=moved))
-            newer = msgspec.structs.replace(history._manifest, number=history._manifest.number + 1, files=renamed)
-            history._archive.commit(newer)
-        return pieces
-
-    monkeypatch.setattr(history_module, "plan_archived", plan_then_replace)
+    history = History(both[1])
+    replaced_once(history, monkeypatch)
     assert bodies(history.find("orders")) == list(range(20))
+
+
+async def test_pieces_are_found_wherever_they_are_read(
+    both: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Tasks of a cluster were started in other directories."""
+    monkeypatch.chdir(tmp_path)
+    history = History("archive", data="data")
+    selection = history.selection("orders")
+    pieces = history.plan(selection).pieces
+    monkeypatch.chdir("/")
+    assert sum(rows.num_rows for piece in pieces for rows in piece.read(selection)) == 30
 
 
 async def test_a_segment_that_went_once_it_was_archived_is_not_missed(
