@@ -109,6 +109,7 @@ def test_the_live_part_through_a_server(root: Path):
         (("--key", ""), 2, "empty"),
         (("--id", "x"), 2, "message id"),
         (("--header", "odd"), 2, "name=value"),
+        (("--header", "odd=true", "--header", "odd=false"), 2, "header 'odd' is 'true' or 'false', never both"),
         (("--since", "soon"), 2, "soon"),
         (("--key", "k", "--limit", "0"), 2, "limit"),
         (("--key", "k", "--master", "local"), 2, "--spark"),
