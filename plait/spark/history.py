@@ -27,8 +27,9 @@ from plait.errors import DataDirError, Expired, InvalidArgument, SubjectNotFound
 from plait.spark.archived import ArchivedPiece, FileGone, OpenFiles, plan_archived
 from plait.spark.live import SCHEMA, LivePiece, plan_live
 from plait.spark.live_server import Archived, ServerPiece, plan_server
-from plait.spark.manifest import MESSAGES, Archive, Manifest, Source, source_id
+from plait.spark.manifest import MESSAGES, RAW, Archive, Manifest, Source, source_id
 from plait.spark.ordering import Ordering
+from plait.spark.raw_segments import is_readable, message_segments, plan_raw, uncovered
 from plait.spark.selection import Selection, When
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINT_DIRECTORY
 from plait.storage.disk import RealDisk
@@ -242,11 +243,11 @@ class History:
         """Where it has to be looked for. ``SubjectNotFound`` where nobody knows the subject."""
         for _ in range(LOOKS_MAX):
             manifest = self._latest()
-            pieces, known, gaps = self._live(manifest, selection)
-            if not gaps or self._latest().number == manifest.number:
+            pieces, known, told = self._live(manifest, selection)
+            if not told or self._latest().number == manifest.number:
                 break
-        for gap in gaps:
-            log.warning("%s", gap)
+        for each in told:
+            log.warning("%s", each)
         pieces = [*plan_archived(self._archive, manifest, selection), *pieces]
         subject = selection.subject
         if not known and not any(file.subject == subject and file.kind == MESSAGES for file in manifest.files):
@@ -261,27 +262,38 @@ class History:
         return self._manifest
 
     def _live(self, manifest: Manifest, selection: Selection) -> tuple[list[Piece], bool, list[str]]:
-        """What is not archived, whether the subject is known there, and what is nowhere any more."""
+        """What is in no Parquet file, whether the subject is known there, and what is not looked into or nowhere."""
         pieces: list[Piece] = []
         known = False
-        gaps: list[str] = []
+        told: list[str] = []
+        readable = self._server is None and is_readable(self._archive)
+        for name, source in manifest.sources.items():
+            if not readable and message_segments(source):
+                told.append(
+                    f"{RAW}/{name} has segments that are in no Parquet file, and they are not looked into "
+                    f"{'where the archive is not on this machine' if self._server is None else 'beside a server'}: "
+                    "archive without --raw, too"
+                )
+            found = plan_raw(self._archive, name, source, selection) if readable else None
+            if found is not None:
+                pieces += found.pieces
+                known = known or found.known
         if self._server is not None:
-            found = plan_server(self._server, selection, _archived(manifest, selection.subject))
-            return list(found or []), found is not None, gaps
+            asked = plan_server(self._server, selection, _archived(manifest, selection.subject))
+            return [*pieces, *(asked or [])], asked is not None, told
         for directory in self._directories:
-            name, source = _source(manifest, directory)
-            archived = source is not None and _covers(source, selection.subject)
-            offset = source.message_offset if source is not None and archived else 0
-            group = self._group if source is None else source.group
+            name, origin = _source(manifest, directory)
+            group = self._group if origin is None else origin.group
+            covered = origin if origin is not None and _covers(origin, selection.subject) else None
+            offset = 0
+            if covered is not None:
+                offset = max(covered.message_offset, covered.raw_message_offset if readable else 0)
             live = plan_live(directory, group, selection, offset)
             pieces += live.pieces
             known = known or live.known
-            if archived and live.start > offset:
-                gaps.append(
-                    f"{live.start - offset} bytes of the log of {name} are nowhere any more: retention removed them "
-                    f"before they were archived (offsets {offset} to {live.start}); archive more often, or keep longer"
-                )
-        return pieces, known, gaps
+            if covered is not None:
+                told += _lost(name, covered, live.start)
+        return pieces, known, told
 
     def _not_found(self, manifest: Manifest, subject: str) -> SubjectNotFound:
         there = sorted({file.subject for file in manifest.files if file.kind == MESSAGES})
@@ -315,7 +327,8 @@ def _check_directory(path: str) -> None:
     if not disk.exists(CHECKPOINT_DIRECTORY) and known_identity(disk) is None:
         raise DataDirError(
             f"{path!r} has copied segment files and is not a Plait data directory: nobody could tell what of them is "
-            "archived, and messages would come twice. Name the directory that they were copied from"
+            "archived, and messages would come twice. Name the directory that they were copied from; an archive's "
+            "own are found with it"
         )
 
 
@@ -326,6 +339,18 @@ def _source(manifest: Manifest, directory: str) -> tuple[str, Source | None]:
         if identity is not None and name == source_id(source.group, identity):
             return name, source
     return directory, None
+
+
+def _lost(name: str, source: Source, log_start: int) -> list[str]:
+    """What is nowhere any more, now that the log begins at an offset."""
+    segments = message_segments(source)
+    # What was gone before anything was archived is nobody's loss.
+    begun = source.message_offset or (segments[0].start if segments else 0)
+    return [
+        f"{end - start} bytes of the log of {name} are nowhere any more: retention removed them before they were "
+        f"archived (offsets {start} to {end}); archive more often, or keep longer"
+        for start, end in uncovered(segments, begun, log_start)
+    ]
 
 
 def _covers(source: Source, subject: str) -> bool:

@@ -21,7 +21,7 @@ from plait.client.rows import hash_keys
 from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.server import Server
 from plait.server.standing import database_in
-from plait.spark import archiving, columns, intake, tasks
+from plait.spark import archiving, intake, tasks
 from plait.spark.archiving import Archiver
 from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
 from plait.spark.manifest import Archive, Manifest
@@ -130,26 +130,6 @@ def test_a_large_log_is_committed_in_rounds(here: None, data: Path, tmp_path: Pa
     assert archived_rows(to) == log_rows(data)
     first = Archive.at(to).read(Archive.at(to).numbers()[0])
     assert 0 < len(archived_rows(to, first)) < 246
-
-
-@pytest.mark.parametrize(("bound", "value"), [("HELD_SIZE_MAX", 2000), ("HELD_COUNT_MAX", 6)])
-def test_a_task_holds_no_more_bytes_and_rows_than_it_may(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, value: int
-):
-    monkeypatch.setattr(tasks, bound, value)
-    to = tmp_path / "archive"
-    report = archive_here(data, to, now=True)
-    assert report.files > 30
-    assert archived_rows(to) == log_rows(data)
-
-
-def test_columns_as_large_as_a_file_are_not_kept_for_the_next_one(
-    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    columns._shared_texts.cache_clear()
-    monkeypatch.setattr(columns, "BATCH_COUNT_MAX", 2)
-    archive_here(data, tmp_path / "archive", now=True)
-    assert columns._shared_texts.cache_info().currsize == 0
 
 
 @pytest.mark.parametrize("compression", ["zstd", "lz4", None])

@@ -149,6 +149,88 @@ async def test_a_segment_that_went_once_it_was_archived_is_not_missed(
     assert bodies(History(place, data=data).find("orders")) == list(range(30))
 
 
+# --- whole segments -----------------------------------------------------------------------------
+
+
+def segmented(data: Path) -> Filler:
+    """270 messages in several segments, the last of which is not full."""
+    filler = Filler(data)
+    filler.rounds(90, size=400)
+    return filler
+
+
+def counted(place: Path, data: Path | None = None) -> int:
+    rows = History(place, data=data).find("orders")
+    assert rows["sequence"].to_pylist() == list(range(rows.num_rows))
+    return rows.num_rows
+
+
+def written(data: Path) -> list[Path]:
+    """The segments of the message log that have anything in them."""
+    return sorted(path for path in (data / "message").iterdir() if path.read_bytes()[:2] == b"PL")
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_an_archive_has_as_segments_is_found_whether_the_log_has_it_or_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_gone: bool
+):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    for segment in written(data)[:-1] if is_gone else []:
+        segment.unlink()
+    assert counted(place, data) == 270
+    assert 0 < counted(place) < 270
+    assert caplog.text == ""
+    if not is_gone:
+        # Parquet files have it from here on, and nothing comes twice.
+        archive(data, place)
+        assert counted(place, data) == counted(place) == 270
+
+
+def test_segments_of_a_run_that_did_not_commit_do_not_exist(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    shutil.copy(written(data)[-1], next((place / "raw").iterdir()) / "message")
+    assert counted(place, data) == 270
+    assert counted(place) < 270
+
+
+def test_a_copied_segment_that_is_missing_is_named(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    min(next((place / "raw").iterdir()).glob("message/*.log")).unlink()
+    with pytest.raises(ArchiveError, match=r"raw/.*\.log is not there"):
+        counted(place, data)
+
+
+def test_what_retention_took_before_it_was_copied_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    filler = segmented(data)
+    copy_segments(data, place)
+    reached = int(written(data)[-1].stem)
+    filler.rounds(90, size=400)
+    filler.stop()
+    for segment in written(data)[:-1]:
+        segment.unlink()
+    History(place, data=data).find("orders")
+    assert f"(offsets {reached} to {int(written(data)[0].stem)})" in caplog.text
+
+
+def test_segments_that_are_not_looked_into_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As with an archive that is not on this machine."""
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    monkeypatch.setattr(history_module, "is_readable", lambda archive: False)
+    assert counted(place, data) == 270
+    assert "has segments that are in no Parquet file, and they are not looked into" in caplog.text
+
+
 # --- conditions ---------------------------------------------------------------------------------
 
 
