@@ -11,13 +11,15 @@ from cyclopts import Parameter
 from plait.cli.options import Output, duration_of
 from plait.cli.output import print_json, print_json_line, words_of_size
 from plait.cli.progress import Steps
-from plait.errors import ArchiveConflict, Expired, InvalidArgument
+from plait.errors import ArchiveConflict, ArchiveError, Expired, InvalidArgument, PlaitError
 
 if TYPE_CHECKING:
     from plait.spark import ArchiveReport
 
 #: Oftener than this is more looking than archiving.
 EVERY_SECONDS_MIN = 1.0
+#: Runs that fail one after another come ever less often, but no less often than this, or than they were asked for.
+FAILED_SECONDS_MAX = 600.0
 
 
 def archive(
@@ -77,13 +79,29 @@ def archive(
     if not follow:
         once()
         return
+    worked = False
+    wait = seconds
     while True:
         try:
             once()
+            worked, wait = True, seconds
         except (ArchiveConflict, Expired) as error:
             # Somebody else was faster, another archiver or retention: the next run takes it from there.
-            sys.stderr.write(f"warning: {error.message}; the next run comes in {seconds:g} s\n")
-        pause(seconds)
+            _warn(error, seconds)
+            wait = seconds
+        except ArchiveError as error:
+            # A place that does not answer, a full disk, a Spark that died: it worked before, and may again.
+            if not worked:
+                raise
+            _warn(error, wait)
+            pause(wait)
+            wait = max(seconds, min(2 * wait, FAILED_SECONDS_MAX))
+            continue
+        pause(wait)
+
+
+def _warn(error: PlaitError, seconds: float) -> None:
+    sys.stderr.write(f"warning: {error.message}; the next run comes in {seconds:g} s\n")
 
 
 def pause(seconds: float) -> None:

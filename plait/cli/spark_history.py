@@ -39,7 +39,8 @@ def history(
         str | None, Parameter(help="A node that has what is not archived, plait://host:port; instead of --data.")
     ] = None,
     parquet: Annotated[
-        Path | None, Parameter(help="Write them to this file instead; with --spark, to a directory of this name.")
+        str | None,
+        Parameter(help="Write them to this file instead; with --spark, to a directory of this name, or a URI."),
     ] = None,
     spark: Annotated[
         bool, Parameter(help="Read on Spark, for much of a large archive. Needs plait[spark].", show_default=False)
@@ -48,8 +49,10 @@ def history(
     output: Output = "table",
 ) -> None:
     """Find messages in an archive and the live log."""
-    if parquet is not None and parquet.exists():
-        raise InvalidArgument(f"{str(parquet)!r} is there already; name another file, or remove it")
+    if parquet is not None and "://" in parquet and not spark:
+        raise InvalidArgument(f"{parquet!r} is no file of this machine: add --spark, or name one")
+    if parquet is not None and os.path.exists(parquet):
+        raise InvalidArgument(f"{parquet!r} is there already; name another file, or remove it")
     if spark and parquet is not None and limit is not None:
         raise InvalidArgument("--limit has no meaning with --spark and --parquet: many write at once, in no order")
     if master is not None and not spark:
@@ -57,12 +60,12 @@ def history(
     with where.open(server) as opened, Steps() as steps:
         selection = where.selection(opened, limit=limit)
         if spark and parquet is not None:
-            _write_on_spark(opened, selection, str(parquet), master)
+            _write_on_spark(opened, selection, parquet, master)
             return
         steps.step("reading", unit="bytes")
         tables = _on_spark(opened, selection, limit, master) if spark else _here(opened, selection, limit, steps)
         if parquet is not None:
-            _write(tables, parquet)
+            _write(tables, Path(parquet))
         elif output == "json":
             for row in _rows(tables):
                 print_json_line(_fields(row))
@@ -88,11 +91,9 @@ def _on_spark(opened: History, selection: Selection, limit: int | None, master: 
 
 
 def _write_on_spark(opened: History, selection: Selection, path: str, master: str | None) -> None:
-    from plait.spark.wide import dataframe
+    from plait.spark.wide import write
 
-    frame = dataframe(_session(master), opened, selection)
-    frame.write.mode("error").parquet(path)
-    count = frame.sparkSession.read.parquet(path).count()
+    count = write(_session(master), opened, selection, path)
     sys.stderr.write(f"{count:,} messages written to {path}\n")
 
 

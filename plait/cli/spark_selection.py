@@ -53,7 +53,7 @@ class Where:
             self.subject,
             key=self.key,
             message_id=self.id,
-            headers=dict(map(_header, self.header or [])),
+            headers=_headers(self.header or []),
             since=self.since,
             until=self.until,
         )
@@ -64,6 +64,14 @@ class Where:
                 "say which messages: --key, --id, --header, --since, --until or --limit; --all for every one"
             )
         return selection
+
+
+def _headers(texts: list[str]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for name, value in map(_header, texts):
+        if headers.setdefault(name, value) != value:
+            raise InvalidArgument(f"header {name!r} is {headers[name]!r} or {value!r}, never both; ask for one of them")
+    return headers
 
 
 def _header(text: str) -> tuple[str, str]:

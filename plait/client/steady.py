@@ -63,6 +63,7 @@ class SteadySender:
     """Sends to one subject; the client sends nothing else meanwhile."""
 
     def __init__(self, client: Client, subject: str) -> None:
+        self._node = client._node
         self._producer = client._producer
         self._outlet = self._producer.outlet(subject)
         self._outlet.pinned = True
@@ -70,6 +71,11 @@ class SteadySender:
     async def open(self) -> None:
         """Find out where the subject's rows go."""
         await self._outlet.ready()
+
+    @property
+    def servers(self) -> list[str]:
+        """The addresses that its client was given, and those of the same cluster that it has learned of."""
+        return list(self._node.addresses)
 
     @property
     def position(self) -> Position:

@@ -73,7 +73,7 @@ def plan_archived(archive: Archive, manifest: Manifest, selection: Selection) ->
     found = manifest.find(
         MESSAGES, subjects=[selection.subject], time_min=selection.time_min, time_max=selection.time_max
     )
-    return [ArchivedPiece(archive.place, file) for file in found if _may_hold(file, selection.key)]
+    return [ArchivedPiece(archive.address, file) for file in found if _may_hold(file, selection.key)]
 
 
 def _may_hold(file: ArchivedFile, key: str | None) -> bool:

@@ -168,23 +168,11 @@ class Archiver:
             source = _copied(source, each, facts) if raw else settle(source, each, facts, group)
             self._commit({name: source}, [file for fact in facts for file in fact.files], [])
             self._count(facts, before, source)
-        if source.whole:
-            # Also where nothing is new: an earlier run may have ended between its commit and this.
-            reached = Archived(
-                max(source.message_offset, source.raw_message_offset),
-                max(source.action_offset, source.raw_action_offset),
-                self._archive.address,
-                self._manifest.number,
-                max(source.kept_offset, source.raw_kept_offset),
-            )
-            try:
-                write_archived(disk, reached)
-            except OSError as error:
-                log.warning(
-                    "%s is archived, and cannot be told so (%s): a server with --archive-before-delete goes on waiting",
-                    data,
-                    error,
-                )
+            # After each: a disk that is nearly full has room again before the last round is done.
+            self._leave_note(data, disk, source)
+        if not rounds:
+            # An earlier run may have ended between its commit and this.
+            self._leave_note(data, disk, source)
 
     def compact(self) -> None:
         """Make few large files of many small ones; the old ones go with the commit after this one."""
@@ -221,6 +209,26 @@ class Archiver:
         return self.report
 
     # --- how ------------------------------------------------------------------------------------
+
+    def _leave_note(self, data: str, disk: RealDisk, source: Source) -> None:
+        """Tell retention how far all subjects of a data directory are archived."""
+        if not source.whole:
+            return
+        reached = Archived(
+            max(source.message_offset, source.raw_message_offset),
+            max(source.action_offset, source.raw_action_offset),
+            self._archive.address,
+            self._manifest.number,
+            max(source.kept_offset, source.raw_kept_offset),
+        )
+        try:
+            write_archived(disk, reached)
+        except OSError as error:
+            log.warning(
+                "%s is archived, and cannot be told so (%s): a server with --archive-before-delete goes on waiting",
+                data,
+                error,
+            )
 
     def _source(self, data: str, group: str, directory: str, subjects: Sequence[str]) -> tuple[str, Source]:
         """The manifest's entry of a data directory."""

@@ -159,8 +159,20 @@ class Frames:
 # --- columns ------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=16)
 def _same_texts(text: str, count: int) -> pa.Array:
+    if count > BATCH_COUNT_MAX:
+        # An archiver's: it is as large as a file, and nobody asks for it twice.
+        return _repeated(text, count)
+    # Rounded up, so that batches of all sizes share a few columns.
+    return _shared_texts(text, 1 << (count - 1).bit_length()).slice(0, count)
+
+
+@lru_cache(maxsize=16)
+def _shared_texts(text: str, count: int) -> pa.Array:
+    return _repeated(text, count)
+
+
+def _repeated(text: str, count: int) -> pa.Array:
     data = text.encode()
     offsets = np.arange(0, (count + 1) * len(data), len(data), dtype=np.int32)
     return pa.Array.from_buffers(_TEXT, count, [None, pa.py_buffer(offsets), pa.py_buffer(data * count)])
@@ -169,9 +181,7 @@ def _same_texts(text: str, count: int) -> pa.Array:
 def _texts(frames: Frames, texts: list[str]) -> pa.Array:
     """One text a frame, for each of its rows."""
     if len(set(texts)) == 1:
-        # Rounded up, so that batches of all sizes share a few columns.
-        rounded = 1 << (frames.count - 1).bit_length()
-        return _same_texts(texts[0], rounded).slice(0, frames.count)
+        return _same_texts(texts[0], frames.count)
     return pa.array(texts, _TEXT).take(pa.array(np.repeat(np.arange(len(texts)), frames.counts)))
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -25,11 +27,13 @@ from plait.errors import DataDirError, Expired, InvalidArgument, SubjectNotFound
 from plait.spark.archived import ArchivedPiece, FileGone, OpenFiles, plan_archived
 from plait.spark.live import SCHEMA, LivePiece, plan_live
 from plait.spark.live_server import Archived, ServerPiece, plan_server
-from plait.spark.manifest import MESSAGES, Archive, Manifest, Source
+from plait.spark.manifest import MESSAGES, RAW, Archive, Manifest, Source, source_id
 from plait.spark.ordering import Ordering
+from plait.spark.raw_segments import is_readable, message_segments, plan_raw, uncovered
 from plait.spark.selection import Selection, When
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINT_DIRECTORY
 from plait.storage.disk import RealDisk
-from plait.storage.identity import PATH as IDENTITY
+from plait.storage.identity import known_identity
 from plait.storage.reader import MESSAGE_DIRECTORY
 
 log = logging.getLogger("plait.spark")
@@ -38,6 +42,8 @@ log = logging.getLogger("plait.spark")
 LOOKS_MAX: Final = 5
 #: Files of an archive that are read at once for a lookup.
 THREADS_MAX: Final = 8
+#: Each thread has so many of them in hand or done, before they are asked for.
+READ_AHEAD: Final = 2
 #: Names of subjects that an error message lists.
 SHOWN_MAX: Final = 20
 
@@ -78,7 +84,8 @@ class History:
             raise InvalidArgument("give a data directory or a server, not both: they have the same messages")
         self._archive = Archive.at(archive)
         directories = [data] if isinstance(data, str | os.PathLike) else list(data or [])
-        self._directories = [os.fspath(directory) for directory in directories]
+        # As tasks elsewhere know them.
+        self._directories = [os.path.abspath(directory) for directory in directories]
         self._server = server
         self._group = names.check("group", group)
         self._clock = clock or SystemClock()
@@ -92,6 +99,18 @@ class History:
     def place(self) -> str:
         """The archive, as its user named it."""
         return self._archive.place
+
+    @property
+    def sources(self) -> dict[str, Any]:
+        """Where it looks, as other processes would say it. A server is not named: another one of its cluster has the
+        same messages.
+        """
+        return {
+            "archive": self._archive.address,
+            "data": sorted(self._directories),
+            "group": self._group,
+            "live": self._server is not None,
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -157,9 +176,7 @@ class History:
                 try:
                     self._collect(self.plan(selection), ordering, progress, encoded)
                 except (Expired, FileGone):
-                    # Retention or the archiver was faster. What a newer manifest does not explain is an error.
-                    before = self._manifest.number
-                    if attempt == LOOKS_MAX or (self._latest().number == before and attempt > 1):
+                    if not self.may_look_again(attempt):
                         raise
                     continue
                 if counted is not None:
@@ -167,16 +184,23 @@ class History:
                 yield from ordering.tables()
             return
 
+    def may_look_again(self, attempt: int) -> bool:
+        """After a file was gone: retention or the archiver was faster. What a newer manifest does not explain is an
+        error.
+        """
+        before = self._manifest.number
+        return attempt < LOOKS_MAX and (self._latest().number != before or attempt == 1)
+
     def _collect(self, plan: Plan, ordering: Ordering, progress: Progress | None, encoded: bool) -> None:
         """Read everything that may hold what is meant."""
         selection = plan.selection
         done, total = 0, plan.size
+        pieces = sorted(plan.pieces, key=_place_of)
+        found: Iterable[tuple[Piece, Iterable[pa.Table]]]
         if selection.few:
-            # Few rows of each: they are all in hand before the first is needed.
-            found = self._read_at_once(plan.pieces, selection, encoded)
+            # Few rows of each, mostly: they are in hand before they are needed.
+            found = self._read_at_once(pieces, selection, encoded)
         else:
-            # The oldest first: where only the first few are wanted, later files need not be looked at.
-            pieces = sorted(plan.pieces, key=_time_of)
             found = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
         for piece, tables in found:
             for rows in tables:
@@ -192,16 +216,26 @@ class History:
 
     def _read_at_once(
         self, pieces: list[Piece], selection: Selection, encoded: bool
-    ) -> Iterable[tuple[Piece, Iterable[pa.Table]]]:
+    ) -> Iterator[tuple[Piece, Iterable[pa.Table]]]:
         def read(piece: Piece) -> tuple[Piece, list[pa.Table]]:
             return piece, list(piece.read(selection, encoded=encoded, files=self._files))
 
         if len(pieces) < 2:
-            return map(read, pieces)
+            yield from map(read, pieces)
+            return
+        count = min(THREADS_MAX, os.cpu_count() or 1)
         if self._threads is None:
-            count = min(THREADS_MAX, os.cpu_count() or 1)
             self._threads = ThreadPoolExecutor(count, thread_name_prefix="plait-history")
-        return self._threads.map(read, pieces)
+        waiting = iter(pieces)
+        ahead = deque(self._threads.submit(read, piece) for piece in islice(waiting, READ_AHEAD * count))
+        try:
+            while ahead:
+                yield ahead.popleft().result()
+                # No further: of a key that is in every file, all of them would be in memory.
+                ahead.extend(self._threads.submit(read, piece) for piece in islice(waiting, 1))
+        finally:
+            for each in ahead:
+                each.cancel()
 
     # --- planning -------------------------------------------------------------------------------
 
@@ -209,11 +243,11 @@ class History:
         """Where it has to be looked for. ``SubjectNotFound`` where nobody knows the subject."""
         for _ in range(LOOKS_MAX):
             manifest = self._latest()
-            pieces, known, gaps = self._live(manifest, selection)
-            if not gaps or self._latest().number == manifest.number:
+            pieces, known, told = self._live(manifest, selection)
+            if not told or self._latest().number == manifest.number:
                 break
-        for gap in gaps:
-            log.warning("%s", gap)
+        for each in told:
+            log.warning("%s", each)
         pieces = [*plan_archived(self._archive, manifest, selection), *pieces]
         subject = selection.subject
         if not known and not any(file.subject == subject and file.kind == MESSAGES for file in manifest.files):
@@ -228,27 +262,38 @@ class History:
         return self._manifest
 
     def _live(self, manifest: Manifest, selection: Selection) -> tuple[list[Piece], bool, list[str]]:
-        """What is not archived, whether the subject is known there, and what is nowhere any more."""
+        """What is in no Parquet file, whether the subject is known there, and what is not looked into or nowhere."""
         pieces: list[Piece] = []
         known = False
-        gaps: list[str] = []
+        told: list[str] = []
+        readable = self._server is None and is_readable(self._archive)
+        for name, source in manifest.sources.items():
+            if not readable and message_segments(source):
+                told.append(
+                    f"{RAW}/{name} has segments that are in no Parquet file, and they are not looked into "
+                    f"{'where the archive is not on this machine' if self._server is None else 'beside a server'}: "
+                    "archive without --raw, too"
+                )
+            found = plan_raw(self._archive, name, source, selection) if readable else None
+            if found is not None:
+                pieces += found.pieces
+                known = known or found.known
         if self._server is not None:
-            found = plan_server(self._server, selection, _archived(manifest, selection.subject))
-            return list(found or []), found is not None, gaps
+            asked = plan_server(self._server, selection, _archived(manifest, selection.subject))
+            return [*pieces, *(asked or [])], asked is not None, told
         for directory in self._directories:
-            name, source = _source(manifest, directory)
-            archived = source is not None and _covers(source, selection.subject)
-            offset = source.message_offset if source is not None and archived else 0
-            group = self._group if source is None else source.group
+            name, origin = _source(manifest, directory)
+            group = self._group if origin is None else origin.group
+            covered = origin if origin is not None and _covers(origin, selection.subject) else None
+            offset = 0
+            if covered is not None:
+                offset = max(covered.message_offset, covered.raw_message_offset if readable else 0)
             live = plan_live(directory, group, selection, offset)
             pieces += live.pieces
             known = known or live.known
-            if archived and live.start > offset:
-                gaps.append(
-                    f"{live.start - offset} bytes of the log of {name} are nowhere any more: retention removed them "
-                    f"before they were archived (offsets {offset} to {live.start}); archive more often, or keep longer"
-                )
-        return pieces, known, gaps
+            if covered is not None:
+                told += _lost(name, covered, live.start)
+        return pieces, known, told
 
     def _not_found(self, manifest: Manifest, subject: str) -> SubjectNotFound:
         there = sorted({file.subject for file in manifest.files if file.kind == MESSAGES})
@@ -258,6 +303,14 @@ class History:
         if self._server is not None:
             where += f" or {self._server}"
         return SubjectNotFound(f"subject {subject!r} is not in {where}; of the archive: {archived}")
+
+
+def _place_of(piece: Piece) -> tuple[bool, int]:
+    """The oldest first: where only the first few are wanted, later files need not be looked at. What is not archived
+    comes last: of a subject that was made anew, rows of one sequence come in the order of its lives, which whoever
+    goes on with a replay relies on.
+    """
+    return not isinstance(piece, ArchivedPiece), _time_of(piece)
 
 
 def _time_of(piece: Piece) -> int:
@@ -270,18 +323,34 @@ def _check_directory(path: str) -> None:
     disk = RealDisk(path, read_only=True)
     if not disk.exists("") or not disk.exists(MESSAGE_DIRECTORY):
         raise DataDirError(f"{path!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory")
+    # A server makes the one, an archiver the other.
+    if not disk.exists(CHECKPOINT_DIRECTORY) and known_identity(disk) is None:
+        raise DataDirError(
+            f"{path!r} has copied segment files and is not a Plait data directory: nobody could tell what of them is "
+            "archived, and messages would come twice. Name the directory that they were copied from; an archive's "
+            "own are found with it"
+        )
 
 
 def _source(manifest: Manifest, directory: str) -> tuple[str, Source | None]:
     """A data directory as the manifest knows it, by the name that its files carry."""
-    disk = RealDisk(directory, read_only=True)
-    if not disk.exists(IDENTITY):
-        return directory, None
-    identity = disk.read(IDENTITY).decode("ascii", "replace")
+    identity = known_identity(RealDisk(directory, read_only=True))
     for name, source in manifest.sources.items():
-        if name.endswith(f"-{identity}"):
+        if identity is not None and name == source_id(source.group, identity):
             return name, source
     return directory, None
+
+
+def _lost(name: str, source: Source, log_start: int) -> list[str]:
+    """What is nowhere any more, now that the log begins at an offset."""
+    segments = message_segments(source)
+    # What was gone before anything was archived is nobody's loss.
+    begun = source.message_offset or (segments[0].start if segments else 0)
+    return [
+        f"{end - start} bytes of the log of {name} are nowhere any more: retention removed them before they were "
+        f"archived (offsets {start} to {end}); archive more often, or keep longer"
+        for start, end in uncovered(segments, begun, log_start)
+    ]
 
 
 def _covers(source: Source, subject: str) -> bool:

@@ -25,7 +25,7 @@ from plait.storage.catalog import PartitionRow
 from plait.storage.chunks import Plan, Wanted, extend, note_epoch, plan
 from plait.storage.disk import RealDisk
 from plait.storage.kept_reader import open_kept
-from plait.storage.reader import LogReader, MappedSegment, open_log
+from plait.storage.reader import LogReader, MappedSegment, expired_error, open_log
 from plait.storage.recovery import Damage
 
 #: So much of a message log is committed at once: what a crash makes a run do again is bounded by it.
@@ -229,7 +229,10 @@ class Intake:
         for (base, path), following in zip_longest(reader.files, reader.files[1:]):
             # Also the segment that follows: if its first frame were lost, the log would go on before ``end``.
             if base <= end and (following is None or following[0] > start):
-                file = RealDisk(self._data, read_only=True).open(path)
+                try:
+                    file = RealDisk(self._data, read_only=True).open(path)
+                except FileNotFoundError:
+                    raise expired_error(self._data, path) from None
                 try:
                     file.sync()
                 finally:

@@ -78,9 +78,13 @@ def wanted_of(selection: Selection) -> Wanted:
     )
 
 
-def plan_live(path: str, group: str, selection: Selection, offset: int) -> LivePlan:
-    """What a data directory's log has of a subject from a log offset on, which a frame begins at, or the log ends."""
+def plan_live(path: str, group: str, selection: Selection, offset: int, end: int | None = None) -> LivePlan:
+    """What a data directory's log has of a subject from a log offset on, which a frame begins at, or the log ends;
+    with ``end``, up to the segment that begins there.
+    """
     reader = open_log(path)
+    if end is not None:
+        reader.files = [(base, segment) for base, segment in reader.files if base < end]
     bases = [base for base, _ in reader.files]
     # Each segment begins with the names of all partitions: those before the offset need not be looked at.
     first = max(bisect_right(bases, offset) - 1, 0)

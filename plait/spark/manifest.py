@@ -60,7 +60,7 @@ class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     #: Of the file, and of what is in it before compression.
     size: int
     raw_size: int = 0
-    #: Of the rows, whatever their order in the file (``plait.spark.digest``).
+    #: Of the rows, in the order of the file (``plait.spark.digest``).
     checksum: int
     source: str
     start: int
@@ -414,11 +414,16 @@ class Archive:
                         f"changed and nothing is lost: try again in {CLAIM_SECONDS / 60:.0f} minutes",
                         number=number,
                     )
-            if number in self.numbers():
+            # At last his own claim: where it took him so long that another one has removed it, that one commits.
+            if number in self.numbers() or not self._is_there(claim):
                 raise self._conflict(number)
             self.write(f"{DIRECTORY}/{_name(number)}", data)
         finally:
             self.remove(claim)
+
+    def _is_there(self, relative: str) -> bool:
+        found: bool = self.files.get_file_info(self.path(relative)).type != fs.FileType.NotFound
+        return found
 
     def write(self, relative: str, data: bytes) -> None:
         """A small file, whole."""

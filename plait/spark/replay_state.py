@@ -7,6 +7,7 @@ stored. So after a crash at any moment one batch is in doubt, and it is sent aga
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,8 @@ class ReplayState(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     #: What was asked for: another replay must not go on with this one's state.
     request: dict[str, Any]
+    #: Addresses of the cluster that it sends to, as far as they were known.
+    servers: list[str] = []
     #: Messages that were stored before or after these times, in microseconds, are none of it.
     time_min: int
     time_max: int
@@ -76,6 +79,15 @@ class StateFile:
                     f"{value!r}; name another state file, or ask for the same"
                 )
         return state
+
+    def same_cluster(self, state: ReplayState, servers: Sequence[str]) -> ReplayState:
+        """With the addresses known by now; ``InvalidArgument`` where none is of the cluster that it sent to."""
+        if state.servers and not set(servers) & set(state.servers):
+            raise InvalidArgument(
+                f"{str(self._path)!r} is of another replay: it sends to {', '.join(state.servers)}, and not to "
+                f"{', '.join(servers)}; name one of those servers, or another state file"
+            )
+        return msgspec.structs.replace(state, servers=sorted({*state.servers, *servers}))
 
     def save(self, state: ReplayState) -> None:
         """Durable when this returns."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -60,16 +62,23 @@ def run_job(spark: SparkSession, job: Job, step: str, progress: Progress | None 
 
 
 def _result(running: Future[list[TaskFacts]]) -> list[TaskFacts]:
-    """What a job gave; what Spark itself has to say about its end in one line."""
+    """What a job gave."""
+    with in_one_line("Spark did not end its tasks; nothing was committed, run again"):
+        return running.result()
+
+
+@contextmanager
+def in_one_line(what: str) -> Iterator[None]:
+    """What Spark itself has to say about a failure, behind ``what``, as an error that is told in one line."""
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
     from pyspark.errors import PySparkException, PythonException
 
     try:
-        return running.result()
+        yield
     except (PySparkException, Py4JError) as error:
         said = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
         shown = said[-SHOWN_LENGTH_MAX:] if isinstance(error, PythonException) else said[:SHOWN_LENGTH_MAX]
-        raise ArchiveError(f"Spark did not end its tasks; nothing was committed, run again: {shown}") from error
+        raise ArchiveError(f"{what}: {shown}") from error
 
 
 def _done(spark: SparkSession, group: str, job: Job) -> int:

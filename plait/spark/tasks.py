@@ -45,6 +45,8 @@ from plait.storage.recovery import LogScan
 
 #: Frames that a task collects, by their size when they are not compressed: it holds what was until it is written.
 HELD_SIZE_MAX: Final = 256 * MIB
+#: Rows that it collects: a short message takes ten times its size, as columns that are sorted and compared.
+HELD_COUNT_MAX: Final = 1_500_000
 _PACKED: Final = (int(Codec.ZSTD), int(Codec.LZ4))
 #: A segment is copied in pieces of this size.
 COPY_SIZE: Final = 8 * MIB
@@ -87,14 +89,16 @@ class Collector:
         #: (subject, day) → partition → its frames.
         self._frames: dict[tuple[str, int], dict[str, list[tuple[ChunkPartition, FrameView]]]] = {}
         self._held = 0
+        self._count = 0
         self.facts = TaskFacts()
 
     def add(self, partition: ChunkPartition, view: FrameView) -> None:
         """One more frame."""
         size = inflated_size(view)
-        if self._held + size > HELD_SIZE_MAX:
+        if self._held + size > HELD_SIZE_MAX or self._count + view.count > HELD_COUNT_MAX:
             self.flush()
         self._held += size
+        self._count += view.count
         place = (partition.subject, view.store_time // DAY_MICROS)
         name = f"{partition.name}@{self._group}"
         self._frames.setdefault(place, {}).setdefault(name, []).append((partition, view))
@@ -112,7 +116,7 @@ class Collector:
                 batches.append(batch)
             date = day_of(day * DAY_MICROS)
             self.facts.files.append(self._writer.messages(subject, date, joined(batches), self._offsets, ranges))
-        self._frames, self._held = {}, 0
+        self._frames, self._held, self._count = {}, 0, 0
 
 
 def inflated_size(view: FrameView) -> int:

@@ -7,19 +7,25 @@ code. So the same messages are found, whichever way. Data directories and the ar
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.client.arguments import limit_of
+from plait.errors import Expired, PlaitError, from_code
 from plait.limits import MIB
 from plait.spark import bare
-from plait.spark.history import History, Piece
+from plait.spark.archived import FileGone
+from plait.spark.history import LOOKS_MAX, History, Piece
 from plait.spark.live import SCHEMA
 from plait.spark.ordering import Ordering
+from plait.spark.running import in_one_line
 from plait.spark.selection import Selection
 from plait.spark.worker import prepare_worker
 
@@ -29,12 +35,13 @@ if TYPE_CHECKING:
 
 #: Rows that a task hands to Spark at a time.
 BATCH_COUNT: Final = 8_192
-
-
 #: Rows that a task reads before it forgets those that cannot be among the first.
 CUT_COUNT: Final = 65_536
 #: Rows travel to the driver in pieces of about this size.
 PACKED_SIZE: Final = MIB
+
+#: What comes before an error in the words of another one.
+_SEAL: Final = "plait-error-"
 
 Read = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
@@ -58,15 +65,45 @@ def tables(
     However many there are, the driver has one task's rows in memory, and what ``Ordering`` holds. They wait on the
     disks of Spark's workers meanwhile.
     """
-    from pyspark import StorageLevel
-
     first = None if limit is None else limit_of(limit)
+    for attempt in range(1, LOOKS_MAX + 1):
+        with Ordering(limit=first) as ordering:
+            try:
+                _collect(spark, history, selection, first, ordering)
+            except (Expired, FileGone):
+                if not history.may_look_again(attempt):
+                    raise
+                continue
+            yield from ordering.tables()
+        return
+
+
+def write(spark: SparkSession, history: History, selection: Selection, path: str) -> int:
+    """The same as Parquet files in a directory that is not there yet, in no order; how many they are."""
+    for attempt in range(1, LOOKS_MAX + 1):
+        frame = dataframe(spark, history, selection)
+        try:
+            with _told_here():
+                # What a first look left is this call's own.
+                frame.write.mode("error" if attempt == 1 else "overwrite").parquet(path)
+                return spark.read.parquet(path).count()
+        except (Expired, FileGone):
+            if not history.may_look_again(attempt):
+                raise
+    raise AssertionError("the last look ends with what was found, or with an error")
+
+
+def _collect(
+    spark: SparkSession, history: History, selection: Selection, first: int | None, ordering: Ordering
+) -> None:
+    """Read everything into an ordering."""
+    from pyspark import StorageLevel
 
     def read(rows: Iterator[pa.Table]) -> Iterator[pa.RecordBatch]:
         for table in rows if first is None else first_of_each(rows, first):
             yield from _packed(table)
 
-    with Ordering(limit=first) as ordering:
+    with _told_here():
         packed = _read_by(spark, history, selection, read, "rows binary").persist(StorageLevel.DISK_ONLY)
         try:
             # All tasks at once; one after another they are fetched.
@@ -75,7 +112,6 @@ def tables(
                 ordering.add(pa.ipc.open_stream(row.rows).read_all())
         finally:
             packed.unpersist()
-        yield from ordering.tables()
 
 
 def first_of_each(tables: Iterator[pa.Table], limit: int) -> Iterator[pa.Table]:
@@ -136,6 +172,42 @@ def _reader(
         for batch in numbers:
             for number in batch.column(0).to_pylist():
                 piece: Piece = pickle.loads(pieces[number])
-                yield from read(piece.read(selection))
+                try:
+                    yield from read(piece.read(selection))
+                except PlaitError as error:
+                    raise RuntimeError(_sealed(error)) from None
 
     return read_pieces
+
+
+# --- what goes wrong in a task ------------------------------------------------------------------
+
+
+def _sealed(error: PlaitError) -> str:
+    """An error as a word that Java passes on with all of its own."""
+    packed = msgspec.msgpack.encode((error.code, error.message, isinstance(error, FileGone)))
+    return f"{_SEAL}{packed.hex()};"
+
+
+def _unsealed(text: str) -> PlaitError | None:
+    match = re.search(rf"{_SEAL}([0-9a-f]+);", text)
+    if match is None:
+        return None
+    code, message, is_gone = msgspec.msgpack.decode(bytes.fromhex(match[1]), type=tuple[str, str, bool])
+    return FileGone(message) if is_gone else from_code(code, message)
+
+
+@contextmanager
+def _told_here() -> Iterator[None]:
+    """What went wrong in a task is raised as it would be without Spark; what Spark has to say, in one line."""
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+    from pyspark.errors import PySparkException
+
+    with in_one_line("Spark did not read all of it; run again"):
+        try:
+            yield
+        except (PySparkException, Py4JError) as error:
+            found = _unsealed(f"{error} {getattr(error, '_stackTrace', '')}")
+            if found is None:
+                raise
+            raise found from error

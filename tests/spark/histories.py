@@ -8,12 +8,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import plait
 from plait.broker import BrokerConfig
 from plait.server import Server
 from plait.spark import archiving, files
+from plait.spark import history as history_module
+from plait.spark.history import History
 from plait.storage.disk import RealDisk
 from tests.spark.archives import archive_here, run_here
 from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS
@@ -61,3 +64,32 @@ def archive(data: Path, place: Path) -> None:
         patch.setattr(archiving, "run_job", run_here)
         patch.setattr(files, "ROW_GROUP_COUNT", 4)
         archive_here(data, place, now=True)
+
+
+def copy_segments(data: Path, place: Path) -> None:
+    """Add full segments as they are, in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(archiving, "run_job", run_here)
+        archive_here(data, place, raw=True)
+
+
+def replaced_once(history: History, patch: pytest.MonkeyPatch) -> None:
+    """As when an archive is compacted between planning and reading."""
+    plan_archived = history_module.plan_archived
+    planned = []
+
+    def plan_then_replace(*arguments: Any) -> Any:
+        pieces = plan_archived(*arguments)
+        if not planned:
+            planned.extend(pieces)
+            place = Path(history.place)
+            renamed = []
+            for file in history._manifest.files:
+                moved = file.path.replace(".parquet", "-new.parquet")
+                (place / file.path).rename(place / moved)
+                renamed.append(msgspec.structs.replace(file, path=moved))
+            newer = msgspec.structs.replace(history._manifest, number=history._manifest.number + 1, files=renamed)
+            history._archive.commit(newer)
+        return pieces
+
+    patch.setattr(history_module, "plan_archived", plan_then_replace)

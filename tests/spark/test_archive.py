@@ -132,14 +132,6 @@ def test_a_large_log_is_committed_in_rounds(here: None, data: Path, tmp_path: Pa
     assert 0 < len(archived_rows(to, first)) < 246
 
 
-def test_a_task_holds_no_more_than_it_may(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tasks, "HELD_SIZE_MAX", 2000)
-    to = tmp_path / "archive"
-    report = archive_here(data, to, now=True)
-    assert report.files > 30
-    assert archived_rows(to) == log_rows(data)
-
-
 @pytest.mark.parametrize("compression", ["zstd", "lz4", None])
 def test_compressed_frames_tags_and_headers_are_archived(here: None, tmp_path: Path, compression: Any):
     node = Node(RealDisk(tmp_path / "data"))
@@ -394,6 +386,28 @@ def test_the_directory_is_told_how_far_it_is_archived(here: None, data: Path, tm
     (data / "archived.json").unlink()
     archive_here(data, to, now=True)
     assert read_archived(RealDisk(data)) == told, "also where the run before ended too early to tell"
+
+
+def test_the_directory_is_told_after_each_round(
+    here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Retention need not wait for the last one, and a run that ends before it has told of the others."""
+    to = tmp_path / "archive"
+    monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 10_000})
+    rounds: list[int] = []
+
+    def end_in_the_third(*arguments: Any) -> Any:
+        rounds.append(1)
+        if len(rounds) == 3:
+            raise ArchiveError("the process ends here")
+        return run_here(*arguments)
+
+    monkeypatch.setattr(archiving, "run_job", end_in_the_third)
+    with pytest.raises(ArchiveError, match="ends here"):
+        archive_here(data, to, now=True)
+    (source,) = Archive.at(to).open().sources.values()
+    told = read_archived(RealDisk(data))
+    assert (told.manifest, told.message_offset) == (2, source.message_offset)
 
 
 def test_a_directory_that_cannot_be_told_is_archived_all_the_same(

@@ -13,7 +13,7 @@ import pytest
 
 from plait.cli import spark_archive
 from plait.cli.run import run
-from plait.errors import ArchiveConflict
+from plait.errors import ArchiveConflict, ArchiveError
 from plait.reason import Reason
 from plait.spark import archiving
 from tests.spark.archives import Filler, archived_rows, log_rows, run_here
@@ -128,6 +128,42 @@ def test_following_goes_on_after_another_archiver_was_faster(
     ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "-o", "json")
     assert json.loads(ended.stdout)["messages"] == 360
     assert ended.stderr == "warning: another archiver was faster; the next run comes in 60 s\n"
+
+
+def test_following_goes_on_after_failures_with_longer_pauses(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    to = tmp_path / "archive"
+    real, runs, waits = archiving.archive, [0], list[float]()
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        runs[0] += 1
+        if 2 <= runs[0] <= 5:
+            raise ArchiveError("it cannot be written")
+        return real(*arguments, **options)
+
+    def pause(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == 7:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(archiving, "archive", failing)
+    monkeypatch.setattr(spark_archive, "pause", pause)
+    ended = call("--data", str(data), "--to", str(to), "--now", "--follow", "--every", "150s", "-o", "json")
+    assert ended.returncode == 130
+    assert waits == [150.0, 150.0, 300.0, 600.0, 600.0, 150.0, 150.0]
+    assert ended.stderr.startswith("warning: it cannot be written; the next run comes in 150 s\n")
+
+
+def test_following_ends_where_the_first_run_fails(
+    call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def failing(*_: Any, **__: Any) -> Any:
+        raise ArchiveError("it is not an archive")
+
+    monkeypatch.setattr(archiving, "archive", failing)
+    ended = call("--data", str(data), "--to", str(tmp_path / "archive"), "--follow")
+    assert (ended.returncode, ended.stdout) == (8, "")
 
 
 def test_it_follows_until_it_is_stopped(call: Call, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

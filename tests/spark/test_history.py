@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -19,12 +18,12 @@ from plait.client.rows import hash_keys
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.spark import history as history_module
 from plait.spark import ordering as ordering_module
-from plait.spark.history import History
+from plait.spark.history import History, Piece
 from plait.spark.live import SCHEMA
 from plait.storage.chunks import Wanted, plan
 from plait.storage.reader import open_log
-from tests.spark.archives import Filler
-from tests.spark.histories import archive, sent, serving, thirty_messages
+from tests.spark.archives import Filler, three_days
+from tests.spark.histories import archive, copy_segments, replaced_once, sent, serving, thirty_messages
 
 
 def bodies(rows: pa.Table) -> list[int]:
@@ -112,27 +111,21 @@ async def test_files_that_the_manifest_does_not_name_do_not_exist(both: tuple[Pa
 async def test_a_file_that_a_newer_manifest_replaced_is_not_missed(
     both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ):
-    """As when an archive is compacted between planning and reading."""
-    _, place = both
-    history = History(place)
-    plan_archived = history_module.plan_archived
-    planned = []
-
-    def plan_then_replace(*arguments: Any) -> Any:
-        pieces = plan_archived(*arguments)
-        if not planned:
-            planned.extend(pieces)
-            renamed = []
-            for file in history._manifest.files:
-                moved = file.path.replace(".parquet", "-new.parquet")
-                (place / file.path).rename(place / moved)
-                renamed.append(msgspec.structs.replace(file, path=moved))
-            newer = msgspec.structs.replace(history._manifest, number=history._manifest.number + 1, files=renamed)
-            history._archive.commit(newer)
-        return pieces
-
-    monkeypatch.setattr(history_module, "plan_archived", plan_then_replace)
+    history = History(both[1])
+    replaced_once(history, monkeypatch)
     assert bodies(history.find("orders")) == list(range(20))
+
+
+async def test_pieces_are_found_wherever_they_are_read(
+    both: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Tasks of a cluster were started in other directories."""
+    monkeypatch.chdir(tmp_path)
+    history = History("archive", data="data")
+    selection = history.selection("orders")
+    pieces = history.plan(selection).pieces
+    monkeypatch.chdir("/")
+    assert sum(rows.num_rows for piece in pieces for rows in piece.read(selection)) == 30
 
 
 async def test_a_segment_that_went_once_it_was_archived_is_not_missed(
@@ -154,6 +147,88 @@ async def test_a_segment_that_went_once_it_was_archived_is_not_missed(
 
     monkeypatch.setattr(history_module, "plan_live", plan_then_remove)
     assert bodies(History(place, data=data).find("orders")) == list(range(30))
+
+
+# --- whole segments -----------------------------------------------------------------------------
+
+
+def segmented(data: Path) -> Filler:
+    """270 messages in several segments, the last of which is not full."""
+    filler = Filler(data)
+    filler.rounds(90, size=400)
+    return filler
+
+
+def counted(place: Path, data: Path | None = None) -> int:
+    rows = History(place, data=data).find("orders")
+    assert rows["sequence"].to_pylist() == list(range(rows.num_rows))
+    return rows.num_rows
+
+
+def written(data: Path) -> list[Path]:
+    """The segments of the message log that have anything in them."""
+    return sorted(path for path in (data / "message").iterdir() if path.read_bytes()[:2] == b"PL")
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_an_archive_has_as_segments_is_found_whether_the_log_has_it_or_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_gone: bool
+):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    for segment in written(data)[:-1] if is_gone else []:
+        segment.unlink()
+    assert counted(place, data) == 270
+    assert 0 < counted(place) < 270
+    assert caplog.text == ""
+    if not is_gone:
+        # Parquet files have it from here on, and nothing comes twice.
+        archive(data, place)
+        assert counted(place, data) == counted(place) == 270
+
+
+def test_segments_of_a_run_that_did_not_commit_do_not_exist(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    shutil.copy(written(data)[-1], next((place / "raw").iterdir()) / "message")
+    assert counted(place, data) == 270
+    assert counted(place) < 270
+
+
+def test_a_copied_segment_that_is_missing_is_named(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    min(next((place / "raw").iterdir()).glob("message/*.log")).unlink()
+    with pytest.raises(ArchiveError, match=r"raw/.*\.log is not there"):
+        counted(place, data)
+
+
+def test_what_retention_took_before_it_was_copied_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    filler = segmented(data)
+    copy_segments(data, place)
+    reached = int(written(data)[-1].stem)
+    filler.rounds(90, size=400)
+    filler.stop()
+    for segment in written(data)[:-1]:
+        segment.unlink()
+    History(place, data=data).find("orders")
+    assert f"(offsets {reached} to {int(written(data)[0].stem)})" in caplog.text
+
+
+def test_segments_that_are_not_looked_into_are_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As with an archive that is not on this machine."""
+    data, place = tmp_path / "data", tmp_path / "archive"
+    segmented(data).stop()
+    copy_segments(data, place)
+    monkeypatch.setattr(history_module, "is_readable", lambda archive: False)
+    assert counted(place, data) == 270
+    assert "has segments that are in no Parquet file, and they are not looked into" in caplog.text
 
 
 # --- conditions ---------------------------------------------------------------------------------
@@ -256,6 +331,35 @@ async def test_files_later_than_the_first_so_many_are_not_looked_at(
     assert bodies(History(both[1]).find("orders", limit=5)) == list(range(5))
 
 
+async def test_files_of_a_key_that_is_in_all_of_them_are_not_all_read_before_the_first_is_taken(
+    both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """Memory is bounded by what is ahead, not by the number of files."""
+    history = History(both[1])
+    selection = history.selection("orders", key="order-1")
+    piece = history.plan(selection).pieces[0]
+    pieces: list[Piece] = [piece] * 100
+    begun: list[int] = []
+    read = type(piece).read
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        begun.append(1)
+        return read(*arguments, **named)
+
+    monkeypatch.setattr(type(piece), "read", counted)
+    monkeypatch.setattr(history_module, "THREADS_MAX", 2)
+    found = iter(history._read_at_once(pieces, selection, encoded=False))
+    for taken in range(1, 101):
+        next(found)
+        assert history._threads is not None
+        # Behind all that was handed to the threads.
+        history._threads.submit(len, begun).result()
+        assert len(begun) <= taken + 4
+    assert next(found, None) is None
+    assert len(begun) == 100
+    history.close()
+
+
 def test_what_retention_has_expired_is_found_while_its_file_is_there(tmp_path: Path):
     data, place = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0)
@@ -309,6 +413,28 @@ async def test_a_directory_that_is_no_data_directory(both: tuple[Path, Path], tm
         History(both[1], data=tmp_path)
     with pytest.raises(InvalidArgument, match="not both"):
         History(both[1], data=both[0], server="plait://127.0.0.1:1")
+
+
+async def test_copied_segments_are_refused_lest_messages_come_twice(tmp_path: Path):
+    data, place = tmp_path / "data", tmp_path / "archive"
+    three_days(data)
+    copy_segments(data, place)
+    archive(data, place)
+    copies = next((place / "raw").iterdir())
+    with pytest.raises(DataDirError, match="copied segment files"):
+        History(place, data=copies)
+    # Whoever gives the copies the name of the directory that they are of is told nothing twice.
+    shutil.copy(data / "identity", tmp_path / "identity")
+    shutil.copytree(data / "message", tmp_path / "message")
+    assert History(place, data=tmp_path).find("orders").num_rows == History(place).find("orders").num_rows
+
+
+async def test_a_damaged_name_of_a_directory_is_refused_lest_messages_come_twice(both: tuple[Path, Path]):
+    data, place = both
+    history = History(place, data=data)
+    (data / "identity").write_bytes(b"\xff" * 16)
+    with pytest.raises(DataDirError, match="the archive's manifest has it"):
+        history.find("orders")
 
 
 async def test_a_file_that_is_missing_is_named_with_what_is_missing(both: tuple[Path, Path]):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from plait.errors import DataDirError
+from plait.errors import DataDirError, Expired
 from plait.spark import archiving, intake
 from plait.spark.manifest import Archive, Gap, Manifest, Source
 from plait.storage.disk import RealDisk, RealFile
@@ -66,6 +67,30 @@ def test_gaps_behind_what_retention_took_are_noted_as_expired_in_whichever_run_t
     assert source_of(to).gaps[1:] == [Gap("rare@g1", 30, 120, expired=True)]
     assert source_of(to).overtaken == []
     filler.stop()
+
+
+@pytest.mark.parametrize("log", ["message", "action"])
+def test_a_segment_that_goes_before_it_is_made_durable_is_expired(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str
+):
+    """Retention is at work between planning and syncing; whoever follows goes on with the next run."""
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(30)
+    filler.stop()
+    gone = min((data / log).iterdir())
+    make_durable = intake.Intake._make_durable
+
+    def remove_then_sync(*arguments: Any) -> None:
+        gone.unlink(missing_ok=True)
+        make_durable(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(intake.Intake, "_make_durable", remove_then_sync)
+        with pytest.raises(Expired, match=f"{log}/{gone.name} was removed by retention"):
+            archive_here(data, to)
+    archive_here(data, to, now=True)
+    assert archived_rows(to) == log_rows(data)
 
 
 def test_gaps_of_damage_are_not_expired(tmp_path: Path):

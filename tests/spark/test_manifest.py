@@ -101,6 +101,27 @@ def test_whoever_is_about_to_commit_is_respected_until_he_is_surely_gone(
     assert not [info for info in archive.list("_plait") if "claim" in info.base_name]
 
 
+def test_whoever_stalled_until_he_was_taken_for_gone_does_not_replace_what_another_one_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    files = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
+    archive = Archive(files, "archive", "other://archive")
+    numbers = archive.numbers
+
+    def stalling() -> list[int]:
+        before = numbers()
+        monkeypatch.undo()
+        for info in archive.list("_plait"):
+            archive.remove(archive.relative(info))
+        archive.commit(Manifest(number=1, writer="other"))
+        return before
+
+    monkeypatch.setattr(archive, "numbers", stalling)
+    with pytest.raises(ArchiveConflict, match="manifest 1 is its own"):
+        archive.commit(Manifest(number=1, writer="slow"))
+    assert archive.load().writer == "other"
+
+
 def test_only_the_last_few_manifests_are_kept(archive: Archive):
     for number in range(1, KEEP + 4):
         archive.commit(Manifest(number=number))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,33 @@ async def test_a_rate_is_kept(history: History, target: plait.Client):
     assert waits == pytest.approx([0.1] * 15)
 
 
+async def test_what_reading_or_a_stall_took_is_not_made_up_for_by_a_burst(
+    history: History, target: plait.Client, monkeypatch: pytest.MonkeyPatch
+):
+    clock = ManualClock()
+    left: list[float] = []
+    scan, send = History.scan, SENDER.send
+
+    def slow_scan(*arguments: Any, **named: Any) -> Iterator[pa.Table]:
+        clock.advance(60.0)
+        yield from scan(*arguments, **named)
+
+    async def send_with_a_stall(*arguments: Any) -> None:
+        left.append(clock.monotonic())
+        if len(left) == 5:
+            clock.advance(30.0)
+        await send(*arguments)
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+
+    monkeypatch.setattr(History, "scan", slow_scan)
+    monkeypatch.setattr(SENDER, "send", send_with_a_stall)
+    await replay_of(history, rate=20, clock=_Now(clock), sleep=sleep).run(target)
+    pauses = [later - earlier for earlier, later in pairwise(left)]
+    assert pauses == pytest.approx([0.1] * 4 + [30.0] + [0.1] * 9)
+
+
 class _Now(ManualClock):
     """The real time of day, so that everything was stored before it, and durations from a test's hand."""
 
@@ -289,6 +317,37 @@ async def test_where_the_target_has_other_partitions_nothing_is_lost(
     assert "may be sent twice" in caplog.text
 
 
+@pytest.mark.parametrize("key", [None, "k"])
+@pytest.mark.parametrize("call", [1, 2, 3])
+async def test_of_a_subject_that_was_made_anew_nothing_is_lost_whoever_goes_on(
+    target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int, key: str | None
+):
+    """Sequences count from 0 again, and the first life is archived and the second one is not."""
+    data, place, state = tmp_path / "twice", tmp_path / "twice-archive", tmp_path / "state.json"
+    async with serving(data) as client:
+        for number in range(9):
+            await client.send("orders", f"body-{number}", key="k")
+    archive(data, place)
+    async with serving(data) as client:
+        await client.admin.delete_subject("orders")
+        for number in range(9, 18):
+            await client.send("orders", f"body-{number}", key="k")
+    history = History(place, data=data)
+    monkeypatch.setattr(replay_module, "BATCH_COUNT", 3)
+
+    def again() -> Replay:
+        return Replay(history, history.selection("orders", key=key), "copy", state=state)
+
+    with monkeypatch.context() as patch:
+        kill_at(patch, SENDER, "send", call, after=True)
+        async with plait.connect(target._node._addresses) as mortal:
+            with pytest.raises(Killed):
+                await again().run(mortal)
+    async with plait.connect(target._node._addresses) as client:
+        await again().run(client)
+    assert sorted(numbers(await stored(target))) == list(range(18))
+
+
 async def test_what_is_finished_is_not_sent_again(history: History, target: plait.Client, tmp_path: Path):
     state = tmp_path / "state.json"
     first = await replay_of(history, state=state).run(target)
@@ -320,6 +379,51 @@ async def test_the_state_of_another_replay_is_refused(history: History, target: 
     state.write_text("{}")
     with pytest.raises(InvalidArgument, match="no state of a replay"):
         await replay_of(history, state=state).run(target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": None}, r"its data is \['.*/data'\], not \[\]"),
+        ({"group": "g2"}, "its group is 'g1', not 'g2'"),
+        ({"data": None, "server": "plait://127.0.0.1:9"}, "its data is"),
+    ],
+)
+async def test_who_goes_on_looks_where_the_replay_began(
+    history: History, target: plait.Client, tmp_path: Path, change: dict[str, Any], message: str
+):
+    state = tmp_path / "state.json"
+    await replay_of(history, state=state).run(target)
+    other = History(tmp_path / "archive", **({"data": tmp_path / "data"} | change))
+    with pytest.raises(InvalidArgument, match=message):
+        await replay_of(other, state=state).run(target)
+
+
+async def test_a_path_may_be_said_in_another_way(
+    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = tmp_path / "state.json"
+    await replay_of(history, state=state).run(target)
+    monkeypatch.chdir(tmp_path)
+    assert (await replay_of(History("archive", data=Path("data")), state=state).run(target)).before == 30
+
+
+async def test_who_goes_on_sends_to_the_same_cluster(
+    history: History, target: plait.Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    state = tmp_path / "state.json"
+    await run_and_die(monkeypatch, history, target, state, SENDER, name="send", call=2, after=True)
+    addresses = target._node.addresses
+    async with serving(tmp_path / "elsewhere") as client:
+        with pytest.raises(InvalidArgument, match=f"it sends to {addresses[0]}, and not to"):
+            await replay_of(history, state=state).run(client)
+    # Beside one that is known another one may be named.
+    async with plait.connect([*addresses, "plait://127.0.0.1:9"]) as client:
+        await replay_of(history, state=state).run(client)
+    assert numbers(await stored(target)) == list(range(30))
+    async with serving(tmp_path / "elsewhere") as client:
+        with pytest.raises(InvalidArgument, match="it sends to"):
+            await replay_of(history, state=state).run(client)
 
 
 async def test_two_processes_do_not_share_a_state(history: History, target: plait.Client, tmp_path: Path):

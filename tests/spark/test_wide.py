@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +14,15 @@ import pytest
 
 from plait.cli import spark_history
 from plait.cli.spark_selection import Where
+from plait.errors import ArchiveError
 from plait.spark.history import History
 from plait.spark.live import SCHEMA
-from tests.spark.histories import thirty_messages
+from tests.spark.histories import replaced_once, thirty_messages
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from plait.spark import wide
-from plait.spark.wide import dataframe, tables
+from plait.spark.wide import dataframe, tables, write
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -79,6 +82,49 @@ def test_nothing_is_an_empty_frame(spark: SparkSession, history: History):
     assert dataframe(spark, history, history.selection("orders", until="2020-01-01")).count() == 0
 
 
+def read_whole(spark: SparkSession, history: History, path: Path) -> list[int]:
+    return sorted(pa.concat_tables(tables(spark, history, history.selection("orders")))["sequence"].to_pylist())
+
+
+def written_whole(spark: SparkSession, history: History, path: Path) -> list[int]:
+    write(spark, history, history.selection("orders"), str(path / "found"))
+    return sorted(pq.read_table(path / "found")["sequence"].to_pylist())
+
+
+@pytest.mark.parametrize("read", [read_whole, written_whole])
+def test_a_file_that_was_replaced_is_looked_for_again_and_one_that_is_missing_is_named(
+    spark: SparkSession,
+    history: History,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read: Callable[[SparkSession, History, Path], list[int]],
+):
+    shutil.copytree(Path(history.place).parent, tmp_path, dirs_exist_ok=True)
+    moved = History(tmp_path / "archive", data=tmp_path / "data")
+    with monkeypatch.context() as patch:
+        replaced_once(moved, patch)
+        assert read(spark, moved, tmp_path) == list(range(30))
+    shutil.rmtree(tmp_path / "found", ignore_errors=True)
+    next((tmp_path / "archive").rglob("subject=orders/**/*.parquet")).unlink()
+    with pytest.raises(ArchiveError, match=r"\A\S*subject=orders\S* is not there.*messages are missing[^\n]*\Z"):
+        read(spark, moved, tmp_path)
+
+
+def test_what_spark_says_is_told_in_one_line(
+    spark: SparkSession, history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "found").mkdir()
+    with pytest.raises(ArchiveError, match=r"\ASpark did not read all of it[^\n]*already exists[^\n]*\Z"):
+        write(spark, history, history.selection("orders"), str(tmp_path / "found"))
+
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("by chance")
+
+    monkeypatch.setattr(wide, "_packed", broken)
+    with pytest.raises(ArchiveError, match=r"\ASpark did not read all of it[^\n]*by chance[^\n]*\Z"):
+        list(tables(spark, history, history.selection("orders")))
+
+
 def test_the_command_reads_on_spark_where_it_is_asked_to(
     spark: SparkSession, history: History, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -86,6 +132,6 @@ def test_the_command_reads_on_spark_where_it_is_asked_to(
     where = Where(history.place, "orders", data=[data], key="order-1")
     spark_history.history(where, spark=True, limit=3, output="json")
     assert [json.loads(line)["sequence"] for line in capsys.readouterr().out.splitlines()] == [1, 4, 7]
-    spark_history.history(where, spark=True, parquet=tmp_path / "found")
+    spark_history.history(where, spark=True, parquet=str(tmp_path / "found"))
     assert capsys.readouterr().err.endswith(f"8 messages written to {tmp_path / 'found'}\n")
     assert sorted(pq.read_table(tmp_path / "found")["sequence"].to_pylist()) == [1, 4, 7, 13, 16, 19, 22, 28]
