@@ -16,5 +16,5 @@ async def test_ordered_messages_keep_their_order_for_ten_minutes_of_faults(tmp_p
     for number in cycles(10):
         directory = tmp_path / str(number)
         directory.mkdir()
-        await Chaos(directory, seed + number, seconds=45.0).run()
+        await Chaos(directory, seed + number, seconds=60.0).run()
         shutil.rmtree(directory)

@@ -95,8 +95,8 @@ def hand_out_what_came_after_a_way_back(patch: Patch) -> None:
 def use_an_epoch_again(patch: Patch) -> None:
     """What changes hands keeps its epoch."""
 
-    def naive(members: Any, present: allocation.Allocation) -> allocation.Allocation:
-        after = allocation.allocate(members, present)
+    def naive(members: Any, present: allocation.Allocation, *, above: int) -> allocation.Allocation:
+        after = allocation.allocate(members, present, above=above)
         return allocation.Allocation(after.members, after.owners, present.epochs, present.epoch)
 
     patch.setattr(allocating, "allocate", naive)

@@ -23,8 +23,13 @@ KEYS = [f"k{n}" for n in range(16)]
 STUCK = KEYS[0]
 
 
-def handled_others(database: Path, *, stuck: bool) -> tuple[int, list[int]]:
-    """How many messages of the other keys were handled in ten minutes, and what is remembered minute by minute."""
+def handled_others(
+    database: Path, *, stuck: bool, seconds: float = 0.0, minutes: int = MINUTES
+) -> tuple[int, list[int]]:
+    """How many messages of the other keys were handled in so many minutes, and what is remembered minute by minute.
+
+    A message takes the consumer so many ``seconds``.
+    """
     database.write_bytes(empty_database())
     config = msgspec.structs.replace(CONFIG, checkpoint_seconds=60.0, message_segment_size=MIB, action_segment_size=MIB)
     with Simulation(5) as sim:
@@ -42,7 +47,7 @@ def handled_others(database: Path, *, stuck: bool) -> tuple[int, list[int]]:
 
         async def produce(process: Process) -> None:
             async with process.connect(ADDRESS) as client:
-                for _ in range(MINUTES * 60 * BATCHES):
+                for _ in range(minutes * 60 * BATCHES):
                     await client.send_many("s", [b"x"] * len(KEYS), keys=KEYS)
                     await sim.sleep(1.0 / BATCHES)
 
@@ -55,6 +60,7 @@ def handled_others(database: Path, *, stuck: bool) -> tuple[int, list[int]]:
             ):
                 while True:
                     for message in await consumer.fetch(200, wait=5.0):
+                        await sim.sleep(seconds)
                         if stuck and message.key == STUCK:
                             message.nack()
                         else:
@@ -65,11 +71,13 @@ def handled_others(database: Path, *, stuck: bool) -> tuple[int, list[int]]:
         sim.run(create(sim.process("test")))
         sim.process("consumer", consume).start()
         sim.process("producer", produce).start()
-        for _ in range(MINUTES):
+        for _ in range(minutes):
             sim.run_for(60.0)
             [group] = servers[0].broker.subjects["s"].groups.values()
             assert isinstance(group, OrderedGroup)
-            ranges = sum(len(strand.returned) + len(strand.all_held()) for strand in group.strands)
+            ranges = sum(
+                len(strand.returned) + len(strand.waiting) + len(strand.all_held()) for strand in group.strands
+            )
             sizes.append(len(list(group.strands)) + ranges)
         host = servers[0].cluster._host
         assert host is not None
@@ -83,4 +91,13 @@ def test_other_keys_keep_their_pace_and_memory_stays_flat_beside_a_stuck_one(tmp
     beside, sizes = handled_others(tmp_path / "beside.db", stuck=True)
     assert beside >= 0.95 * usual
     assert usual >= 0.99 * MINUTES * 60 * BATCHES * (len(KEYS) - 1)
+    assert sizes[-1] <= sizes[1] + 5
+
+
+def test_a_consumer_that_has_more_to_do_than_it_can_does_as_much_beside_a_stuck_key(tmp_path: Path):
+    busy, minutes = 1.25 / (BATCHES * len(KEYS)), 3
+    usual, _ = handled_others(tmp_path / "usual.db", stuck=False, seconds=busy, minutes=minutes)
+    beside, sizes = handled_others(tmp_path / "beside.db", stuck=True, seconds=busy, minutes=minutes)
+    assert usual <= 0.85 * minutes * 60 * BATCHES * (len(KEYS) - 1)
+    assert beside >= 0.95 * usual
     assert sizes[-1] <= sizes[1] + 5

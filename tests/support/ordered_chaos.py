@@ -69,7 +69,7 @@ class Fault(NamedTuple):
 FAULTS: dict[Kind, tuple[int, float, float]] = {
     "kill producer": (1, 0.0, 1.0),
     "kill consumer": (2, 0.0, LEASE_SECONDS),
-    "pause consumer": (2, 0.5 * LEASE_SECONDS, 3.0 * LEASE_SECONDS),
+    "pause consumer": (2, 1.2 * LEASE_SECONDS, 3.0 * LEASE_SECONDS),
     "leave": (1, 0.0, 2.0),
     "join": (1, 2.0, 6.0),
     "kill broker": (2, 0.0, 2.0),
