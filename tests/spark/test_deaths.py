@@ -306,7 +306,8 @@ def test_an_archive_that_knows_nothing_of_deaths_is_gone_on_with(tmp_path: Path)
     filler.stop()
     assert archived_deaths(to) == log_deaths(data)
     assert Archive.at(to).open().version == 2
-    assert source_of(to).settings == {"orders@g1": Settings(created=filler.node.partition("orders").row.created)}
+    row = filler.node.partition("orders").row
+    assert source_of(to).settings == {"orders@g1": Settings(created=row.created, number=row.id, subject="orders")}
 
 
 def forget_deaths(to: Path) -> None:

@@ -60,10 +60,10 @@ def test_gaps_behind_what_retention_took_are_noted_as_expired_in_whichever_run_t
     assert [each.reason for each in source.left_out if each.log == "message"] == [
         "retention removed it before it was archived"
     ]
-    assert source.gaps == [Gap("orders@g1", 30, 120, expired=True)]
+    assert source.gaps == [Gap("orders@g1", 30, 120, expired=True, number=1)]
     filler.rounds(1, ("rare",))
     archive_here(data, to, now=True)
-    assert source_of(to).gaps[1:] == [Gap("rare@g1", 30, 120, expired=True)]
+    assert source_of(to).gaps[1:] == [Gap("rare@g1", 30, 120, expired=True, number=2)]
     assert source_of(to).overtaken == []
     filler.stop()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from plait.clock import ManualClock
 from plait.errors import ArchiveError, SubjectNotFound
 from plait.reason import Reason
 from plait.spark import archiving
-from plait.spark.auditing import archived
+from plait.spark.auditing import units
 from plait.spark.auditing.page import page
 from plait.spark.auditing.report import AuditReport
 from plait.spark.manifest import Archive
@@ -59,7 +60,7 @@ async def test_an_archive_and_its_data_directory_are_judged_alike(
             await consume(shared, 150)
             await consume(ordered, 120)
     archive_here(data, to, now=True)
-    monkeypatch.setattr(archived, "BLOCK_COUNT", 60)
+    monkeypatch.setattr(units, "BLOCK_COUNT", 60)
     report = audit(archive=to)
     assert report.held
     assert counts(report) == counts(audit(data))
@@ -266,7 +267,7 @@ async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(tmp_path
         archive_here(data, to, now=True)
         report = audit(archive=to)
         assert report.held
-        assert [(group.order, group.invented) for group in report.groups()] == [("not_known", 0)]
+        assert [(group.order, group.invented) for group in report.groups()] == [("best_tried", 0)]
         async with EmbeddedBroker(data) as broker, broker.connect() as client:
             await client.send("others", b"x")
 
@@ -322,5 +323,8 @@ def test_what_is_no_archive_and_a_subject_that_is_not_in_it(tmp_path: Path, audi
 async def test_a_subject_that_is_not_archived(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path / "data")
     archive_here(tmp_path / "data", tmp_path / "archive", now=True)
-    with pytest.raises(SubjectNotFound, match="'nothing' is not in"):
-        audit(archive=tmp_path / "archive", subjects=["nothing"])
+    for name in ("nothing", "nothing*"):
+        with pytest.raises(SubjectNotFound, match=f"'{re.escape(name)}' is not in .*; there are {SUBJECT}"):
+            audit(archive=tmp_path / "archive", subjects=[name])
+        with pytest.raises(SubjectNotFound, match=f"'{re.escape(name)}' is not in .*; there are {SUBJECT}"):
+            audit(tmp_path / "data", subjects=[name])
