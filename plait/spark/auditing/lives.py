@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from plait.frame.header import TIME_MAX
 from plait.spark.auditing.archived_events import APART
 from plait.spark.auditing.coverage import Coverage
 from plait.spark.auditing.events import merged, without
@@ -66,7 +67,7 @@ def archived_partitions(manifest: Manifest, wanted: Wanted, place: str) -> dict[
     found: dict[int, ArchivedPartition] = {}
     for (source, _, life_number), each in sorted(known.items()):
         number = life_number + sources.index(source) * APART if life_number else -1 - len(found)
-        found[number] = _with_files(manifest.sources[source], each)
+        found[number] = _with_files(manifest.sources[source], each, wanted)
     for index, source in enumerate(sources):
         for name, settings in sorted(manifest.sources[source].settings.items()):
             number = settings.number + index * APART
@@ -91,7 +92,7 @@ def _life_of(source: Source, name: str, file: ArchivedFile) -> Life | None:
     return lives[max(bisect_right([life.offset for life in lives], file.start) - 1, 0)]
 
 
-def _with_files(source: Source, found: _Found) -> ArchivedPartition:
+def _with_files(source: Source, found: _Found, wanted: Wanted) -> ArchivedPartition:
     name, life = found.name, found.life
     first = min(file.partitions[name][0] for file in found.files)
     end = max(file.partitions[name][1] + 1 for file in found.files)
@@ -105,7 +106,15 @@ def _with_files(source: Source, found: _Found) -> ArchivedPartition:
     expired = [(gap.start, gap.end) for gap in gaps if gap.expired]
     from_zero = any(gap.number and not gap.start and not gap.expired for gap in gaps)
     holes = Coverage({life.number: ranges}).missing(life.number, 0 if from_zero else life.start)
-    facts = PartitionFacts(found.subject, name, first, max(end, life.end), without(holes, expired))
+    all_times = wanted.time_min == 0 and wanted.time_max == TIME_MAX
+    facts = PartitionFacts(
+        found.subject,
+        name,
+        first,
+        max(end, life.end),
+        without(holes, expired),
+        readable=sum(last - first for first, last in ranges) if all_times else 0,
+    )
     is_last = life is source.lives[name][-1]
     current = now is not None and (now.number == life.number or (not now.number and is_last))
     former = next((each for each in source.former if each.number == life.number), None)

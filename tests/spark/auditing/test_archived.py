@@ -24,7 +24,7 @@ from plait.spark.manifest import Archive
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import Filler, archive_here, run_here
 from tests.spark.auditing.conftest import Audit
-from tests.spark.auditing.defects import Events, is_ack, swapped_acks, with_actions
+from tests.spark.auditing.defects import Events, is_ack, with_actions
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
 from tests.spark.test_deaths import forget_deaths
@@ -280,21 +280,6 @@ async def test_a_file_of_deaths_that_is_gone_is_told(tmp_path: Path, audit: Audi
         (to / file.path).unlink()
     with pytest.raises(ArchiveError, match=r"deaths/.* cannot be read.*--verify"):
         audit(archive=to)
-
-
-async def test_defects_are_found_in_an_archive(tmp_path: Path, audit: Audit):
-    await one_by_one(tmp_path / "ordered", ordered=True)
-    swapped_acks(tmp_path / "ordered", tmp_path / "swapped", 4, 6)
-    archive_here(tmp_path / "swapped", tmp_path / "archive", now=True)
-    assert [group.broken for group in audit(archive=tmp_path / "archive").groups()] == [["out_of_order"]]
-
-    def again(events: Events) -> Events:
-        doubled = events[is_ack(events, 7)]
-        return events if not len(doubled) else events[[*range(len(events)), *is_ack(events, 7).nonzero()[0]]]
-
-    with_actions(tmp_path / "ordered", tmp_path / "doubled", again)
-    archive_here(tmp_path / "doubled", tmp_path / "archive-2", now=True)
-    assert [group.broken for group in audit(archive=tmp_path / "archive-2").groups()] == [["double_acks"]]
 
 
 async def test_runs_of_the_archiver_are_one_log(tmp_path: Path, audit: Audit):
