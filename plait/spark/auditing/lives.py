@@ -10,12 +10,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from plait.errors import ArchiveError
 from plait.frame.header import TIME_MAX
 from plait.spark.auditing.archived_events import APART
 from plait.spark.auditing.coverage import Coverage
 from plait.spark.auditing.events import merged, without
 from plait.spark.auditing.input import PartitionFacts
-from plait.spark.manifest import MESSAGES, ArchivedFile, Life, Manifest, Settings, Source
+from plait.spark.manifest import ACTIONS, MESSAGES, RAW, ArchivedFile, Life, Manifest, Settings, Source
 from plait.storage.chunks import Wanted, check_names
 
 
@@ -53,7 +54,8 @@ class _Found:
 def archived_partitions(manifest: Manifest, wanted: Wanted, place: str) -> dict[int, ArchivedPartition]:
     """Those that are asked for, by number: that of the data directory and ``APART`` for each directory before it.
 
-    It is negative where an earlier Plait did not say. ``SubjectNotFound`` for a subject that is not there.
+    It is negative where an earlier Plait did not say. ``SubjectNotFound`` for a subject that is not there,
+    ``ArchiveError`` where there are only copies of segments.
     """
     _check(manifest, wanted, place)
     sources = sorted(manifest.sources)
@@ -79,6 +81,12 @@ def archived_partitions(manifest: Manifest, wanted: Wanted, place: str) -> dict[
 
 
 def _check(manifest: Manifest, wanted: Wanted, place: str) -> None:
+    raw = [name for name, source in sorted(manifest.sources.items()) if source.raw]
+    if raw and not manifest.find(MESSAGES) and not manifest.find(ACTIONS):
+        raise ArchiveError(
+            f"{place} has copies of segments alone (--raw). They are audited as a data directory is: "
+            f"--data {place}/{RAW}/{raw[0]}"
+        )
     there = {file.subject for file in manifest.find(MESSAGES)}
     settings = [each for source in manifest.sources.values() for each in source.settings.values()]
     check_names(place, wanted, there | {each.subject for each in settings if each.subject and not each.deleted})

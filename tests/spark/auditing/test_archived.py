@@ -305,6 +305,23 @@ def test_what_is_no_archive_and_a_subject_that_is_not_in_it(tmp_path: Path, audi
         audit(archive=tmp_path)
 
 
+def test_copies_of_segments_are_audited_as_a_data_directory_is(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    filler.stop()
+    archive_here(data, to, raw=True)
+    ((source, facts),) = Archive.at(to).open().sources.items()
+    assert facts.raw
+    with pytest.raises(ArchiveError, match=f"--data {re.escape(str(to))}/raw/{source}"):
+        audit(archive=to)
+    report = audit(to / "raw" / source)
+    assert report.held
+    assert 0 < report.subjects[0].messages < 180
+    archive_here(data, to, now=True)
+    assert audit(archive=to).subjects[0].messages == 180
+
+
 async def test_a_subject_that_is_not_archived(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path / "data")
     archive_here(tmp_path / "data", tmp_path / "archive", now=True)
