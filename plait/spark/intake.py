@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from typing import Final
@@ -22,7 +22,7 @@ from plait.spark.manifest import RAW, Gap, LeftOut, Life, Settings, Source, sync
 from plait.spark.tasks import ActionTask, DeathTask, MessageTask, RawTask, Task, TaskFacts
 from plait.storage.action_reader import ActionReader, open_actions
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Plan, Wanted, extend, note_epoch, plan
+from plait.storage.chunks import Plan, Wanted, extend, logical_ends, note_epoch, plan
 from plait.storage.disk import RealDisk
 from plait.storage.kept_reader import open_kept
 from plait.storage.reader import LogReader, MappedSegment, open_log
@@ -131,11 +131,16 @@ class Intake:
         reached = (source.message_offset, source.action_offset, source.kept_offset)
         if not rounds[-1].tasks and (message_end, action_plan.end, kept_end) == reached:
             rounds.pop()
-        settings, former = self._settings(wanted, planned, _is_whole(source, reader, lost))
-        return [replace(each, settings=settings, former=former) for each in rounds]
+        is_whole = _is_whole(source, reader, lost)
+        for number, each in enumerate(rounds, 1):
+            # Some of what a checkpoint knows of is archived in a later round or, without ``now``, by a later run.
+            nexts = logical_ends(reader.checkpoint) if self._now and number == len(rounds) else {}
+            settings, former = self._settings(wanted, planned, nexts, is_whole)
+            rounds[number - 1] = replace(each, settings=settings, former=former)
+        return rounds
 
     def _settings(
-        self, wanted: Wanted, planned: Plan, is_whole: Callable[[str, int], bool]
+        self, wanted: Wanted, planned: Plan, nexts: Mapping[int, int], is_whole: Callable[[str, int], bool]
     ) -> tuple[dict[str, Settings], list[Settings]]:
         """Of all partitions there are, and of those before them of which something is archived."""
         archived = {life.number for lives in self._source.lives.values() for life in lives}
@@ -149,9 +154,19 @@ class Intake:
             before = known.get(name)
             if before is not None and before.number != row.id and before.number in archived:
                 former[before.number] = msgspec.structs.replace(before, deleted=True)
-            whole = is_whole(name, row.id)
-            order = row.settings.order
-            known[name] = Settings(order, row.created, row.deleted, row.taken, row.id, row.subject, whole)
+            begun = before.next if before is not None and before.number == row.id else 0
+            # The last messages of one that was deleted are in no archive.
+            reached = 0 if row.deleted else nexts.get(row.id, 0)
+            known[name] = Settings(
+                row.settings.order,
+                row.created,
+                row.deleted,
+                row.taken,
+                number=row.id,
+                subject=row.subject,
+                whole=is_whole(name, row.id),
+                next=max(reached, begun),
+            )
         now = {settings.number for settings in known.values()}
         return known, [settings for number, settings in sorted(former.items()) if number not in now]
 

@@ -148,6 +148,8 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     subject: str = ""
     #: Nothing of it was removed from the log before it was archived: it begins with sequence 0.
     whole: bool = False
+    #: The log that is archived had come to this sequence at least, whether it can be read or not.
+    next: int = 0
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -111,6 +111,30 @@ def test_damage_and_what_is_lost_are_noted_with_the_round_that_they_are_in(
         assert all(int(path.stem) <= offset < source.message_offset for offset in inside)
 
 
+def test_how_far_a_checkpoint_saw_the_log_come_is_noted_with_the_round_that_comes_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    filler.node.checkpoint()
+    filler.stop()
+    monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 1})
+    committed: list[tuple[int, int]] = []
+    commit = Archive.commit
+
+    def watched(self: Archive, manifest: Manifest) -> None:
+        (source,) = manifest.sources.values()
+        committed.append((source.settings["orders@g1"].next, source.sequences["orders@g1"]))
+        commit(self, manifest)
+
+    monkeypatch.setattr(Archive, "commit", watched)
+    archive_here(data, to, now=True)
+    assert len(committed) > 2
+    assert committed[-1] == (180, 180)
+    assert {seen for seen, _ in committed[:-1]} == {0}
+
+
 # --- what a server would cut off ----------------------------------------------------------------
 
 

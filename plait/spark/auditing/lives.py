@@ -74,9 +74,7 @@ def archived_partitions(manifest: Manifest, wanted: Wanted, place: str) -> dict[
         for name, settings in sorted(manifest.sources[source].settings.items()):
             number = settings.number + index * APART
             if settings.number and not settings.deleted and wanted.names(settings.subject) and number not in found:
-                facts = PartitionFacts(settings.subject, name, 0, 0, [])
-                complete = settings.whole and manifest.sources[source].has_all_of(name)
-                found[number] = ArchivedPartition(source, facts, [], settings, complete)
+                found[number] = _without_files(source, manifest.sources[source], name, settings)
     return dict(sorted(found.items()))
 
 
@@ -108,23 +106,31 @@ def _with_files(source: Source, found: _Found, wanted: Wanted) -> ArchivedPartit
     if life is None:
         facts = PartitionFacts(found.subject, name, first, end, [])
         return ArchivedPartition(found.source, facts, found.files, now, complete=False)
+    is_last = life is source.lives[name][-1]
+    current = now is not None and (now.number == life.number or (not now.number and is_last))
+    former = next((each for each in source.former if each.number == life.number), None)
+    settings = now if current else former
+    end = max(end, life.end, _next(source, name, settings))
     ranges = merged(life.ranges)
     gaps = [gap for gap in source.gaps if gap.partition == name and gap.number in (0, life.number)]
     # What retention took before it was archived is not missing.
     expired = [(gap.start, gap.end) for gap in gaps if gap.expired]
     from_zero = any(gap.number and not gap.start and not gap.expired for gap in gaps)
-    holes = Coverage({life.number: ranges}).missing(life.number, 0 if from_zero else life.start)
+    holes = Coverage({life.number: ranges}).missing(life.number, 0 if from_zero else life.start, end)
     all_times = wanted.time_min == 0 and wanted.time_max == TIME_MAX
-    facts = PartitionFacts(
-        found.subject,
-        name,
-        first,
-        max(end, life.end),
-        without(holes, expired),
-        readable=sum(last - first for first, last in ranges) if all_times else 0,
-    )
-    is_last = life is source.lives[name][-1]
-    current = now is not None and (now.number == life.number or (not now.number and is_last))
-    former = next((each for each in source.former if each.number == life.number), None)
-    complete = current and source.has_all_of(name)
-    return ArchivedPartition(found.source, facts, found.files, now if current else former, complete)
+    readable = sum(last - first for first, last in ranges) if all_times else 0
+    facts = PartitionFacts(found.subject, name, first, end, without(holes, expired), readable)
+    return ArchivedPartition(found.source, facts, found.files, settings, current and source.has_all_of(name))
+
+
+def _without_files(source: str, facts: Source, name: str, settings: Settings) -> ArchivedPartition:
+    # What was removed before it was archived is neither missing nor invented.
+    end = _next(facts, name, settings) if settings.whole else 0
+    missing = [(0, end)] if end else []
+    partition = PartitionFacts(settings.subject, name, 0, end, missing)
+    return ArchivedPartition(source, partition, [], settings, settings.whole and facts.has_all_of(name))
+
+
+def _next(source: Source, name: str, settings: Settings | None) -> int:
+    """The sequence that the archived log had come to; 0: it is not known, or retention took what is not archived."""
+    return 0 if settings is None or name in source.overtaken else settings.next

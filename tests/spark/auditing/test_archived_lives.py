@@ -215,3 +215,24 @@ async def test_a_partition_made_after_the_last_run_begins_with_its_first_message
     archive_here(tmp_path / "bad", to, now=True)
     (subject,) = audit(archive=to, subjects=[SUBJECT]).subjects
     assert (subject.messages, subject.missing, [each.sequence for each in subject.examples]) == (1, 1, [0])
+
+
+async def test_what_a_deleted_partition_had_when_nobody_archived_it_is_not_missing(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        await send(client, 10)
+    archive_here(data, to, now=True)
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        await send(client, 5, start=10)
+    # The checkpoint of this stop knows of fifteen messages.
+    kept = tmp_path / "kept"
+    shutil.copytree(data / "checkpoints", kept)
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        await client.admin.delete_subject(SUBJECT)
+        await client.send("others", b"x")
+    shutil.rmtree(data / "checkpoints")
+    shutil.copytree(kept, data / "checkpoints")
+    archive_here(data, to, now=True)
+    report = audit(archive=to)
+    assert report.held
+    assert [(each.subject, each.messages) for each in report.subjects] == [(SUBJECT, 10), ("others", 1)]

@@ -145,3 +145,26 @@ async def test_damage_is_an_error_or_counts_as_missing(good: Path, audited: Audi
     report = audited(good, skip_damage=True)
     assert not report.held
     assert report.subjects[0].missing == 1
+
+
+async def test_damage_of_a_partition_s_last_message_counts_as_missing(tmp_path: Path, audited: Audit):
+    data = tmp_path / "data"
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        for number in range(3):
+            await client.send(SUBJECT, b"body-%d" % number)
+        await client.send("alone", b"body-3")
+        for _ in range(5):
+            await client.send("others", b"x" * 200)
+    (segment,) = (data / "message").glob("*.log")
+    content = bytearray(segment.read_bytes())
+    for body in (b"body-2", b"body-3"):
+        # A size that leads nowhere: whose frame it was is not known any more.
+        content[content.rindex(b"PL", 0, content.index(body)) + 4] ^= 0xFF
+    segment.write_bytes(content)
+    report = audited(data, skip_damage=True)
+    assert not report.held
+    assert [(each.subject, each.messages, each.missing) for each in report.subjects] == [
+        ("alone", 0, 1),
+        (SUBJECT, 2, 1),
+        ("others", 5, 0),
+    ]
