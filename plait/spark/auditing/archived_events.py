@@ -7,7 +7,8 @@ judged by what is behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -52,10 +53,23 @@ class Identity:
 
 def read_columns(archive: Archive, path: str, columns: list[str], filters: Any = None) -> pa.Table:
     """Some rows of a file; ``ArchiveError`` where it cannot be read."""
-    try:
+    with _readable(archive, path):
         return pq.read_table(
             archive.path(path), columns=columns, filters=filters, filesystem=archive.files, partitioning=None
         )
+
+
+def read_names(archive: Archive, path: str) -> list[str]:
+    """The columns of a file."""
+    with _readable(archive, path):
+        names: list[str] = pq.read_schema(archive.path(path), filesystem=archive.files).names
+    return names
+
+
+@contextmanager
+def _readable(archive: Archive, path: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
         reason = str(error).partition("\n")[0]
         raise ArchiveError(

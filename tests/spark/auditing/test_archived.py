@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import plait
@@ -23,7 +24,7 @@ from plait.spark.auditing.report import AuditReport
 from plait.spark.manifest import Archive
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import Filler, archive_here, run_here
-from tests.spark.auditing.conftest import Audit
+from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, is_ack, with_actions
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
@@ -117,6 +118,35 @@ async def test_dead_letters_and_the_order_of_strict_subjects_are_told_as_of_the_
     # Files that were merged say the same.
     archive_here(None, to, compact=True)
     assert counts(audit(archive=to)) == counts(report)
+
+
+async def test_deaths_are_those_of_the_messages_that_are_asked_for(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    clock = ManualClock()
+    async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
+        await send(client, 4)
+        await broker.advance(60)
+        middle = datetime.fromtimestamp(clock.now() / 1e6, UTC)
+        await broker.advance(60)
+        async with client.consumer(SUBJECT, group="billing", retry=plait.Retry(attempts=1)) as consumer:
+            for message in await consumer.fetch(4, wait=5):
+                await message.reject(ValueError("no"))
+    archive_here(data, to, now=True)
+    for place in ({"data": data}, {"archive": to}):
+        assert one_group(audit(**place, since=middle)).deaths == []
+        (death,) = one_group(audit(**place, until=middle)).deaths
+        assert (death.type, death.count) == ("ValueError", 4)
+    without_store_times(to)
+    (death,) = one_group(audit(archive=to)).deaths
+    assert (death.type, death.count) == ("ValueError", 4)
+    (death,) = one_group(audit(archive=to, until=middle)).deaths
+    assert (death.type, death.count) == (None, 4), "it is not known whose they are"
+
+
+def without_store_times(to: Path) -> None:
+    """Deaths as an earlier Plait archived them."""
+    for file in Archive.at(to).open().find("deaths"):
+        pq.write_table(pq.read_table(to / file.path, partitioning=None).drop_columns(["store_time"]), to / file.path)
 
 
 async def test_an_older_archive_says_that_it_does_not_know(tmp_path: Path, audit: Audit):
