@@ -13,7 +13,7 @@ import plait
 from plait.errors import SubjectNotFound
 from plait.frame.columns import Column
 from plait.spark import archiving
-from plait.spark.manifest import Archive
+from plait.spark.manifest import Archive, Settings
 from plait.storage.action_log import EVENTS, read_events
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, run_here
@@ -236,3 +236,39 @@ async def test_what_a_deleted_partition_had_when_nobody_archived_it_is_not_missi
     report = audit(archive=to)
     assert report.held
     assert [(each.subject, each.messages) for each in report.subjects] == [(SUBJECT, 10), ("others", 1)]
+
+
+def change_source(to: Path, **fields: object) -> None:
+    """The manifest as an earlier Plait left it."""
+    archive = Archive.at(to)
+    manifest = archive.open()
+    ((name, source),) = manifest.sources.items()
+    changed = msgspec.structs.replace(source, **fields)
+    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, sources={name: changed}))
+
+
+async def test_an_archive_that_tells_settings_by_name_alone_does_not_know_the_order(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    await made_again(data, to, ordered=True)
+    archive_here(data, to, now=True)
+    change_source(to, settings={f"{SUBJECT}@g1": Settings("strict", deleted=True)}, former=[])
+    report = audit(archive=to)
+    group = one_group(report)
+    assert report.held
+    assert (group.order, group.messages, group.acked) == ("not_known", 10, 10)
+    # The next run knows of what there is now.
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        await handle(client, 1, ordered=True)
+    archive_here(data, to, now=True)
+    assert audit(archive=to).held
+    (source,) = Archive.at(to).open().sources.values()
+    assert source.settings[f"{SUBJECT}@g1"].number == source.lives[f"{SUBJECT}@g1"][-1].number
+
+
+async def test_an_archive_that_tells_of_no_lives_is_judged_by_name(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    await one_by_one(data, ordered=True)
+    archive_here(data, to, now=True)
+    change_source(to, lives={}, settings={}, rests_on=None)
+    group = one_group(audit(archive=to))
+    assert (group.broken, group.messages, group.acked) == ([], 12, 12)
