@@ -125,9 +125,13 @@ def _with_files(source: Source, found: _Found, wanted: Wanted) -> ArchivedPartit
 
 def _without_files(source: str, facts: Source, name: str, settings: Settings) -> ArchivedPartition:
     # What was removed before it was archived is neither missing nor invented.
-    end = _next(facts, name, settings) if settings.whole else 0
-    missing = [(0, end)] if end else []
-    partition = PartitionFacts(settings.subject, name, 0, end, missing)
+    first, end = 0, _next(facts, name, settings) if settings.whole else 0
+    # The log had messages, and none of them could be read.
+    for life in facts.lives.get(name, []):
+        if life.number == settings.number:
+            first, end = 0 if settings.whole else life.start, max(life.end, end)
+    missing = [(first, end)] if first < end else []
+    partition = PartitionFacts(settings.subject, name, first, end, missing)
     return ArchivedPartition(source, partition, [], settings, settings.whole and facts.has_all_of(name))
 
 

@@ -14,7 +14,7 @@ from plait.storage.action_log import Action
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit, one_group
-from tests.spark.auditing.defects import Events, is_ack, swapped_acks, with_actions, without_message
+from tests.spark.auditing.defects import Events, copied, is_ack, swapped_acks, with_actions, without_message
 from tests.spark.auditing.test_live import SUBJECT, consume
 
 COUNT = 12
@@ -145,6 +145,24 @@ async def test_damage_is_an_error_or_counts_as_missing(good: Path, audited: Audi
     report = audited(good, skip_damage=True)
     assert not report.held
     assert report.subjects[0].missing == 1
+
+
+async def test_damage_of_all_that_a_partition_has_counts_as_missing(tmp_path: Path, audited: Audit):
+    async with EmbeddedBroker(tmp_path / "good") as broker, broker.connect() as client:
+        await client.send(SUBJECT, b"body-0")
+        await client.send("others", b"x")
+    # No checkpoint knows of it.
+    copied(tmp_path / "good", tmp_path / "bad")
+    (segment,) = (tmp_path / "bad" / "message").glob("*.log")
+    content = bytearray(segment.read_bytes())
+    content[content.index(b"body-0")] ^= 1
+    segment.write_bytes(content)
+    report = audited(tmp_path / "bad", skip_damage=True)
+    assert not report.held
+    assert [(each.subject, each.messages, each.missing) for each in report.subjects] == [
+        (SUBJECT, 0, 1),
+        ("others", 1, 0),
+    ]
 
 
 async def test_damage_of_a_partition_s_last_message_counts_as_missing(tmp_path: Path, audited: Audit):
