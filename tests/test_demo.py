@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,12 @@ from plait.demo.orders import HANDLED, STEPS, Event, events
 from plait.demo.processes import DemoFailed
 
 SECONDS = 100.0
+HAS_SPARK = find_spec("pyspark") is not None
 
 
-def demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+def demo(directory: Path, *arguments: str, spark: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "plait.demo", "--no-spark", *arguments],
+        [sys.executable, "-m", "plait.demo", *([] if spark else ["--no-spark"]), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -33,7 +35,8 @@ def demo(directory: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
-    with demo(tmp_path, "--orders", "1500", "--producers", "2", "--seconds", "1.5", "--ordered", "300") as process:
+    size = ("--orders", "1500", "--producers", "2", "--seconds", "1.5", "--ordered", "300")
+    with demo(tmp_path, *size, spark=HAS_SPARK) as process:
         out, err = process.communicate(timeout=SECONDS)
     assert (process.returncode, err) == (0, ""), out
     assert re.search(r"killed billing-0 \(SIGKILL\) with [1-9][\d,]* messages in its hands", out)
@@ -45,19 +48,37 @@ def test_a_small_demo_loses_nothing_and_leaves_nothing(tmp_path: Path):
     )
     assert said is not None
     assert int(said[1]) + int(said[2]) == 1_000
-    table = out[out.index("result") :]
+    table, _, verdict = out[out.index("result") :].partition("  audit: ")
+    if HAS_SPARK:
+        check_pipeline(out)
+        assert re.search(r"^ Spark +12,000 +12,000 +0 +yes *$", table, re.MULTILINE)
+        assert verdict == "every promise was kept\n"
     for group in ("billing", "audit"):
         row = next(line.split() for line in table.splitlines() if line.split()[:1] == [group])
         sent, consumed, redelivered, _, lost, kept = row[1:7]
         assert (sent, consumed, lost, kept) == ("12,000", "12,000", "0", "yes,")
         assert (redelivered != "0") == (group == "billing")
     assert "each order's events in order: order violations = 0" in table
-    orders, events, lost, *_, handovers = table.splitlines()[-2].replace(",", "").split()
+    last = next(line for line in reversed(table.splitlines()) if re.match(r" +300 ", line))
+    orders, events, lost, *_, handovers = last.replace(",", "").split()
     assert (orders, events, lost) == ("300", "1200", "0")
     assert int(handovers) > 0
     for partitions in (4, 7, 3):
         assert f"ordered: {partitions} partitions from now on" in out
     assert list(tmp_path.iterdir()) == []
+
+
+def check_pipeline(out: str) -> None:
+    """What was sent was counted, archived, found again and audited, and each of these saw all of it."""
+    assert "Spark counted 12,000 messages of 3,000 orders" in out
+    archived = re.search(r"archived ([\d,]+) messages and [\d,]+ events in [\d,]+ files", out)
+    audited = re.search(r"audited ([\d,]+) messages of 5 subjects in 6 groups: [\d,]+ acks, .* 1 dead letters", out)
+    assert archived is not None
+    assert audited is not None
+    # Also the ordered ones, those that failed, the one that died and the delayed ones.
+    assert archived[1] == audited[1]
+    assert int(archived[1].replace(",", "")) >= 12_000 + 1_200 + 200 + 1 + 900
+    assert re.search(r"history of order-0-0 in \d+ ms, without Java: created, paid, pushed, done", out)
 
 
 def test_a_demo_that_is_ended_early_ends_its_processes_and_clears_away(tmp_path: Path):

@@ -52,6 +52,8 @@ def audit(
     try:
         if parquet is not None and parquet.exists():
             raise InvalidArgument(f"{parquet} exists already; name a new directory for --parquet")
+        if html is not None and (html.is_dir() or not html.parent.is_dir()):
+            raise InvalidArgument(f"{html} cannot be written: --html names a file in a directory that there is")
         with Steps() as steps:
             report = plait.spark.audit(
                 data,

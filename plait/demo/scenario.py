@@ -332,7 +332,7 @@ class Demo:
             table.add_row("Spark", sent, f"{found['different']:,}", "", "", f"{lost:,}", kept)
         self._screen.table(table)
         self._show_ordered()
-        if self._audited is not None and self._audited["held"]:
+        if self._audited is not None and self._audited["held"] and self._audited["judged"]:
             self._screen.say("audit: every promise was kept")
 
     def _show_ordered(self) -> None:

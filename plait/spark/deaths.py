@@ -41,6 +41,8 @@ DEATH_SCHEMA: Final = pa.schema(
         pa.field("handler", _TEXT),
         # Of the kept log.
         pa.field("log_offset", pa.int64(), nullable=False),
+        # When the message was stored; an earlier Plait did not say.
+        pa.field("store_time", _TIME),
     ]
 )
 
@@ -77,6 +79,7 @@ def death_table(frames: Iterable[tuple[int, FrameView]], names: Names, wanted: W
         "text": [death.reason.text or None for *_, death in told],
         "handler": [death.reason.handler or None for *_, death in told],
         "log_offset": [offset for offset, *_ in told],
+        "store_time": [frame.store_time for _, frame, _, _ in told],
     }
     arrays = {name: pa.array(values, DEATH_SCHEMA.field(name).type).take(of) for name, values in columns.items()}
     arrays["sequence"] = pa.array(np.concatenate(sequences))

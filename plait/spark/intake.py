@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise, zip_longest
 from typing import Final
@@ -22,7 +22,7 @@ from plait.spark.manifest import RAW, Gap, LeftOut, Life, Settings, Source, sync
 from plait.spark.tasks import ActionTask, DeathTask, MessageTask, RawTask, Task, TaskFacts
 from plait.storage.action_reader import ActionReader, open_actions
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Plan, Wanted, extend, note_epoch, plan
+from plait.storage.chunks import Plan, Wanted, extend, logical_ends, note_epoch, plan
 from plait.storage.disk import RealDisk
 from plait.storage.kept_reader import open_kept
 from plait.storage.reader import LogReader, MappedSegment, expired_error, open_log
@@ -49,8 +49,9 @@ class Round:
     lost: list[Damage] = field(default_factory=list)
     #: The end of the message log that the events rest on.
     rests_on: int | None = None
-    #: ``name@group`` → what the partition is like now.
+    #: ``name@group`` → what the partition is like now, and what former ones of the name were like.
     settings: dict[str, Settings] = field(default_factory=dict)
+    former: list[Settings] = field(default_factory=list)
 
 
 class Intake:
@@ -130,18 +131,44 @@ class Intake:
         reached = (source.message_offset, source.action_offset, source.kept_offset)
         if not rounds[-1].tasks and (message_end, action_plan.end, kept_end) == reached:
             rounds.pop()
-        settings = self._settings(wanted, planned)
-        return [replace(each, settings=settings) for each in rounds]
+        is_whole = _is_whole(source, reader, lost)
+        for number, each in enumerate(rounds, 1):
+            # Some of what a checkpoint knows of is archived in a later round or, without ``now``, by a later run.
+            nexts = logical_ends(reader.checkpoint) if self._now and number == len(rounds) else {}
+            settings, former = self._settings(wanted, planned, nexts, is_whole)
+            rounds[number - 1] = replace(each, settings=settings, former=former)
+        return rounds
 
-    def _settings(self, wanted: Wanted, planned: Plan) -> dict[str, Settings]:
+    def _settings(
+        self, wanted: Wanted, planned: Plan, nexts: Mapping[int, int], is_whole: Callable[[str, int], bool]
+    ) -> tuple[dict[str, Settings], list[Settings]]:
+        """Of all partitions there are, and of those before them of which something is archived."""
+        archived = {life.number for lives in self._source.lives.values() for life in lives}
         known = dict(self._source.settings)
+        former = {settings.number: settings for settings in self._source.former}
         # One that was made again comes after the one that was deleted.
         for row in sorted(planned.partitions.values(), key=lambda row: row.id):
-            if wanted.covers(row):
-                name = f"{row.name}@{self._group}"
-                deleted = row.deleted or (name in known and known[name].deleted)
-                known[name] = Settings(row.settings.order, row.created, deleted, row.taken)
-        return known
+            if not wanted.covers(row):
+                continue
+            name = f"{row.name}@{self._group}"
+            before = known.get(name)
+            if before is not None and before.number != row.id and before.number in archived:
+                former[before.number] = msgspec.structs.replace(before, deleted=True)
+            begun = before.next if before is not None and before.number == row.id else 0
+            # The last messages of one that was deleted are in no archive.
+            reached = 0 if row.deleted else nexts.get(row.id, 0)
+            known[name] = Settings(
+                row.settings.order,
+                row.created,
+                row.deleted,
+                row.taken,
+                number=row.id,
+                subject=row.subject,
+                whole=is_whole(name, row.id),
+                next=max(reached, begun),
+            )
+        now = {settings.number for settings in known.values()}
+        return known, [settings for number, settings in sorted(former.items()) if number not in now]
 
     def _rounds_of(self, tasks: list[MessageTask], end: int, round_size: int) -> list[Round]:
         """Whole segments; a round ends where the next one's first segment starts."""
@@ -272,9 +299,11 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
             if known and known[-1].number == number:
                 known, life = known[:-1], known[-1]
                 if life.end < pieces[0][0]:
-                    gaps.append(Gap(name, life.end, pieces[0][0], expired=name in overtaken))
+                    gaps.append(Gap(name, life.end, pieces[0][0], expired=name in overtaken, number=number))
+            elif pieces[0][0] and name in done.settings and done.settings[name].whole:
+                gaps.append(Gap(name, 0, pieces[0][0], number=number))
             overtaken.discard(name)
-            gaps += [Gap(name, end, first) for (_, end), (first, _) in pairwise(pieces)]
+            gaps += [Gap(name, end, first, number=number) for (_, end), (first, _) in pairwise(pieces)]
             lives[name] = [*known, _grown(life, pieces, task.chunk.epochs[number])]
     return msgspec.structs.replace(
         source,
@@ -287,6 +316,7 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
         kept_offset=done.kept_offset,
         rests_on=source.rests_on if done.rests_on is None else done.rests_on,
         settings=done.settings,
+        former=done.former,
     )
 
 
@@ -309,6 +339,24 @@ def _grown(life: Life, pieces: Sequence[tuple[int, int]], epochs: Sequence[tuple
     for first, epoch in epochs:
         note_epoch(changes, first, epoch)
     return msgspec.structs.replace(life, ranges=ranges, epochs=changes)
+
+
+def _is_whole(source: Source, reader: LogReader, lost: list[Damage]) -> Callable[[str, int], bool]:
+    """Whether nothing was removed of a partition (its name and number) before it was archived."""
+    first = _first(reader)
+    from_start = first is not None and first.base == 0
+    overtaken = any(stretch.log == "message" for stretch in lost)
+
+    def is_whole(name: str, number: int) -> bool:
+        if not source.message_offset:
+            return from_start
+        known = source.settings.get(name)
+        if known is not None and known.number in (0, number):
+            return known.whole and not overtaken
+        # It was made since the last run, which knew all that there were.
+        return bool(source.settings) and not overtaken
+
+    return is_whole
 
 
 def _skip_before(reader: LogReader, offset: int) -> None:

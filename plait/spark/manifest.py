@@ -94,6 +94,8 @@ class Gap(msgspec.Struct, frozen=True, omit_defaults=True):
     end: int
     #: Retention removed log before it was archived, these among it: nothing was lost that was to be kept.
     expired: bool = False
+    #: The partition's number in its data directory; 0: an earlier Plait did not say.
+    number: int = 0
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,10 +140,17 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     order: str = "best_tried"
     #: When it was made, in microseconds since 1970: older rows are of one that was deleted.
     created: int = 0
-    #: One of its name was deleted: groups may be that one's, and the last of its messages may not have been archived.
+    #: It was deleted, and the last of its messages may not have been archived. Without a number: one of its name was.
     deleted: bool = False
     #: The logical partitions [first, end) that it took from each of these sequences on; none: all.
     taken: list[tuple[int, list[tuple[int, int]]]] = []
+    #: Its number in its data directory (``Life.number``), and its subject; 0: an earlier Plait did not say.
+    number: int = 0
+    subject: str = ""
+    #: Nothing of it was removed from the log before it was archived: it begins with sequence 0.
+    whole: bool = False
+    #: The log that is archived had come to this sequence at least, whether it can be read or not.
+    next: int = 0
 
 
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -166,6 +175,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rests_on: int | None = None
     #: ``name@group`` → what it is like; none: it is not known.
     settings: dict[str, Settings] = {}
+    #: The same, of partitions that were deleted, have another one of their name now, and have archived messages.
+    former: list[Settings] = []
     #: The same, of segments that are kept as they are.
     raw_message_offset: int = 0
     raw_action_offset: int = 0
@@ -173,7 +184,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     raw: list[RawSegment] = []
 
     def has_all_of(self, partition: str) -> bool:
-        """Each message of the partition that an archived event can be about was archived, or is told to be missing."""
+        """Each message of the partition that has this name now, and that an archived event can be about, was archived,
+        or is told to be missing."""
         settings = self.settings.get(partition)
         return (
             settings is not None

@@ -323,7 +323,8 @@ class CompactTask:
         for file in self.files:
             check_file(archive, file)
             tables.append(read_file(archive, file.path))
-        table = pa.concat_tables(tables)
+        # A later Plait may have added a column.
+        table = pa.concat_tables(tables, promote_options="default")
         if first.kind != "messages":
             return TaskFacts(files=[writer.of_day(first.kind, first.date, joined(table.to_batches()), offsets)])
         partitions: dict[str, tuple[int, int]] = {}

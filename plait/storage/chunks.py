@@ -10,7 +10,7 @@ gap is believed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from struct import Struct
@@ -339,13 +339,18 @@ def _are_apart(run: _Run, following: _Run, share: float) -> bool:
 
 
 def check_subjects(reader: LogReader, wanted: Wanted, rows: list[PartitionRow]) -> None:
-    known = sorted({row.subject for row in rows})
+    check_names(reader.place, wanted, {row.subject for row in rows})
+
+
+def check_names(place: str, wanted: Wanted, there: Iterable[str]) -> None:
+    """``SubjectNotFound`` where a subject that is asked for is not there, or none with a beginning that is."""
+    known = sorted(there)
     missing = sorted(wanted.subjects.difference(known))
     missing += [f"{prefix}*" for prefix in wanted.prefixes if not any(name.startswith(prefix) for name in known)]
     if missing:
         more = "" if len(known) <= SHOWN_MAX else f" and {len(known) - SHOWN_MAX} more"
-        there = f"there are {', '.join(known[:SHOWN_MAX])}{more}" if known else "there are no subjects"
-        raise SubjectNotFound(f"subject {', '.join(map(repr, missing))} is not in {reader.place}; {there}")
+        known_ones = f"there are {', '.join(known[:SHOWN_MAX])}{more}" if known else "there are no subjects"
+        raise SubjectNotFound(f"subject {', '.join(map(repr, missing))} is not in {place}; {known_ones}")
 
 
 class _PartitionPlace(msgspec.Struct, array_like=True):

@@ -19,8 +19,9 @@ from plait.reason import Reason
 from plait.spark import archiving
 from plait.spark.actions import Names
 from plait.spark.deaths import DEATH_SCHEMA, death_table
-from plait.spark.files import read_file
+from plait.spark.files import FileWriter, read_file
 from plait.spark.manifest import Archive, Settings, Source
+from plait.spark.views import joined
 from plait.storage.archived import read_archived
 from plait.storage.catalog import PartitionRow
 from plait.storage.chunks import Wanted
@@ -306,7 +307,32 @@ def test_an_archive_that_knows_nothing_of_deaths_is_gone_on_with(tmp_path: Path)
     filler.stop()
     assert archived_deaths(to) == log_deaths(data)
     assert Archive.at(to).open().version == 2
-    assert source_of(to).settings == {"orders@g1": Settings(created=filler.node.partition("orders").row.created)}
+    row = filler.node.partition("orders").row
+    settings = source_of(to).settings["orders@g1"]
+    assert settings == Settings(created=row.created, number=row.id, subject="orders", next=settings.next)
+
+
+def test_deaths_that_an_earlier_plait_archived_are_merged_with_later_ones(tmp_path: Path):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    failing = filler.failing()
+    for _ in range(2):
+        filler.rounds(2)
+        filler.fail(failing, WRONG)
+        archive_here(data, to, now=True)
+    filler.stop()
+    archive = Archive.at(to)
+    manifest = archive.open()
+    old, new = sorted(manifest.find("deaths"), key=lambda file: file.start)
+    batch = joined(read_file(archive, old.path).drop_columns(["store_time"]).to_batches())
+    written = FileWriter(archive, manifest.number + 1, old.source).of_day(
+        "deaths", old.date, batch, (old.start, old.end)
+    )
+    files = [written if file == old else file for file in manifest.files]
+    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, files=files))
+    archive_here(None, to, compact=True, verify=True)
+    assert len(archive.open().find("deaths")) == 1
+    assert [row["store_time"] is None for row in death_rows(to)] == [True] * old.count + [False] * new.count
 
 
 def forget_deaths(to: Path) -> None:

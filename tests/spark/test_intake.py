@@ -61,10 +61,10 @@ def test_gaps_behind_what_retention_took_are_noted_as_expired_in_whichever_run_t
     assert [each.reason for each in source.left_out if each.log == "message"] == [
         "retention removed it before it was archived"
     ]
-    assert source.gaps == [Gap("orders@g1", 30, 120, expired=True)]
+    assert source.gaps == [Gap("orders@g1", 30, 120, expired=True, number=1)]
     filler.rounds(1, ("rare",))
     archive_here(data, to, now=True)
-    assert source_of(to).gaps[1:] == [Gap("rare@g1", 30, 120, expired=True)]
+    assert source_of(to).gaps[1:] == [Gap("rare@g1", 30, 120, expired=True, number=2)]
     assert source_of(to).overtaken == []
     filler.stop()
 
@@ -134,6 +134,30 @@ def test_damage_and_what_is_lost_are_noted_with_the_round_that_they_are_in(
         inside = [each.offset for each in messages[1:]]
         assert len(inside) == (source.message_offset > int(path.stem))
         assert all(int(path.stem) <= offset < source.message_offset for offset in inside)
+
+
+def test_how_far_a_checkpoint_saw_the_log_come_is_noted_with_the_round_that_comes_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    filler.node.checkpoint()
+    filler.stop()
+    monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 1})
+    committed: list[tuple[int, int]] = []
+    commit = Archive.commit
+
+    def watched(self: Archive, manifest: Manifest) -> None:
+        (source,) = manifest.sources.values()
+        committed.append((source.settings["orders@g1"].next, source.sequences["orders@g1"]))
+        commit(self, manifest)
+
+    monkeypatch.setattr(Archive, "commit", watched)
+    archive_here(data, to, now=True)
+    assert len(committed) > 2
+    assert committed[-1] == (180, 180)
+    assert {seen for seen, _ in committed[:-1]} == {0}
 
 
 # --- what a server would cut off ----------------------------------------------------------------

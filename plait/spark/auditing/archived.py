@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.client.rows import hash_keys
-from plait.errors import SubjectNotFound
 from plait.frame.lp import NO_KEY_HASH, Hashes
 from plait.spark.auditing.archived_events import APART, ActionFile, Identity, SourceEvents, find_events, read_columns
 from plait.spark.auditing.block import Block
@@ -26,23 +25,13 @@ from plait.spark.auditing.deaths import Cause, archived_deaths
 from plait.spark.auditing.events import Events
 from plait.spark.auditing.groups import GroupFacts
 from plait.spark.auditing.input import PartitionFacts, Progress, check_groups
+from plait.spark.auditing.lives import archived_partitions
 from plait.spark.auditing.rows import Rows, slots_of
-from plait.spark.manifest import ACTIONS, DEATHS, MESSAGES, Archive, ArchivedFile, Settings
+from plait.spark.auditing.units import Unit, parts_of
+from plait.spark.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, Settings
 from plait.storage.chunks import Wanted
 
-#: Rows that one task judges at a time.
-BLOCK_COUNT: Final = 1 << 20
 _ROW_COLUMNS: Final = ["sequence", "key", "send_time", "store_time", "epoch", "logical_partition"]
-
-
-@dataclass(frozen=True)
-class Unit:
-    """Rows of one partition: sequences [low, high) of some files."""
-
-    paths: tuple[str, ...]
-    partition: int
-    low: int
-    high: int
 
 
 @dataclass(frozen=True)
@@ -114,7 +103,7 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[Rows, pa
     slots = table.column("logical_partition").combine_chunks()
     keyless = slots.is_null().to_numpy(zero_copy_only=False)
     settings = source.settings.get(unit.partition)
-    # A partition that was deleted and made again has the settings of the new one.
+    # An earlier Plait left the settings of the newest one of that name alone.
     loose = keyless if settings is None else keyless & (stored < settings.created)
     # A message may have another slot than its key's own: it is that of the hash which it was sent with.
     lps = slots_of(sequences, hashes, settings.taken if settings is not None else [])
@@ -156,34 +145,13 @@ def open_archived(place: str, wanted: Wanted, groups: frozenset[str], *, progres
     archive = Archive.at(place)
     manifest = archive.open()
     sources = sorted(manifest.sources)
-    files = [file for file in manifest.find(MESSAGES) if wanted.names(file.subject)]
-    subjects = {file.subject for file in manifest.find(MESSAGES)}
-    missing = sorted(wanted.subjects - subjects)
-    if missing:
-        raise SubjectNotFound(f"subject {', '.join(map(repr, missing))} is not in {place}; there are {len(subjects)}")
-    places = _partitions(files)
-    numbers = {name: number for number, name in enumerate(places, 1)}
-    partitions = {}
-    settings = {}
-    complete = set()
-    for (source, name), (subject, first, last) in places.items():
-        facts = manifest.sources[source]
-        # What retention took before it was archived is not missing.
-        gaps = [
-            (gap.start, gap.end) for gap in facts.gaps if gap.partition == name and gap.end > first and not gap.expired
-        ]
-        partitions[numbers[source, name]] = PartitionFacts(
-            subject, name, first, max(last + 1, facts.sequences.get(name, 0)), gaps
-        )
-        if facts.has_all_of(name):
-            complete.add(numbers[source, name])
-        if name in facts.settings:
-            settings[numbers[source, name]] = facts.settings[name]
+    found = archived_partitions(manifest, wanted, place)
+    partitions = {number: each.facts for number, each in found.items()}
     learned = [
         SourceEvents(
             archive,
             index,
-            {name: number for (of, name), number in numbers.items() if of == source},
+            {each.facts.name: number for number, each in found.items() if number < 0 and each.source == source},
             [left.offset for left in manifest.sources[source].left_out if left.log == "action"],
         )
         for index, source in enumerate(sources)
@@ -199,92 +167,27 @@ def open_archived(place: str, wanted: Wanted, groups: frozenset[str], *, progres
     check_groups(groups, (group.name for group in there.values()), place)
     known = {number: group for number, group in there.items() if not groups or group.name in groups}
     for group in known.values():
-        found = settings.get(group.partition)
-        group.learn_order(None if found is None or found.deleted else found.order)
-        if group.partition not in complete:
-            group.reach = min(group.reach, partitions[group.partition].end)
-    chosen = [file for file in files if file.time_max >= wanted.time_min and file.time_min <= wanted.time_max]
-    times = [time for file in [*chosen, *actions] for time in (file.time_min, file.time_max)]
+        partition = found[group.partition]
+        group.learn_order(partition.order)
+        if not partition.complete:
+            group.reach = min(group.reach, partition.facts.end)
+    chosen = {number: (each.facts.name, _stored_between(each.files, wanted)) for number, each in found.items()}
+    files = [file for _, members in chosen.values() for file in members]
+    times = [time for file in [*files, *actions] for time in (file.time_min, file.time_max)]
     return ArchivedInput(
         place=place,
         wanted=wanted,
         partitions=partitions,
         groups=known,
         identities={number: known for events in learned for number, known in events.identities.items()},
-        parts=_parts(chosen, numbers),
+        parts=parts_of(chosen),
         actions=[file for events in learned for file in events.files],
-        settings=settings,
+        settings={number: each.settings for number, each in found.items() if each.settings is not None},
         letters=[(file.path, sources.index(file.source) * APART) for file in manifest.find(DEATHS)],
         time_min=max(min(times, default=0), wanted.time_min),
         time_max=max(times, default=0),
     )
 
 
-def _partitions(files: list[ArchivedFile]) -> dict[tuple[str, str], tuple[str, int, int]]:
-    """(source, partition) → its subject, and the first and last sequence there is."""
-    found: dict[tuple[str, str], tuple[str, int, int]] = {}
-    for file in files:
-        for name, (first, last) in file.partitions.items():
-            _, low, high = found.get((file.source, name), ("", first, last))
-            found[file.source, name] = file.subject, min(low, first), max(high, last)
-    return dict(sorted(found.items()))
-
-
-@dataclass
-class _Stretch:
-    """Files of one partition that have its sequences in turns: rows of one lie between rows of another."""
-
-    files: list[ArchivedFile]
-    #: The first sequence and the last one.
-    first: int
-    last: int
-    #: The log offset behind it.
-    end: int
-
-    def meets(self, other: _Stretch) -> bool:
-        return self.first <= other.last and other.first <= self.last
-
-    def join(self, other: _Stretch) -> None:
-        self.files += other.files
-        self.first, self.last = min(self.first, other.first), max(self.last, other.last)
-        self.end = max(self.end, other.end)
-
-
-def _stretches(files: list[ArchivedFile]) -> list[tuple[str, str, _Stretch]]:
-    """(source, partition, stretch), by source and where they start."""
-    found: list[tuple[str, str, _Stretch]] = []
-    near: dict[tuple[str, str], list[_Stretch]] = {}
-    for file in sorted(files, key=lambda file: (file.source, file.start, file.path)):
-        for name, (first, last) in file.partitions.items():
-            new = _Stretch([file], first, last, file.end)
-            # Not those that lie before it in the log: a subject that was made anew has the same sequences again.
-            others = [other for other in near.get((file.source, name), ()) if other.end > file.start]
-            same = [other for other in others if other.meets(new)]
-            near[file.source, name] = [other for other in others if other not in same[1:]]
-            if not same:
-                near[file.source, name].append(new)
-                found.append((file.source, name, new))
-                continue
-            for other in [*same[1:], new]:
-                same[0].join(other)
-                other.files = []
-    return [each for each in found if each[2].files]
-
-
-def _parts(files: list[ArchivedFile], numbers: dict[tuple[str, str], int]) -> list[list[Unit]]:
-    """Units of about ``BLOCK_COUNT`` rows, small ones together. Each has all rows of its sequences."""
-    parts: list[list[Unit]] = []
-    room = 0
-    for source, name, stretch in _stretches(files):
-        count = min(sum(file.count for file in stretch.files), stretch.last + 1 - stretch.first)
-        pieces = -(-count // BLOCK_COUNT)
-        edges = np.linspace(stretch.first, stretch.last + 1, pieces + 1).astype(np.int64).tolist()
-        for low, high in pairwise(edges):
-            if room <= 0:
-                parts.append([])
-                room = BLOCK_COUNT
-            there = [(file.path, file.partitions[name]) for file in stretch.files]
-            paths = tuple(path for path, (first, last) in there if first < high and last >= low)
-            parts[-1].append(Unit(paths, numbers[source, name], low, high))
-            room -= min(count // pieces, high - low)
-    return parts
+def _stored_between(files: list[ArchivedFile], wanted: Wanted) -> list[ArchivedFile]:
+    return [file for file in files if file.time_max >= wanted.time_min and file.time_min <= wanted.time_max]

@@ -7,7 +7,8 @@ judged by what is behind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,7 +27,7 @@ from plait.storage.action_log import Action, ConsumerDefinition, GroupDefinition
 
 _EVENT_COLUMNS: Final = ["attempt", "epoch", "start", "end", "flags", "number", "log_offset", "log_row"]
 _NUMBERS: Final = {action.name.lower(): int(action) for action in Action}
-#: Numbers of groups are their data directory's: this keeps apart those of several.
+#: Numbers of groups and partitions are their data directory's: this keeps apart those of several.
 APART: Final = 1 << 24
 #: Which file a row is from.
 _FILE: Final = "file"
@@ -52,10 +53,23 @@ class Identity:
 
 def read_columns(archive: Archive, path: str, columns: list[str], filters: Any = None) -> pa.Table:
     """Some rows of a file; ``ArchiveError`` where it cannot be read."""
-    try:
+    with _readable(archive, path):
         return pq.read_table(
             archive.path(path), columns=columns, filters=filters, filesystem=archive.files, partitioning=None
         )
+
+
+def read_names(archive: Archive, path: str) -> list[str]:
+    """The columns of a file."""
+    with _readable(archive, path):
+        names: list[str] = pq.read_schema(archive.path(path), filesystem=archive.files).names
+    return names
+
+
+@contextmanager
+def _readable(archive: Archive, path: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, pa.ArrowException) as error:
         reason = str(error).partition("\n")[0]
         raise ArchiveError(
@@ -104,11 +118,12 @@ def find_events(
 class SourceEvents:
     """What the archived events of one data directory say of its groups. ``take`` its files by where they start."""
 
-    def __init__(self, archive: Archive, number: int, partitions: dict[str, int], lost: Iterable[int]) -> None:
-        """``lost``: log offsets at which events are missing."""
+    def __init__(self, archive: Archive, number: int, nameless: dict[str, int], lost: Iterable[int]) -> None:
+        """``nameless``: the numbers of partitions whose lives are not known, by name. ``lost``: log offsets at which
+        events are missing."""
         self._archive = archive
         self._apart = number * APART
-        self._partitions = partitions
+        self._nameless = nameless
         self._lost = sorted(set(lost))
         self._table = GroupTable()
         #: (partition, group) → the number of the group that has this name now.
@@ -205,10 +220,9 @@ class SourceEvents:
             return
         number = definition.id + self._apart
         place = fields["log_offset"] + fields["log_row"]
-        self._table.define(
-            msgspec.structs.replace(definition, id=number, partition=self._partitions.get(name, 0)),
-            head=not self._began,
-        )
+        # The definition names the partition's life, by its number in the data directory.
+        partition = self._nameless.get(name, definition.partition + self._apart)
+        self._table.define(msgspec.structs.replace(definition, id=number, partition=partition), head=not self._began)
         key = (name, definition.name)
         known = self._named.get(key)
         if known == number:

@@ -103,6 +103,9 @@ def _add_times(rows: Rows, events: Events, verdict: Verdict, group: GroupFacts, 
     facts.histogram(tally.STORED, group.id, scale.moments(rows.store_times[of_group]))
     settled = of_group & (verdict.settled_by >= 0)
     facts.histogram(tally.SETTLED, group.id, scale.moments(events["time"][verdict.settled_by[settled]]))
+    # A reset went on behind them: nobody waits for them any more.
+    left = of_group & (verdict.settled_by < 0) & (rows.sequences < group.start)
+    facts.histogram(tally.SETTLED, group.id, scale.moments(np.maximum(rows.store_times[left], group.reset_time)))
     acked = verdict.first_acks >= 0
     waited = events["time"][verdict.first_acks[acked]] - rows.send_times[acked]
     facts.histogram(tally.LATENCY, group.id, latency_bins(waited))

@@ -39,12 +39,12 @@ class Coverage:
         """How many rows from ``start`` on are asked for and there."""
         return sum(max(end - max(first, start), 0) for first, end in self.wanted.get(partition, []))
 
-    def missing(self, partition: int, start: int = 0) -> Ranges:
-        """What should be there from ``start`` on and is not."""
-        ranges = [(first, end) for first, end in self.ranges.get(partition, []) if end > start]
-        edges = [start, *(edge for pair in ranges for edge in pair)]
-        pairs = zip(edges[::2], edges[1::2], strict=False)
-        return [(end, first) for end, first in pairs if end < first]
+    def missing(self, partition: int, start: int = 0, end: int = 0) -> Ranges:
+        """What should be there from ``start`` on and is not, up to the last that is there, or to ``end``."""
+        ranges = [(first, last) for first, last in self.ranges.get(partition, []) if last > start]
+        edges = [start, *(edge for pair in ranges for edge in pair), end]
+        pairs = zip(edges[::2], edges[1::2], strict=True)
+        return [(before, following) for before, following in pairs if before < following]
 
 
 def cover(walk: LogWalk, wanted: Wanted) -> Coverage:

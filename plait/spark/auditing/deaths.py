@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from plait.errors import FrameError
-from plait.spark.auditing.archived_events import read_columns
+from plait.frame.header import TIME_MAX
+from plait.spark.auditing.archived_events import read_columns, read_names
 from plait.spark.manifest import Archive
 from plait.storage.disk import RealDisk
 from plait.storage.kept import DIRECTORY, is_head, note_of
@@ -28,10 +29,12 @@ class Cause(NamedTuple):
 
 #: As an archive has it.
 _CAUSE: Final = ["group_number", "type", "handler"]
+_STORED: Final = "store_time"
 
 
 def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
-    """Letters by what they died of at times [since, until]; those that are not kept any more are not among them."""
+    """Letters that were stored at times [since, until], by what they died of; those that are not kept any more are not
+    among them."""
     reader = LogReader(RealDisk(path, read_only=True), DIRECTORY, path)
     mapped = [reader.map(number) for number in range(len(reader.files))]
     segments = [segment for segment in mapped if segment is not None and not segment.blank]
@@ -47,17 +50,29 @@ def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
         except FrameError:
             # It is of no use to anybody, and doctor tells of it.
             continue
-        if note.death is not None and since <= note.death.last_time <= until:
+        # A kept frame has the time of the one that its rows were stored with.
+        if note.death is not None and since <= frame.store_time <= until:
             reason = note.death.reason
             found[Cause(note.group, reason.type, reason.handler)] += len(frame.sequences())
     return found
 
 
 def archived_deaths(archive: Archive, path: str, apart: int, *, since: int, until: int) -> Counter[Cause]:
-    """The same of one archived file; ``apart`` is added to the numbers of groups."""
-    table = read_columns(archive, path, ["time", *_CAUSE])
-    time = table.column("time").cast(pa.int64())
-    table = table.filter(pc.and_(pc.greater_equal(time, since), pc.less_equal(time, until)))
-    counts = table.group_by(_CAUSE).aggregate([("time", "count")])
-    columns = [counts.column(name).to_pylist() for name in (*_CAUSE, "time_count")]
+    """The same of one archived file; ``apart`` is added to the numbers of groups.
+
+    Where times are asked for, what an earlier Plait archived is not among them: it did not say when it was stored.
+    """
+    table = read_columns(archive, path, _CAUSE)
+    if since or until < TIME_MAX:
+        time = _store_times(archive, path, len(table))
+        table = table.filter(pc.and_(pc.greater_equal(time, since), pc.less_equal(time, until)))
+    counts = table.group_by(_CAUSE).aggregate([([], "count_all")])
+    columns = [counts.column(name).to_pylist() for name in (*_CAUSE, "count_all")]
     return Counter({Cause(n + apart, kind or "", by or ""): count for n, kind, by, count in zip(*columns, strict=True)})
+
+
+def _store_times(archive: Archive, path: str, count: int) -> pa.Array:
+    """Null where it is not known."""
+    if _STORED not in read_names(archive, path):
+        return pa.nulls(count, pa.int64())
+    return read_columns(archive, path, [_STORED]).column(_STORED).cast(pa.int64())

@@ -81,6 +81,21 @@ def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
+def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of [start, end) ranges is in none of the others."""
+    left: list[tuple[int, int]] = []
+    taken = merged(others)
+    for start, end in ranges:
+        for first, last in taken:
+            if first < end and last > start:
+                if start < first:
+                    left.append((start, first))
+                start = last
+        if start < end:
+            left.append((start, end))
+    return left
+
+
 def spans_of(events: Events) -> dict[int, tuple[int, int]]:
     """Group → the lowest and the highest sequence that its events speak of."""
     told = of_rows(events)

@@ -48,6 +48,8 @@ class GroupFacts:
     forgotten: bool = False
     #: Places of resets: what is between two of them is an *era*.
     resets: list[int] = field(default_factory=list)
+    #: When the last of them was.
+    reset_time: int = 0
     #: Consumer number → one number for all that the same client had.
     clients: dict[int, int] = field(default_factory=dict)
     #: Client → the places where it left or was taken for lost.
@@ -131,6 +133,7 @@ class GroupTable:
         for piece in np.split(events, resets):
             if len(piece) and piece["action"][0] == Action.RESET:
                 group.resets.append(int(piece["place"][0]))
+                group.reset_time = int(piece["time"][0])
                 group.start = group.scan = group.passed = int(piece["start"][0])
             if group.logs_pulls:
                 self._follow_scan(group, piece[_MOVES_SCAN[piece["action"]] & (piece["start"] < piece["end"])])

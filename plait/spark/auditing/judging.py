@@ -170,7 +170,12 @@ def _fates(rows: Rows, told: _Told, group: GroupFacts, old: Flags) -> npt.NDArra
         fates[np.flatnonzero(held)[gone]] = Fate.RETURNED
     fates[told.any(told.current & (action == Action.SKIP))] = Fate.EXPIRED
     ends = told.last(np.isin(action, (Action.BURY, Action.PURGE, Action.REVIVE, Action.PULL)))
-    fates[told.is_any(ends, Action.BURY, Action.PURGE)] = Fate.DEAD
+    dead = told.is_any(ends, Action.BURY, Action.PURGE)
+    if group.logs_pulls:
+        # A reset went back before it, and the scan has come by since: whoever was handed it then would be told of.
+        passed_by = (sequences >= group.start) & (sequences < group.scan) & ~told.any(told.current)
+        dead &= ~passed_by | old
+    fates[dead] = Fate.DEAD
     if group.logs_pulls:
         # A reset went back before it: whatever is said of the dead letter, the scan comes by.
         fates[told.is_any(ends, Action.REVIVE, Action.PURGE) & (sequences >= group.scan)] = Fate.PENDING

@@ -243,7 +243,8 @@ def open_live(
         first = max(start, coverage.first(number))
         name = f"{row.name}@{broker_group}"
         readable = 0 if fail_on_damage else coverage.count(number, start)
-        partitions[number] = PartitionFacts(row.subject, name, first, end, coverage.missing(number, start), readable)
+        missing = coverage.missing(number, start, end)
+        partitions[number] = PartitionFacts(row.subject, name, first, end, missing, readable)
     for group in known.values():
         if not from_zero and group.partition not in coverage.ranges:
             # An older checkpoint does not know all of what has expired.

@@ -12,13 +12,14 @@ from plait.spark.auditing.report import PROMISES, AuditReport, GroupAudit, Subje
 
 _STYLE: Final = """
 :root { color-scheme: light dark; --ink: #1d2733; --soft: #5d6b7a; --paper: #fff; --line: #d8dee5; --main: #2f6fb2;
-  --good: #1d7a46; --bad: #b3261e; }
+  --good: #1d7a46; --bad: #b3261e; --doubt: #8a5a00; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e4e9ef; --soft: #9aa7b4; --paper: #15191e; --line: #323a44;
-  --main: #6ea8e0; --good: #5cc48a; --bad: #f2857d; } }
+  --main: #6ea8e0; --good: #5cc48a; --bad: #f2857d; --doubt: #e0b050; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 1060px;
   margin: 2rem auto; padding: 0 1rem; }
 h1, h2, h3 { line-height: 1.2; } h2 { border-bottom: 1px solid var(--line); margin-top: 2.5rem; }
 .verdict { font-size: 1.2rem; font-weight: 600; } .held { color: var(--good); } .broken { color: var(--bad); }
+.unknown { color: var(--doubt); }
 .soft { color: var(--soft); } .scroll { overflow-x: auto; }
 table { border-collapse: collapse; margin: .5rem 0 1rem; }
 th, td { padding: .2rem .7rem .2rem 0; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
@@ -34,6 +35,7 @@ _COUNTS: Final = (
     "dead",
     "expired",
     "unacked",
+    "unknown",
     "lost",
     "double_acks",
     "two_hands",
@@ -51,21 +53,36 @@ _ORDERS: Final = {
 
 def page(report: AuditReport) -> str:
     """The whole page."""
-    verdict = (
-        '<p class="verdict held">Every promise was kept.</p>'
-        if report.held
-        else f'<p class="verdict broken">Promises were broken.</p>{_list(_broken(report))}'
-    )
     times = f"{_words_of_time(report.time_min)} to {_words_of_time(report.time_max)}" if report.time_max else "nothing"
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Audit of {_escaped(report.place)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>Audit</h1><p>{_escaped(report.place)}<br><span class='soft'>{_escaped(times)}</span></p>{verdict}",
+        f"<h1>Audit</h1><p>{_escaped(report.place)}<br><span class='soft'>{_escaped(times)}</span></p>",
+        _verdict(report),
         *(_subject(subject) for subject in report.subjects),
         "</body></html>\n",
     ]
     return "".join(parts)
+
+
+def _verdict(report: AuditReport) -> str:
+    unknown = list(_unknown(report))
+    told = _list(unknown) if unknown else ""
+    if not report.held:
+        return f'<p class="verdict broken">Promises were broken.</p>{_list(_broken(report))}{told}'
+    if report.judged:
+        return f'<p class="verdict held">Every promise was kept.</p>{told}'
+    return f'<p class="verdict unknown">It cannot be said whether every promise was kept.</p>{told}'
+
+
+def _unknown(report: AuditReport) -> Iterable[str]:
+    for group in report.groups():
+        if group.unknown:
+            yield (
+                f"{group.subject}, group {group.group}: what became of {group.unknown:,} of {group.messages:,} "
+                "messages is not known, as the action log begins later"
+            )
 
 
 def _broken(report: AuditReport) -> Iterable[str]:

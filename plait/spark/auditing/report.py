@@ -62,7 +62,7 @@ class GroupAudit(msgspec.Struct, kw_only=True):
     kind: str
     delivery: str
     #: A key's order is promised, and a failed message holds its key back ("strict"), or not ("best_tried"); "none": no
-    #: order is promised. "not_known": an older archive does not say, and the group was judged as on "best_tried".
+    #: order is promised. "not_known": an older archive does not say of some partition, judged as on "best_tried".
     order: str
     #: Messages from where the group began, and what became of them.
     messages: int

@@ -134,7 +134,7 @@ def _subject(
         missing=sum(each.missing for each in partitions),
         partitions=partitions,
         hot_keys=[HotKey(key, count) for key, count in keys],
-        partition_skew=_skew([each.messages for each in partitions], len(partitions)),
+        partition_skew=_skew(_by_name(partitions)),
         slot_skew=_skew(list(slots.values()), LOGICAL_PARTITIONS),
         groups=[
             _group(source, facts, crossed, subject, name, members, causes) for name, members in sorted(by_group.items())
@@ -143,9 +143,17 @@ def _subject(
     )
 
 
-def _skew(counts: list[int], among: int) -> float:
+def _by_name(partitions: list[PartitionAudit]) -> list[int]:
+    """Messages of each name: an archive has also those of partitions that had it before."""
+    counts: Counter[str] = Counter()
+    for each in partitions:
+        counts[each.partition] += each.messages
+    return list(counts.values())
+
+
+def _skew(counts: list[int], among: int | None = None) -> float:
     total = sum(counts)
-    return round(max(counts) * among / total, 3) if total else 1.0
+    return round(max(counts) * (among or len(counts)) / total, 3) if total else 1.0
 
 
 def _group(
@@ -164,7 +172,8 @@ def _group(
     invented = sum(max(group.reach - source.partitions[group.partition].end, 0) for group in members)
     before = {group.id: source.partitions[group.partition].first for group in members}
     gone = sum(_below(group.skips, before[group.id]) for group in members)
-    first = members[0]
+    # One that was made again may be of another kind.
+    newest = max(members, key=lambda group: group.id)
     died = counts.get("died", 0)
     deaths = [Death(kind or None, handler or None, n) for (number, kind, handler), n in causes.items() if number in ids]
     deaths = _by_count(deaths, died)
@@ -172,9 +181,9 @@ def _group(
     found = GroupAudit(
         subject=subject,
         group=name,
-        kind=first.kind,
-        delivery="at_most_once" if first.at_most_once else "at_least_once",
-        order=_order(first),
+        kind=newest.kind,
+        delivery="at_most_once" if newest.at_most_once else "at_least_once",
+        order=_order(members, newest),
         messages=sum(fates.values()) - fates.get("outside", 0) + gone,
         acked=fates.get("acked", 0),
         dead=fates.get("dead", 0),
@@ -204,18 +213,24 @@ def _group(
         examples=_examples(source, facts, members, invented),
         forgotten=all(group.forgotten for group in members),
     )
-    promised = ["lost", "double_acks", "two_hands", "invented"]
-    if found.order != "none":
-        promised.append("out_of_order")
-    found.broken = [promise for promise in promised if getattr(found, promise)]
+    found.broken = [promise for promise in ("lost", "double_acks", "two_hands", "invented") if getattr(found, promise)]
+    promised = [group.id for group in members if _has_order(group)]
+    if facts.counts(tally.BROKEN, promised).get("out_of_order") or any(crossed.get(number) for number in promised):
+        found.broken.append("out_of_order")
     found.examples = [each for each in found.examples if each.promise in found.broken][:EXAMPLES_MAX]
     return found
 
 
-def _order(group: GroupFacts) -> str:
-    if not group.ordered or group.affinity:
+def _has_order(group: GroupFacts) -> bool:
+    return group.ordered and not group.affinity
+
+
+def _order(members: list[GroupFacts], newest: GroupFacts) -> str:
+    if not _has_order(newest):
         return "none"
-    return {True: "strict", False: "best_tried", None: "not_known"}[group.strict]
+    if any(_has_order(group) and group.strict is None for group in members):
+        return "not_known"
+    return "strict" if newest.strict else "best_tried"
 
 
 def _below(ranges: list[tuple[int, int]], limit: int) -> int:

@@ -64,10 +64,10 @@ def without_message(data: Path, target: Path, sequence: int) -> None:
     copied(data, target)
     shutil.rmtree(target / "message")
     frames = [frame for frame in frames_of(data, "message") if not (frame.partition and frame.base == sequence)]
-    write(target, "message", _undurable(frames))
+    write(target, "message", undurable(frames))
 
 
-def _undurable(frames: list[FrameView]) -> Iterable[tuple[list[Any], int]]:
+def undurable(frames: Iterable[FrameView]) -> Iterable[tuple[list[Any], int]]:
     """What later frames call durable lies elsewhere now."""
     for frame in frames:
         data = bytearray(frame.buffer[: frame.size])

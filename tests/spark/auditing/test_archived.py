@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import plait
@@ -16,14 +18,14 @@ from plait.clock import ManualClock
 from plait.errors import ArchiveError, SubjectNotFound
 from plait.reason import Reason
 from plait.spark import archiving
-from plait.spark.auditing import archived
+from plait.spark.auditing import units
 from plait.spark.auditing.page import page
 from plait.spark.auditing.report import AuditReport
 from plait.spark.manifest import Archive
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import Filler, archive_here, run_here
-from tests.spark.auditing.conftest import Audit
-from tests.spark.auditing.defects import Events, is_ack, swapped_acks, with_actions
+from tests.spark.auditing.conftest import Audit, one_group
+from tests.spark.auditing.defects import Events, is_ack, with_actions
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
 from tests.spark.test_deaths import forget_deaths
@@ -59,7 +61,7 @@ async def test_an_archive_and_its_data_directory_are_judged_alike(
             await consume(shared, 150)
             await consume(ordered, 120)
     archive_here(data, to, now=True)
-    monkeypatch.setattr(archived, "BLOCK_COUNT", 60)
+    monkeypatch.setattr(units, "BLOCK_COUNT", 60)
     report = audit(archive=to)
     assert report.held
     assert counts(report) == counts(audit(data))
@@ -116,6 +118,35 @@ async def test_dead_letters_and_the_order_of_strict_subjects_are_told_as_of_the_
     # Files that were merged say the same.
     archive_here(None, to, compact=True)
     assert counts(audit(archive=to)) == counts(report)
+
+
+async def test_deaths_are_those_of_the_messages_that_are_asked_for(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    clock = ManualClock()
+    async with EmbeddedBroker(data, clock=clock) as broker, broker.connect() as client:
+        await send(client, 4)
+        await broker.advance(60)
+        middle = datetime.fromtimestamp(clock.now() / 1e6, UTC)
+        await broker.advance(60)
+        async with client.consumer(SUBJECT, group="billing", retry=plait.Retry(attempts=1)) as consumer:
+            for message in await consumer.fetch(4, wait=5):
+                await message.reject(ValueError("no"))
+    archive_here(data, to, now=True)
+    for place in ({"data": data}, {"archive": to}):
+        assert one_group(audit(**place, since=middle)).deaths == []
+        (death,) = one_group(audit(**place, until=middle)).deaths
+        assert (death.type, death.count) == ("ValueError", 4)
+    without_store_times(to)
+    (death,) = one_group(audit(archive=to)).deaths
+    assert (death.type, death.count) == ("ValueError", 4)
+    (death,) = one_group(audit(archive=to, until=middle)).deaths
+    assert (death.type, death.count) == (None, 4), "it is not known whose they are"
+
+
+def without_store_times(to: Path) -> None:
+    """Deaths as an earlier Plait archived them."""
+    for file in Archive.at(to).open().find("deaths"):
+        pq.write_table(pq.read_table(to / file.path, partitioning=None).drop_columns(["store_time"]), to / file.path)
 
 
 async def test_an_older_archive_says_that_it_does_not_know(tmp_path: Path, audit: Audit):
@@ -266,7 +297,7 @@ async def test_a_subject_that_was_deleted_before_all_of_it_was_archived(tmp_path
         archive_here(data, to, now=True)
         report = audit(archive=to)
         assert report.held
-        assert [(group.order, group.invented) for group in report.groups()] == [("not_known", 0)]
+        assert [(group.order, group.invented) for group in report.groups()] == [("best_tried", 0)]
         async with EmbeddedBroker(data) as broker, broker.connect() as client:
             await client.send("others", b"x")
 
@@ -279,21 +310,6 @@ async def test_a_file_of_deaths_that_is_gone_is_told(tmp_path: Path, audit: Audi
         (to / file.path).unlink()
     with pytest.raises(ArchiveError, match=r"deaths/.* cannot be read.*--verify"):
         audit(archive=to)
-
-
-async def test_defects_are_found_in_an_archive(tmp_path: Path, audit: Audit):
-    await one_by_one(tmp_path / "ordered", ordered=True)
-    swapped_acks(tmp_path / "ordered", tmp_path / "swapped", 4, 6)
-    archive_here(tmp_path / "swapped", tmp_path / "archive", now=True)
-    assert [group.broken for group in audit(archive=tmp_path / "archive").groups()] == [["out_of_order"]]
-
-    def again(events: Events) -> Events:
-        doubled = events[is_ack(events, 7)]
-        return events if not len(doubled) else events[[*range(len(events)), *is_ack(events, 7).nonzero()[0]]]
-
-    with_actions(tmp_path / "ordered", tmp_path / "doubled", again)
-    archive_here(tmp_path / "doubled", tmp_path / "archive-2", now=True)
-    assert [group.broken for group in audit(archive=tmp_path / "archive-2").groups()] == [["double_acks"]]
 
 
 async def test_runs_of_the_archiver_are_one_log(tmp_path: Path, audit: Audit):
@@ -319,8 +335,28 @@ def test_what_is_no_archive_and_a_subject_that_is_not_in_it(tmp_path: Path, audi
         audit(archive=tmp_path)
 
 
+def test_copies_of_segments_are_audited_as_a_data_directory_is(tmp_path: Path, audit: Audit):
+    data, to = tmp_path / "data", tmp_path / "archive"
+    filler = Filler(data)
+    filler.rounds(60)
+    filler.stop()
+    archive_here(data, to, raw=True)
+    ((source, facts),) = Archive.at(to).open().sources.items()
+    assert facts.raw
+    with pytest.raises(ArchiveError, match=f"--data {re.escape(str(to))}/raw/{source}"):
+        audit(archive=to)
+    report = audit(to / "raw" / source)
+    assert report.held
+    assert 0 < report.subjects[0].messages < 180
+    archive_here(data, to, now=True)
+    assert audit(archive=to).subjects[0].messages == 180
+
+
 async def test_a_subject_that_is_not_archived(tmp_path: Path, audit: Audit):
     await one_by_one(tmp_path / "data")
     archive_here(tmp_path / "data", tmp_path / "archive", now=True)
-    with pytest.raises(SubjectNotFound, match="'nothing' is not in"):
-        audit(archive=tmp_path / "archive", subjects=["nothing"])
+    for name in ("nothing", "nothing*"):
+        with pytest.raises(SubjectNotFound, match=f"'{re.escape(name)}' is not in .*; there are {SUBJECT}"):
+            audit(archive=tmp_path / "archive", subjects=[name])
+        with pytest.raises(SubjectNotFound, match=f"'{re.escape(name)}' is not in .*; there are {SUBJECT}"):
+            audit(tmp_path / "data", subjects=[name])

@@ -87,6 +87,8 @@ def test_json_has_all_of_the_report(bad: Path, spark: SparkSession, capsys: pyte
         (["--data", "{good}", "--since", "soon"], "time 'soon' is not understood"),
         (["--data", "{good}", "--since", "2025-01-02", "--until", "2025-01-01"], "is not before until"),
         (["--data", "{good}", "--parquet", "{good}"], "exists already"),
+        (["--data", "{good}", "--html", "{good}/nothing/audit.html"], "audit.html cannot be written"),
+        (["--data", "{good}", "--html", "{good}"], "cannot be written"),
         (["--archive", "{good}"], "is not an archive"),
     ],
 )
@@ -94,7 +96,20 @@ def test_what_cannot_be_judged_ends_with_2(
     good: Path, arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
 ):
     assert run(["spark", "audit", *(each.format(good=good) for each in arguments)]) == 2
-    assert error in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert error in told
+    assert "Spark" not in told, "nothing was begun"
+
+
+def test_a_page_does_not_say_that_promises_were_kept_which_could_not_be_judged(good: Path, audit: Audit):
+    assert "Every promise was kept." in page(audit(good))
+    (segment,) = (good / "action").iterdir()
+    segment.rename(segment.with_name(f"{1 << 22:020d}.log"))
+    told = page(audit(good))
+    assert "Every promise was kept." not in told
+    assert "It cannot be said whether every promise was kept." in told
+    assert "what became of 12 of 12 messages is not known" in told
+    assert "<th>unknown</th>" in told
 
 
 def test_a_failure_of_spark_ends_with_2(

@@ -1,4 +1,4 @@
-"""Defects that were put into the logs of a good run are found, each by its name and place."""
+"""Defects put into the logs of a good run are found, each by its name and place: in the logs, and in an archive."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from plait.errors import DamageError
+from plait.spark import archiving
+from plait.spark.auditing.report import AuditReport
 from plait.storage.action_log import Action
 from plait.testing import EmbeddedBroker
+from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit, one_group
-from tests.spark.auditing.defects import Events, is_ack, swapped_acks, with_actions, without_message
+from tests.spark.auditing.defects import Events, copied, is_ack, swapped_acks, with_actions, without_message
 from tests.spark.auditing.test_live import SUBJECT, consume
 
 COUNT = 12
@@ -27,6 +30,21 @@ async def one_by_one(data: Path, **settings: object) -> None:
                 await consume(consumer, 1)
 
 
+@pytest.fixture(params=["live", "archive"])
+def audited(request: pytest.FixtureRequest, audit: Audit, monkeypatch: pytest.MonkeyPatch) -> Audit:
+    """An audit of a data directory, or of an archive of it."""
+    if request.param == "live":
+        return audit
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+    def archived(data: Path, *, skip_damage: bool = False) -> AuditReport:
+        to = data.with_name(f"{data.name}-archive")
+        archive_here(data, to, now=True, skip_damage=skip_damage)
+        return audit(archive=to)
+
+    return archived
+
+
 @pytest.fixture
 async def good(tmp_path: Path) -> Path:
     await one_by_one(tmp_path / "good")
@@ -39,47 +57,48 @@ async def ordered(tmp_path: Path) -> Path:
     return tmp_path / "ordered"
 
 
-def test_logs_that_were_only_written_anew_are_good(good: Path, ordered: Path, tmp_path: Path, audit: Audit):
+def test_logs_that_were_only_written_anew_are_good(good: Path, ordered: Path, tmp_path: Path, audited: Audit):
     for number, data in enumerate((good, ordered)):
         with_actions(data, tmp_path / f"again-{number}", lambda events: events)
-        report = audit(tmp_path / f"again-{number}")
+        report = audited(tmp_path / f"again-{number}")
         assert report.held
         assert one_group(report).acked == COUNT
 
 
-def test_a_message_that_is_gone_from_the_log(good: Path, tmp_path: Path, audit: Audit):
-    without_message(good, tmp_path / "bad", 5)
-    report = audit(tmp_path / "bad")
+@pytest.mark.parametrize("sequence", [0, 5])
+def test_a_message_that_is_gone_from_the_log(good: Path, tmp_path: Path, audited: Audit, sequence: int):
+    without_message(good, tmp_path / "bad", sequence)
+    report = audited(tmp_path / "bad")
     assert not report.held
     (subject,) = report.subjects
     assert (subject.messages, subject.missing) == (COUNT - 1, 1)
-    assert [(example.promise, example.sequence) for example in subject.examples] == [("missing", 5)]
+    assert [(example.promise, example.sequence) for example in subject.examples] == [("missing", sequence)]
 
 
-def test_a_message_that_nobody_was_handed(good: Path, tmp_path: Path, audit: Audit):
+def test_a_message_that_nobody_was_handed(good: Path, tmp_path: Path, audited: Audit):
     def change(events: Events) -> Events:
         return events[(events["start"] != 5) | (events["end"] != 6)]
 
     with_actions(good, tmp_path / "bad", change)
-    group = one_group(audit(tmp_path / "bad"))
+    group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["lost"]
     assert [(example.promise, example.sequence) for example in group.examples] == [("lost", 5)]
 
 
-def test_a_swapped_pair_of_one_key(ordered: Path, tmp_path: Path, audit: Audit):
+def test_a_swapped_pair_of_one_key(ordered: Path, tmp_path: Path, audited: Audit):
     swapped_acks(ordered, tmp_path / "bad", 4, 6)
-    group = one_group(audit(tmp_path / "bad"))
+    group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["out_of_order"]
     assert [example.sequence for example in group.examples] == [6]
 
 
-def test_a_swapped_pair_of_two_keys_is_no_defect(ordered: Path, tmp_path: Path, audit: Audit):
+def test_a_swapped_pair_of_two_keys_is_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
     swapped_acks(ordered, tmp_path / "fine", 4, 5)
-    assert audit(tmp_path / "fine").held
+    assert audited(tmp_path / "fine").held
 
 
 @pytest.mark.parametrize("kind", ["good", "ordered"])
-def test_a_double_ack(kind: str, tmp_path: Path, audit: Audit, request: pytest.FixtureRequest):
+def test_a_double_ack(kind: str, tmp_path: Path, audited: Audit, request: pytest.FixtureRequest):
     data: Path = request.getfixturevalue(kind)
 
     def change(events: Events) -> Events:
@@ -89,40 +108,81 @@ def test_a_double_ack(kind: str, tmp_path: Path, audit: Audit, request: pytest.F
         return np.concatenate([events, again])
 
     with_actions(data, tmp_path / "bad", change)
-    group = one_group(audit(tmp_path / "bad"))
+    group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["double_acks"]
     assert [example.sequence for example in group.examples] == [7]
 
 
-def test_an_ack_of_a_message_that_was_never_stored(good: Path, tmp_path: Path, audit: Audit):
+def test_an_ack_of_a_message_that_was_never_stored(good: Path, tmp_path: Path, audited: Audit):
     def change(events: Events) -> Events:
         events["end"][is_ack(events, COUNT - 1)] += 3
         return events
 
     with_actions(good, tmp_path / "bad", change)
-    group = one_group(audit(tmp_path / "bad"))
+    group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["invented"]
     assert group.invented == 3
 
 
-def test_a_message_in_two_hands(good: Path, tmp_path: Path, audit: Audit):
+def test_a_message_in_two_hands(good: Path, tmp_path: Path, audited: Audit):
     def change(events: Events) -> Events:
         pulls = events[(events["action"] == Action.PULL) & (events["start"] == 5)]
         pulls["consumer"] += 100
         return np.concatenate([events, pulls])
 
     with_actions(good, tmp_path / "bad", change)
-    assert "two_hands" in one_group(audit(tmp_path / "bad")).broken
+    assert "two_hands" in one_group(audited(tmp_path / "bad")).broken
 
 
-async def test_damage_is_an_error_or_counts_as_missing(good: Path, audit: Audit):
+async def test_damage_is_an_error_or_counts_as_missing(good: Path, audited: Audit):
     (segment,) = (good / "message").glob("*.log")
     data = bytearray(segment.read_bytes())
     at = data.index(b"k-1" + b"\0" * 5)
     data[at] ^= 1
     segment.write_bytes(data)
     with pytest.raises(DamageError):
-        audit(good)
-    report = audit(good, skip_damage=True)
+        audited(good)
+    report = audited(good, skip_damage=True)
     assert not report.held
     assert report.subjects[0].missing == 1
+
+
+async def test_damage_of_all_that_a_partition_has_counts_as_missing(tmp_path: Path, audited: Audit):
+    async with EmbeddedBroker(tmp_path / "good") as broker, broker.connect() as client:
+        await client.send(SUBJECT, b"body-0")
+        await client.send("others", b"x")
+    # No checkpoint knows of it.
+    copied(tmp_path / "good", tmp_path / "bad")
+    (segment,) = (tmp_path / "bad" / "message").glob("*.log")
+    content = bytearray(segment.read_bytes())
+    content[content.index(b"body-0")] ^= 1
+    segment.write_bytes(content)
+    report = audited(tmp_path / "bad", skip_damage=True)
+    assert not report.held
+    assert [(each.subject, each.messages, each.missing) for each in report.subjects] == [
+        (SUBJECT, 0, 1),
+        ("others", 1, 0),
+    ]
+
+
+async def test_damage_of_a_partition_s_last_message_counts_as_missing(tmp_path: Path, audited: Audit):
+    data = tmp_path / "data"
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        for number in range(3):
+            await client.send(SUBJECT, b"body-%d" % number)
+        await client.send("alone", b"body-3")
+        for _ in range(5):
+            await client.send("others", b"x" * 200)
+    (segment,) = (data / "message").glob("*.log")
+    content = bytearray(segment.read_bytes())
+    for body in (b"body-2", b"body-3"):
+        # A size that leads nowhere: whose frame it was is not known any more.
+        content[content.rindex(b"PL", 0, content.index(body)) + 4] ^= 0xFF
+    segment.write_bytes(content)
+    report = audited(data, skip_damage=True)
+    assert not report.held
+    assert [(each.subject, each.messages, each.missing) for each in report.subjects] == [
+        ("alone", 0, 1),
+        (SUBJECT, 2, 1),
+        ("others", 5, 0),
+    ]

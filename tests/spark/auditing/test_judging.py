@@ -240,6 +240,25 @@ def test_an_ack_of_a_client_that_never_had_the_row_is_a_double_ack():
     assert broken(script.judge()) == {"double_acks": [4]}
 
 
+@pytest.mark.parametrize("purged", [False, True])
+def test_a_message_that_died_before_a_reset_and_is_passed_by_after_it_is_lost(purged: bool):
+    script = Script()
+    script.add(Action.PULL, 1, 0, 5, 1)
+    script.add(Action.BURY, 1, 2, 3, 1)
+    if purged:
+        script.add(Action.PURGE, 0, 2, 3)
+    script.add(Action.ACK, 1, 0, 2)
+    script.add(Action.ACK, 1, 3, 5)
+    script.add(Action.RESET, 0, 0, 0)
+    assert script.judge().fates[2] == (Fate.PENDING if purged else Fate.DEAD)
+    script.add(Action.PULL, 1, 0, 2, 1)
+    script.add(Action.PULL, 1, 3, 8, 1)
+    # What is jumped over is handed out before anything new.
+    assert script.judge().fates[2] == Fate.RETURNED
+    script.add(Action.PULL, 1, 8, 10, 1)
+    assert broken(script.judge()) == {"lost": [2]}
+
+
 def test_an_ack_that_is_sent_again_is_no_double_ack():
     script = Script()
     script.add(Action.PULL, 1, 0, 10, 1)

@@ -297,6 +297,23 @@ async def test_an_action_log_that_does_not_go_back_to_the_beginning(tmp_path: Pa
     assert report.judged is not ordered
 
 
+async def test_nobody_waits_for_what_a_reset_left_behind(tmp_path: Path, audit: Audit):
+    clock = ManualClock()
+    async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
+        await send(client, 50)
+        async with client.consumer(SUBJECT, group="billing") as consumer:
+            await consume(consumer, 10)
+        await broker.advance(60)
+        await client.admin.reset_group(SUBJECT, "billing", "latest")
+        (told,) = await client.admin.groups(SUBJECT)
+        await broker.advance(60)
+        await client.send(SUBJECT, b"one more")
+    group = one_group(audit(tmp_path))
+    lags = [moment.lag for moment in group.lag]
+    assert told.lag == 0
+    assert (max(lags), lags[len(lags) // 4], lags[3 * len(lags) // 4], lags[-1]) == (40, 40, 0, 1)
+
+
 async def test_a_group_that_nobody_used_for_long_is_gone(tmp_path: Path, audit: Audit):
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:

@@ -1,4 +1,4 @@
-"""No false alarm, whatever happens: the models of shared and ordered groups run, and their logs are audited."""
+"""No false alarm, whatever happens: models of shared and ordered groups run; their logs and archives are audited."""
 
 from __future__ import annotations
 
@@ -8,24 +8,40 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
+from plait.spark import archiving
 from plait.spark.auditing.report import AuditReport
 from plait.testing.disk import SimulatedDisk
 from tests.broker.test_ordered_model import World
 from tests.broker.test_retry_model import Retrying
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
+from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import audit_here, one_group
+from tests.spark.auditing.test_archived import counts
 
 
-def audit_simulated(disk: SimulatedDisk) -> AuditReport:
-    """An audit of the files as they are on a simulated disk."""
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archivers of this test do without Spark."""
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+
+def audit_simulated(disk: SimulatedDisk, *, archived: bool = False) -> AuditReport:
+    """An audit of the files as they are on a simulated disk; ``archived``: an archive of them has the same to say."""
     with tempfile.TemporaryDirectory(prefix="plait-") as root:
+        data, to = Path(root, "data"), Path(root, "archive")
         for directory in ("message", "action", "kept", "checkpoints"):
-            names = disk.list(directory)
-            Path(root, directory).mkdir()
-            for name in names:
-                Path(root, directory, name).write_bytes(disk.open(f"{directory}/{name}").view())
-        return audit_here(Path(root))
+            (data / directory).mkdir(parents=True)
+            for name in disk.list(directory):
+                (data / directory / name).write_bytes(disk.open(f"{directory}/{name}").view())
+        report = audit_here(data)
+        if archived:
+            archive_here(data, to, now=True)
+            again = audit_here(archive=to)
+            assert again.held, again
+            assert counts(again) == counts(report)
+            assert [each.messages for each in again.subjects] == [each.messages for each in report.subjects]
+        return report
 
 
 @pytest.mark.parametrize("flush", ["async", "sync"])
@@ -42,7 +58,7 @@ def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes
         assert report.held, report
     world.drain()
     world.node.sync()
-    report = audit_simulated(world.node.disk)
+    report = audit_simulated(world.node.disk, archived=seed < 2)
     assert report.held, report
     group = one_group(report)
     assert group.acked == group.messages == world.number
@@ -52,7 +68,7 @@ def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes
 def test_a_simulated_broker_with_shared_groups_through_faults_and_losses_of_power(seed: int):
     cluster = Cluster(seed, flush="sync" if seed % 2 else "async")
     cluster.run()
-    report = audit_simulated(cluster.broker.disk)
+    report = audit_simulated(cluster.broker.disk, archived=True)
     assert report.held, report
     assert sum(group.acked for group in report.groups()) > 20
 
@@ -63,7 +79,7 @@ def test_simulated_brokers_with_ordered_groups_through_faults_and_changes_of_rou
     cluster = OrderedCluster(seed, affinity=affinity)
     cluster.run()
     for broker in cluster.brokers:
-        report = audit_simulated(broker.disk)
+        report = audit_simulated(broker.disk, archived=True)
         assert report.held, report
 
 

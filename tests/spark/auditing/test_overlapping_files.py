@@ -9,7 +9,7 @@ import pytest
 
 from plait.clock import ManualClock
 from plait.spark import archiving
-from plait.spark.auditing import archived
+from plait.spark.auditing import archived, units
 from plait.spark.files import FileWriter
 from plait.spark.manifest import Archive, ArchivedFile
 from plait.spark.tasks import CompactTask
@@ -62,7 +62,7 @@ async def test_files_that_were_merged_over_others_are_one_log(
     data, to = tmp_path / "data", tmp_path / "archive"
     await in_runs(data, to, ordered=ordered)
     merge_every_other(to, kind)
-    monkeypatch.setattr(archived, "BLOCK_COUNT", block)
+    monkeypatch.setattr(units, "BLOCK_COUNT", block)
     report = audit(archive=to)
     assert report.held
     assert report.subjects[0].messages == 100

@@ -24,6 +24,8 @@ def test_what_is_missing_lies_between_what_is_there(start: int, missing: list[tu
     coverage = Coverage(ranges={1: [(2, 5), (8, 10)]})
     assert coverage.missing(1, start) == missing
     assert coverage.missing(2, 0) == []
+    assert coverage.missing(1, 8, 12) == [(10, 12)]
+    assert coverage.missing(2, 1, 3) == [(1, 3)]
 
 
 def test_ranges_that_touch_are_one():
