@@ -7,7 +7,7 @@ import sys
 
 #: A thread that computes lets another one go on after this. By default that is 5 ms, for which a loop would wait after
 #: each of its system calls while another thread is busy.
-SWITCH_SECONDS = 0.0005
+SWITCH_SECONDS = 0.0002
 #: Objects that are new, young collections, and those after them, before the next generation is looked through.
 THRESHOLDS = (10_000, 20, 50)
 

@@ -6,6 +6,7 @@ a piece of that. A heartbeat's answer puts pieces together.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -13,6 +14,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
+from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.allocation import Allocation
 from plait.meta.lps import NumberedRun
 
@@ -29,6 +31,12 @@ _RUN: Final = np.dtype(
     ]
 )
 _EMPTY: Final = np.array([(0x93, 0xCD, 0, 0xCD, 0, 0xCF, 0)], dtype=_RUN)
+
+
+_RUN_SIZE: Final = _RUN.itemsize
+#: What stands before a list of so many runs.
+_COUNTS: Final = [b"\xdc" + count.to_bytes(2, "big") for count in range(LOGICAL_PARTITIONS + 1)]
+_NONE: Final = b"\x90"
 
 
 class Share(NamedTuple):
@@ -64,23 +72,24 @@ class Shares:
     """The shares of an ordered group's members."""
 
     # One piece of memory for all: most are cut out for few members before the next change.
-    __slots__ = ("_begins", "_members", "_nothing", "_runs")
+    __slots__ = ("_begins", "_head", "_members", "_runs")
 
     def __init__(self, subject: str, group: str, allocation: Allocation) -> None:
-        self._nothing = msgspec.msgpack.encode(Share(subject, group, "exclusive", []))
+        self._head = msgspec.msgpack.encode(Share(subject, group, "exclusive", []))[:-1]
         #: In order.
         self._members = allocation.members
-        firsts, ends, epochs, self._begins = allocation.by_member()
+        firsts, ends, epochs, begins = allocation.by_member()
+        #: In bytes. Not a list, which the garbage collector would look through.
+        self._begins = array("I", (begins * _RUN_SIZE).astype(np.uint32).tobytes())
         runs = np.repeat(_EMPTY, len(firsts))
         runs["first"], runs["end"], runs["epoch"] = firsts, ends, epochs
         self._runs = runs.tobytes()
 
     def of(self, client: str) -> bytes:
         """A member's share; one that nothing is allocated to yet has nothing."""
-        at = bisect_left(self._members, client)
-        if at == len(self._members) or self._members[at] != client:
-            return self._nothing
-        begin, end = self._begins[at : at + 2].tolist()
-        size = _RUN.itemsize
-        runs = self._runs[begin * size : end * size]
-        return b"%b\xdc%b%b" % (self._nothing[:-1], (end - begin).to_bytes(2, "big"), runs)
+        members = self._members
+        at = bisect_left(members, client)
+        if at == len(members) or members[at] != client:
+            return self._head + _NONE
+        begin, end = self._begins[at], self._begins[at + 1]
+        return self._head + _COUNTS[(end - begin) // _RUN_SIZE] + self._runs[begin:end]
