@@ -80,6 +80,17 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
     broker.answer_when_durable(lambda: reply(answer))
 
 
+def drop(broker: Broker, subject: str, name: str, version: int) -> None:
+    """The partition goes with all that is in it, unless it is another subject's; twice is as once."""
+    partition = broker.subjects.get(name)
+    if partition is None or partition.row.subject != subject:
+        return
+    if version < partition.row.route:
+        # It was dropped by then, and made anew.
+        raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
+    broker.delete_subject(name)
+
+
 def checked(lps: Iterable[Lps]) -> LpSet:
     """The logical partitions of runs that somebody sent."""
     runs = list(lps)

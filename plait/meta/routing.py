@@ -143,15 +143,17 @@ class Routing:
 
     def drops(self) -> list[Drop]:
         """Partitions that nothing leads to any more."""
-        partitions = self._core.mirror.partitions
-        return [Drop(partitions[place].subject, place) for place in sorted(self._core.mirror.dropping)]
+        mirror = self._core.mirror
+        rows = [(place, mirror.partitions[place]) for place in sorted(mirror.dropping)]
+        return [Drop(row.subject, mirror.routes[row.subject].version, place, row.changed) for place, row in rows]
 
     def dropped(self, drop: Drop) -> None:
         """The broker has it no more."""
 
         def decision() -> None:
             row = self._core.mirror.partitions.get(drop.place)
-            if row is not None and row.state == "dropping" and row.subject == drop.subject:
+            # It may have been made anew since, and given up once more.
+            if row is not None and row.state == "dropping" and row.changed == drop.change:
                 with self._core.change() as change:
                     change.replace((row, msgspec.structs.replace(row, state="gone")))
 

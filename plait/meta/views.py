@@ -98,7 +98,11 @@ class Drop(NamedTuple):
     """An order: nothing leads to the partition any more; it is to go with all that is in it."""
 
     subject: str
+    #: One that is made anew later has heard of a higher one, and stays.
+    version: int
     place: Place
+    #: The change that gave it up.
+    change: int
 
 
 class Beaten(NamedTuple):

@@ -43,10 +43,11 @@ class SealPartition(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DropPartition(msgspec.Struct, forbid_unknown_fields=True):
-    """A partition that nothing leads to any more."""
+    """A partition that nothing leads to any more, as of a version of the route."""
 
     subject: str
     name: str
+    version: int
 
 
 def order(server: Server, operation: str, arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:
@@ -63,9 +64,7 @@ def order(server: Server, operation: str, arguments: dict[str, Any], reply: Call
         sealing.open_lps(broker, opened.subject, opened.name, opened.lps, opened.version, opened.settings)
     else:
         dropped = _checked(operation, arguments, DropPartition)
-        partition = broker.subjects.get(dropped.name)
-        if partition is not None and partition.row.subject == dropped.subject:
-            broker.delete_subject(dropped.name)
+        sealing.drop(broker, dropped.subject, dropped.name, dropped.version)
     broker.answer_when_durable(lambda: reply(None))
 
 

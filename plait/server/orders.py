@@ -40,7 +40,7 @@ def _sealing(move: Move) -> dict[str, Any]:
 
 
 def _dropping(drop: Drop) -> dict[str, Any]:
-    return {"subject": drop.subject, "name": drop.place.name}
+    return {"subject": drop.subject, "name": drop.place.name, "version": drop.version}
 
 
 class RemoteOrders:

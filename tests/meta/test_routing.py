@@ -10,6 +10,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.lps import mark
 from plait.meta.routes import current, moves, openings, spans, target
 from plait.meta.service import MetaService
+from plait.meta.views import Drop
 from tests.meta.support import ALL, Stores, converge, place, places, register
 
 
@@ -99,6 +100,37 @@ def test_fewer_partitions_leave_the_others_listed_while_they_drain(spread: MetaS
     spread.expand("s", [place("s@g1"), place("s@g2")])
     converge(spread)
     assert places(spread, "s") == ["s@g1", "s@g2"]
+
+
+def give_up(service: MetaService) -> Drop:
+    """The order to drop ``s@g2``, which nothing leads to any more."""
+    service.expand("s", [place("s@g1")])
+    converge(service)
+    for each in ("s@g1", "s@g2"):
+        service.retire("s", place(each), 10)
+    (drop,) = service.pending_drops()
+    return drop
+
+
+def test_a_partition_that_is_made_anew_hears_of_a_higher_version_than_the_order_to_drop_it(spread: MetaService):
+    drop = give_up(spread)
+    assert drop.version == spread.route("s").route.version
+    spread.dropped(drop)
+    spread.expand("s", [place("s@g1"), place("s@g2")])
+    (make,) = spread.pending_makes()
+    assert (make.place, make.version > drop.version) == (drop.place, True)
+
+
+def test_a_late_answer_to_an_earlier_order_to_drop_is_passed_over(spread: MetaService):
+    late = give_up(spread)
+    spread.dropped(late)
+    spread.expand("s", [place("s@g1"), place("s@g2")])
+    converge(spread)
+    drop = give_up(spread)
+    spread.dropped(late)
+    assert spread.pending_drops() == [drop]
+    spread.dropped(drop)
+    assert spread.pending_drops() == []
 
 
 def test_a_partition_that_drains_is_used_again_rather_than_another_made(spread: MetaService):

@@ -1,0 +1,49 @@
+"""Orders to drop a partition, which may come late or twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.broker import sealing
+from plait.errors import StaleRoute
+from plait.storage.catalog import SubjectSettings
+from tests.broker.ordered_node import SUBJECT, Owner, keyed
+from tests.support.broker_node import Node, Producer
+
+ALL = [(0, 1024)]
+
+
+def make(node: Node, version: int) -> None:
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, ALL, version, SubjectSettings(order="strict"))
+    node.turn()
+
+
+def drop(node: Node, version: int, subject: str = SUBJECT) -> None:
+    sealing.drop(node.broker, subject, SUBJECT, version)
+    node.turn()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_late_order_to_drop_leaves_a_partition_that_was_made_anew(crash: bool):
+    node = Node()
+    make(node, 1)
+    drop(node, 2)
+    make(node, 3)
+    assert keyed(node, Producer(5), [("a", b"new")]).acknowledged
+    if crash:
+        node = node.killed()
+    with pytest.raises(StaleRoute, match="has heard of route 3, this is of 2"):
+        drop(node, 2)
+    owner = Owner(node, "c1")
+    owner.lease([(0, 1024, 1)], route=3)
+    assert [row.body for row in owner.pull_all()] == [b"new"]
+
+
+def test_a_partition_is_dropped_once_and_by_its_own_subject_only():
+    node = Node()
+    make(node, 1)
+    drop(node, 2, subject="other")
+    assert SUBJECT in node.broker.subjects
+    drop(node, 2)
+    drop(node, 2)
+    assert SUBJECT not in node.broker.subjects
