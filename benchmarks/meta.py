@@ -1,10 +1,10 @@
 """What the meta server takes to give a thousand groups new shares, and what heartbeats wait for meanwhile.
 
 A real server in a process of its own. Heartbeats come at a steady rate, whether those before were answered or not.
-Of every group one member leaves; one other member of each waits for what is new, as users' clients do. A wait counts from
-when the heartbeat was sent, whatever became of those before. Beside it stand the same from when it was due, which has
-the pauses of the measuring process in it (it shares two cores with the server), how late that was, and what heartbeats
-of the calm before wait for. All come over one connection and wait for no news.
+Of every group one member leaves; one other member of each waits for what is new, as users' clients do. A wait counts
+from when the heartbeat was sent, whatever became of those before. Beside it stand the same from when it was due, which
+has the pauses of the measuring process in it (it shares two cores with the server), how late that was, and what
+heartbeats of the calm before wait for. All come over one connection and wait for no news.
 """
 
 from __future__ import annotations

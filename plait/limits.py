@@ -183,8 +183,8 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     slice_seconds: float = 0.001
     #: ...and those of so many groups are written at once, beside them.
     write_groups: int = 64
-    #: Members that leave or are lost are written at once until they are so many: more would hold up heartbeats when they
-    #: are known.
+    #: Members that leave or are lost are written at once until they are so many: more would hold up heartbeats when
+    #: that is known.
     write_members: int = 100
     #: Clients that are looked at, noted or given up in one go.
     page: int = 500

@@ -79,6 +79,8 @@ class Broker:
         self.partitions: dict[int, Partition] = {}
         #: By partition name; a plain subject's partition is named as the subject.
         self.subjects: dict[str, Partition] = {}
+        #: Partitions that were dropped lately → the version of the route that said so, and until when that is of use.
+        self.dropped: dict[str, tuple[int, float]] = {}
         self.group_count = 0
         self.next_partition = 1
         self.next_group = 1

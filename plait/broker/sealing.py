@@ -24,6 +24,9 @@ from plait.storage.catalog import Fence, Lps, PartitionRow, Reopened, SubjectSet
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
 
+#: An order is late by less than this: meta servers give up, and ask what is to be done now, long before. It comes over
+#: a connection, so none outlives the broker's process.
+LATE_SECONDS = 600.0
 #: So many places at which logical partitions began anew are told apart.
 REOPENED_MAX = 8
 
@@ -35,6 +38,7 @@ def open_lps(
     chosen = checked(lps)
     partition = broker.subjects.get(name)
     if partition is None:
+        _refuse_late(broker, name, version)
         broker.refuse_when_full()
         subjects.refuse_more(broker)
         row = PartitionRow(broker.next_partition, subject, name, broker.clock.now(), settings)
@@ -89,6 +93,16 @@ def drop(broker: Broker, subject: str, name: str, version: int) -> None:
         # It was dropped by then, and made anew.
         raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
     broker.delete_subject(name)
+    now = broker.clock.monotonic()
+    late = {each: known for each, known in broker.dropped.items() if now < known[1]}
+    broker.dropped = late | {name: (version, now + LATE_SECONDS)}
+
+
+def _refuse_late(broker: Broker, name: str, version: int) -> None:
+    """An order that is older than the drop would make a partition to which nothing leads."""
+    dropped, until = broker.dropped.get(name, (-1, 0.0))
+    if version <= dropped and broker.clock.monotonic() < until:
+        raise StaleRoute(f"partition {name!r} was dropped by route {dropped}, this is of {version}")
 
 
 def checked(lps: Iterable[Lps]) -> LpSet:

@@ -47,3 +47,26 @@ def test_a_partition_is_dropped_once_and_by_its_own_subject_only():
     drop(node, 2)
     drop(node, 2)
     assert SUBJECT not in node.broker.subjects
+
+
+def test_a_late_order_to_make_it_does_not_bring_it_back():
+    """Nothing would lead there, and rows of producers that go by an old route would be lost from sight."""
+    node = Node()
+    make(node, 1)
+    drop(node, 2)
+    with pytest.raises(StaleRoute, match="was dropped by route 2, this is of 1"):
+        make(node, 1)
+    assert SUBJECT not in node.broker.subjects
+    make(node, 3)
+    assert SUBJECT in node.broker.subjects
+
+
+def test_who_was_dropped_is_not_remembered_for_ever():
+    node = Node()
+    make(node, 5)
+    drop(node, 6)
+    node.clock.advance(sealing.LATE_SECONDS)
+    make(node, 1)
+    assert SUBJECT in node.broker.subjects
+    drop(node, 2)
+    assert list(node.broker.dropped) == [SUBJECT]
