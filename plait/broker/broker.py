@@ -15,7 +15,7 @@ import errno
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from plait.broker import subjects
+from plait.broker import sealing, subjects
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.dead_letters import DeadLetters
@@ -79,8 +79,7 @@ class Broker:
         self.partitions: dict[int, Partition] = {}
         #: By partition name; a plain subject's partition is named as the subject.
         self.subjects: dict[str, Partition] = {}
-        #: Partitions that were dropped lately → the version of the route that said so, and until when that is of use.
-        self.dropped: dict[str, tuple[int, float]] = {}
+        self.dropped = sealing.Dropped()
         self.group_count = 0
         self.next_partition = 1
         self.next_group = 1

@@ -38,7 +38,7 @@ def open_lps(
     chosen = checked(lps)
     partition = broker.subjects.get(name)
     if partition is None:
-        _refuse_late(broker, name, version)
+        broker.dropped.refuse_late(name, version, broker.clock.monotonic())
         broker.refuse_when_full()
         subjects.refuse_more(broker)
         row = PartitionRow(broker.next_partition, subject, name, broker.clock.now(), settings)
@@ -93,16 +93,31 @@ def drop(broker: Broker, subject: str, name: str, version: int) -> None:
         # It was dropped by then, and made anew.
         raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
     broker.delete_subject(name)
-    now = broker.clock.monotonic()
-    late = {each: known for each, known in broker.dropped.items() if now < known[1]}
-    broker.dropped = late | {name: (version, now + LATE_SECONDS)}
+    broker.dropped.note(name, version, broker.clock.monotonic())
 
 
-def _refuse_late(broker: Broker, name: str, version: int) -> None:
-    """An order that is older than the drop would make a partition to which nothing leads."""
-    dropped, until = broker.dropped.get(name, (-1, 0.0))
-    if version <= dropped and broker.clock.monotonic() < until:
-        raise StaleRoute(f"partition {name!r} was dropped by route {dropped}, this is of {version}")
+class Dropped:
+    """Partitions that were dropped lately, and the versions of the routes that said so."""
+
+    def __init__(self) -> None:
+        #: Version, and until when it is of use; the oldest first.
+        self._of: dict[str, tuple[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def note(self, name: str, version: int, now: float) -> None:
+        """A partition was dropped."""
+        self._of.pop(name, None)
+        self._of[name] = (version, now + LATE_SECONDS)
+        while (oldest := next(iter(self._of))) and self._of[oldest][1] <= now:
+            del self._of[oldest]
+
+    def refuse_late(self, name: str, version: int, now: float) -> None:
+        """An order that is older than the drop would make a partition to which nothing leads."""
+        dropped, until = self._of.get(name, (-1, 0.0))
+        if version <= dropped and now < until:
+            raise StaleRoute(f"partition {name!r} was dropped by route {dropped}, this is of {version}")
 
 
 def checked(lps: Iterable[Lps]) -> LpSet:

@@ -69,4 +69,4 @@ def test_who_was_dropped_is_not_remembered_for_ever():
     make(node, 1)
     assert SUBJECT in node.broker.subjects
     drop(node, 2)
-    assert list(node.broker.dropped) == [SUBJECT]
+    assert len(node.broker.dropped) == 1

@@ -17,8 +17,8 @@ from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG
 
 MINUTES = 10
-#: Messages of each key in a second: 64 in all.
-BATCHES = 4
+#: Messages of each key in a second: 32 in all.
+BATCHES = 2
 KEYS = [f"k{n}" for n in range(16)]
 STUCK = KEYS[0]
 
