@@ -40,6 +40,16 @@ class _Failed(Exception):
     """The handler has failed."""
 
 
+class _ToldApp(plait.App):
+    """Knows whether it was told to stop."""
+
+    told = False
+
+    def _stop(self) -> None:
+        self.told = True
+        super()._stop()
+
+
 class Handler:
     """See the module."""
 
@@ -161,7 +171,7 @@ class Handler:
             handling.ack_ok(time.monotonic())
 
     async def _app(self) -> None:
-        app = plait.App(self._addresses, group=GROUP, client_id=self._name, limits=LIMITS)
+        app = _ToldApp(self._addresses, group=GROUP, client_id=self._name, limits=LIMITS)
 
         @app.subscriber(SUBJECT, ordered=True, concurrency=TASKS, retry=RETRY)
         async def handle(message: plait.Message) -> None:
@@ -178,9 +188,10 @@ class Handler:
         stopping.add_done_callback(lambda _: app.stop())
         try:
             await app.run()
-            # It heard the signal itself.
-            self._stop.set()
         finally:
+            if app.told:
+                # It heard the signal itself, which counts also where it could not tell the meta server that it leaves.
+                self._stop.set()
             self._hear_signal()
             stopping.cancel()
 
