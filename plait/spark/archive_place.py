@@ -19,14 +19,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from plait.client.spans import SHOWN_MAX, PartitionSpan, SpanRange
-from plait.errors import ArchiveError, InvalidArgument, SubjectNotFound
+from plait.client.spans import PartitionSpan, SpanRange
+from plait.errors import ArchiveError, InvalidArgument
 from plait.spark.archive_task import ArchiveTask, FilePart, reading
 from plait.spark.manifest import DIRECTORY, MESSAGES, Archive, ArchivedFile, Life, Manifest
 from plait.spark.offsets import report
 from plait.spark.options import ReadOptions
 from plait.storage import spans as arithmetic
-from plait.storage.chunks import CHUNK_SIZE, Wanted
+from plait.storage.chunks import CHUNK_SIZE, Wanted, check_names
 from plait.storage.consume_log import RECORD, Records
 from plait.storage.disk import RealDisk
 
@@ -96,9 +96,8 @@ class ArchivePlace:
         """The newest manifest; ``SubjectNotFound`` for a subject that was never archived."""
         if self._archive.numbers()[-1:] != [self._manifest.number]:
             manifest = self._archive.open()
-            _check_subjects(
-                self._options.path, self._wanted, sorted({file.subject for file in manifest.find(MESSAGES)})
-            )
+            there = {file.subject for file in manifest.find(MESSAGES)}
+            check_names(f"the archive {self._options.path}", self._wanted, there)
             self._manifest, self._parts = manifest, None
         return self._manifest
 
@@ -272,12 +271,3 @@ def _has_sequences(partitions: Mapping[str, tuple[int, int]], wanted: Wanted) ->
 
 def _between(keys: frozenset[str], first: str | None, last: str | None) -> bool:
     return first is not None and last is not None and any(first <= key <= last for key in keys)
-
-
-def _check_subjects(path: str, wanted: Wanted, known: Sequence[str]) -> None:
-    missing = sorted(wanted.subjects.difference(known))
-    missing += [f"{prefix}*" for prefix in wanted.prefixes if not any(name.startswith(prefix) for name in known)]
-    if missing:
-        more = "" if len(known) <= SHOWN_MAX else f" and {len(known) - SHOWN_MAX} more"
-        there = f"there are {', '.join(known[:SHOWN_MAX])}{more}" if known else "there are no subjects"
-        raise SubjectNotFound(f"subject {', '.join(map(repr, missing))} is not in the archive {path}; {there}")
