@@ -90,7 +90,8 @@ class Standing:
             await self._handlers.stop()
         if self._host is not None:
             await self._host.stop()
-        self._host = self._handlers = self._registrar = None
+        # The handlers stay: until the last connection is hung up they tell who asks that this is ending.
+        self._host = self._registrar = None
         if self._link is not None:
             self._link.abort()
 

@@ -13,6 +13,7 @@ import pytest
 
 import plait
 from plait.clock import ManualClock
+from plait.errors import Unavailable
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import KIB, MIB, ServerLimits
@@ -298,3 +299,15 @@ async def test_whoever_comes_while_the_server_stops_is_sent_away(serve: Serve, t
         await stopping
     # What asyncio lost sight of warns when it is collected.
     gc.collect()
+
+
+async def test_an_ordered_consumer_is_told_to_ask_again_while_its_node_stops(broker: EmbeddedBroker):
+    """The meta server ends before the last connection does: what comes between is no word of a broker without one."""
+    server = broker.server
+    async with Raw(server) as raw:
+        await raw.hello()
+        await server.cluster.stop()
+        for request in (m.Beat("c", [("orders", "g", True)], 0, 0.0), m.FindRoute("orders", True)):
+            with pytest.raises(Unavailable, match="this meta server is stopping"):
+                await raw.ask(request)
+    assert not server.broker.subjects
