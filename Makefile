@@ -13,6 +13,9 @@ SUITE  ?= all
 WORKERS ?= 2
 ARGS   ?=
 
+# Hundreds of processes are started; each would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: setup demo test test-deep bench lint servers clean
 
 setup: $(STAMP)

@@ -21,6 +21,7 @@ from plait.broker.config import BrokerConfig
 from plait.broker.recover import RecoveryReport
 from plait.cli.files import fit, raise_limit, segment_count
 from plait.cli.foreground import cannot_listen, check_free, is_about_port, say_ready, stop_on_signals
+from plait.cli.groups import Groups
 from plait.cli.options import duration_of, lease_of, size_of
 from plait.cli.output import words_of_size
 from plait.cli.pauses import keep_pauses_short
@@ -96,8 +97,13 @@ def _segment_size(text: str) -> int:
     return size
 
 
-async def run_broker(server: Server, data: Path, http: int | None, facts: str = "") -> int:
-    """Serve until a signal or a failure of storage; the exit code. ``facts`` go into the ready line."""
+async def run_broker(
+    server: Server, data: Path, http: int | None, facts: str = "", groups: Groups | None = None
+) -> int:
+    """Serve until a signal or a failure of storage, or of one of the ``groups`` beside it; the exit code.
+
+    ``facts`` go into the ready line.
+    """
     stop = stop_on_signals()
     config = server.config
     health = None if http is None else Health(server, http)
@@ -108,14 +114,22 @@ async def run_broker(server: Server, data: Path, http: int | None, facts: str = 
     if health is not None:
         await health.start()
     assert server.failed is not None
+    groups = groups or Groups(data, 1, ())
+    try:
+        await groups.start(server.address)
+    except BaseException:
+        await server.stop()
+        raise
     shown = f"{facts}data={shlex.quote(str(data))} flush={config.flush} epoch={report.epoch}"
     keep_pauses_short()
     say_ready(server.address, shown, "" if health is None else f" http=http://{server.host}:{health.port}/health")
-    stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait((stopping, server.failed), return_when=asyncio.FIRST_COMPLETED)
+    stopping, ended = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(groups.ended())
+    await asyncio.wait((stopping, ended, server.failed), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
+    ended.cancel()
     if health is not None:
         await health.stop()
+    await groups.stop()
     if not server.failed.done():
         log.info("draining")
         try:
@@ -125,6 +139,8 @@ async def run_broker(server: Server, data: Path, http: int | None, facts: str = 
         log.info("stopped")
     if server.failed.done():
         return await _abandon(server, server.failed.result())
+    if ended.done() and not ended.cancelled() and not stop.is_set():
+        raise ended.result()
     return 0
 
 

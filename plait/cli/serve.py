@@ -1,4 +1,4 @@
-"""``plait serve``: a node in the foreground, with a broker and a meta server in one process."""
+"""``plait serve``: a node in the foreground, with a broker and a meta server in one process, and more on request."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from plait.cli.foreground import DEFAULT_HOST, Host, LogLevel, Port, begin_log, check_port
+from plait.cli.groups import Groups, check_groups
 from plait.cli.loop import run_loop
 from plait.cli.options import Lease
 from plait.cli.running import (
@@ -38,6 +39,9 @@ def serve(
     dead_retention: DeadRetention = "30d",
     archive_before_delete: ArchiveBeforeDelete = False,
     lease: Lease = "10s",
+    groups: Annotated[
+        int, Parameter(help="Broker groups: each beyond the first is a process of its own, to use more cores.")
+    ] = 1,
     auto_create: Annotated[
         bool, Parameter(negative="--no-auto-create", help="Whether the first use of a subject creates it.")
     ] = True,
@@ -46,6 +50,7 @@ def serve(
     """Run a node on a data directory, until SIGTERM or Ctrl-C."""
     begin_log(log_level)
     check_port(port)
+    check_groups(data, groups)
     config = config_of(
         data,
         flush=flush,
@@ -58,4 +63,8 @@ def serve(
     )
     keep_buffers()
     server = Server(RealDisk(data), config, host=host, port=port, meta=database_in(data))
-    return run_loop(run_broker(server, data, http))
+    options = ["--host", host, "--flush", flush, "--segment-size", segment_size, "--retention", retention]
+    options += ["--dead-retention", dead_retention, "--lease", lease, "--log-level", log_level]
+    options += ["--archive-before-delete"] if archive_before_delete else []
+    facts = f"groups={groups} " if groups > 1 else ""
+    return run_loop(run_broker(server, data, http, facts, Groups(data, groups, options)))
