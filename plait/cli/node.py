@@ -79,7 +79,8 @@ class Child:
     async def stop(self) -> int:
         """Drain and end; its exit code. It is killed where it does not end in time."""
         process = self._process
-        assert process is not None
+        if process is None:
+            return 0
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)

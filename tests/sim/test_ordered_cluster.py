@@ -17,7 +17,7 @@ SEEDS = 5
 
 def survive(seed: int, *, affinity: bool = False) -> None:
     for each in range(seed, seed + SEEDS):
-        cluster = OrderedCluster(each, affinity=affinity)
+        cluster = OrderedCluster(each, affinity=affinity, seconds=5.0 + each % 3)
         cluster.run()
         assert len(cluster.senders.done) > 10
 
