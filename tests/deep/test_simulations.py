@@ -51,7 +51,7 @@ def shared_sync(seed: int, number: int) -> str:
 
 
 def ordered(seed: int, number: int) -> str:
-    seconds = 6.0 + number % 3
+    seconds = 4.0 + number % 4
     return outcome(f"OrderedCluster({seed + number}, {seconds=})", OrderedCluster(seed + number, seconds=seconds).run)
 
 
