@@ -13,6 +13,7 @@ import asyncio
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -54,6 +55,8 @@ AFTERMATH_SECONDS = 3 * LEASE_SECONDS
 #: What no wait takes; a machine under load is slow.
 DRAIN_SECONDS = 60.0
 LOOK_SECONDS = 0.05
+#: For consumers to tell what they wait for.
+TELL_SECONDS = 2.0
 
 
 class Fault(NamedTuple):
@@ -282,7 +285,13 @@ class Chaos:
                 # A busy machine is slow; what is stuck does not come at all.
                 deadline, before = time.monotonic() + DRAIN_SECONDS, len(left)
             if time.monotonic() > deadline:
-                raise AssertionError(f"{len(left)} messages do not come: {sorted(left)[:10]}\n{await self._state()}")
+                for consumer in self._consumers:
+                    # Its log is left behind.
+                    consumer.send(signal.SIGUSR1)
+                keys = {str(send.value): send.key for send in sends}
+                stuck = Counter(keys[f"{producer}:{number}"] for producer, number in left)
+                await asyncio.sleep(TELL_SECONDS)
+                raise AssertionError(f"{len(left)} messages do not come: {stuck}\n{await self._state()}")
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _state(self) -> str:

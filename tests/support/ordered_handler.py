@@ -8,14 +8,16 @@ There are three kinds: ``iterate`` with several tasks, ``fetch`` in batches, and
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import signal
 import sys
 import time
 
 import plait
+from plait.client.ordered_pull import OrderedPullClient
 from plait.errors import PlaitError
-from plait.frame.lp import lp_of_key
+from plait.frame.lp import lp_of_key, runs_of
 from plait.testing.history import Handling, History
 from tests.support.ordered_sender import LIMITS, SUBJECT
 from tests.support.sink import SinkClient
@@ -75,7 +77,30 @@ class Handler:
         watching.cancel()
 
     def _hear_signal(self) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop.add_signal_handler(signal.SIGUSR1, self._tell)
+
+    def _tell(self) -> None:
+        """What this consumer has and waits for, for whoever wonders why messages do not come."""
+        for client in [each for each in gc.get_objects() if isinstance(each, OrderedPullClient)]:
+            rights, pending = client.rights, client.settling._pending
+            facts = {
+                "attached": client.attached,
+                "retiring": client.retiring,
+                "wants": runs_of(client._wanted),
+                "has": runs_of(rights.open),
+                "again": runs_of(rights.again),
+                "valid": rights.valid(),
+                "asking": client._asking,
+                "early": len(client._early),
+                "pulls": client.pulls,
+                "room": client._feed.wanted(client),
+                "open": [(each.tag, each.states.tolist(), each.open_ranges()) for each in client.open],
+                "unsaid": pending.plain(),
+                "failing": [(len(each), each.known_at) for each in client._pending.failing],
+            }
+            print(f"{self._name} {client.partition}: {facts}", file=sys.stderr, flush=True)
 
     async def _watch(self) -> None:
         """Note when the process stood still, for whatever reason: that excuses what others did meanwhile."""
