@@ -56,8 +56,9 @@ class Members:
         self._affinity: Literal["key"] | None = "key" if affinity else None
         #: Everything is mended: nobody leaves any more, and nothing fails.
         self.settled = False
-        #: The highest epoch of each key of the strict subject, and of each place where rows without keys were handled.
-        self._epochs: dict[str | tuple[str, int], int] = {}
+        #: The highest epoch of each key of a subject that goes by its own lock, and of each lock of a partition under
+        #: which rows without keys were handled.
+        self._epochs: dict[tuple[str, str | int], int] = {}
         #: Keys of the other one some of whose messages went to another partition, as theirs could not be reached: they
         #: stand under other locks there, and nothing is promised of their order.
         self.moved: set[str] = set()
@@ -195,8 +196,8 @@ class Members:
             self._fence((str(message.partition), lock), message.epoch, fenced=fenced)
         else:
             lp = lp_of_key(key)
-            if self._in_order(message):
-                self._fence(key, message.epoch, fenced=fenced)
+            if self._ordered and (message.subject == STRICT or lock == lp):
+                self._fence((message.subject, key), message.epoch, fenced=fenced)
             elif lock != lp:
                 self.moved.add(key)
         if not fenced:
@@ -213,7 +214,7 @@ class Members:
             group=GROUP,
         )
 
-    def _fence(self, what: str | tuple[str, int], epoch: int, *, fenced: bool) -> None:
+    def _fence(self, what: tuple[str, str | int], epoch: int, *, fenced: bool) -> None:
         highest = self._epochs.get(what, 0)
         if fenced and epoch < highest:
             raise _Fenced
