@@ -95,13 +95,16 @@ class OrderedGroup(StrandFailures):
         return done
 
     def again(self) -> LpSet:
-        """Those that end here, were handed out up to there, and have rows left: letters that were sent again."""
+        """Those that end here and have rows left, as far as is known: who has heard that they were done is to know.
+
+        Letters that were sent again, or what a crash took back: what is handed out is not recorded.
+        """
         found = np.zeros(LOGICAL_PARTITIONS, bool)
         fences = self.partition.fences
         if fences is not None:
             for strand in self.strands:
-                if strand.key is None and (strand.returned or strand.waiting or strand.held):
-                    found |= strand.lps & (fences > 0) & (fences <= strand.next)
+                if not strand.parked:
+                    found |= strand.lps & (fences > strand.floor)
         return found
 
     def _leave(self, journal: Journal) -> None:

@@ -44,7 +44,7 @@ class Report(NamedTuple):
     #: Hashes of keys that are parked there, and of those that are so only because they were told to be.
     parked: frozenset[int]
     inherited: frozenset[int]
-    #: What was done and has rows again.
+    #: What ends there and has rows left, or has some again.
     again: LpSet
 
     @property
@@ -73,7 +73,7 @@ class Rights:
         self.epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
         #: Up to which sequence each is done here, as far as the route led on from there.
         self.done: Numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: Those of them that have rows again: dead letters that were sent once more.
+        #: Those of them that have rows all the same: dead letters that were sent once more, or what a crash took back.
         self.again = no_lps()
         #: Hashes of keys that are parked here, and of those that are so only because they are where they were before.
         self.parked: frozenset[int] = frozenset()

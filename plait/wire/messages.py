@@ -256,8 +256,8 @@ class Leased(Message, frozen=True):
     of it is handed out, what is not begun is to be given back, and with the last ack it is gone. ``drained``: all of it
     is done up to where it is wanted, but for keys whose hashes are in ``parked``. ``inherited`` are those of them that
     are parked only because somebody said that they are where their rows were before. ``again``, wanted or not: these
-    were done up to where they end here, and have rows once more. ``refused``: somebody else has been there with that
-    epoch, ask the meta server again.
+    end here and have rows left below that, whatever was said before. ``refused``: somebody else has been there with
+    that epoch, ask the meta server again.
     """
 
     KIND: ClassVar[int] = 28

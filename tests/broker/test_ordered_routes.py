@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from plait.broker import sealing
-from plait.frame.lp import lp_of_key
+from plait.frame.lp import lp_of_key, lp_set
+from plait.retry import Retry
 from plait.storage.catalog import SubjectSettings
 from tests.broker.ordered_node import SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
@@ -120,3 +121,54 @@ def test_a_lock_that_comes_later_goes_as_far_as_it_was_asked_for_before():
     assert [row.body for row in second.pull_all()] == [b"0"]
     second.lease([(0, 1024, 2)], route=moving.version)
     assert [row.body for row in second.pull_all()] == [b"1"]
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_a_letter_that_is_sent_again_where_everything_was_done_is_told_to_who_has_moved_on(crash: bool):
+    """After a crash the partition does not know any more how far it had come where there were no rows of the key."""
+    node = Node()
+    make_subject(node, order="best_tried")
+    keyed(node, Producer(5), [("a", b"1"), ("b", b"2"), ("b", b"3")])
+    sealing.seal(node.broker, SUBJECT, [(0, 1024)], 2, lambda _: None)
+    node.turn()
+    owner, other = Owner(node, "c1", retry=Retry(attempts=1)), Owner(node, "c2")
+    owner.lease([(LP, LP + 1, 1, 3)])
+    other.lease([(0, LP, 1, 3), (LP + 1, 1024, 1, 3)])
+    owner.pull_all()
+    other.pull_all()
+    owner.nack(owner.first_of("a"), None)
+    other.ack(*other.rows)
+    leased = owner.lease()
+    assert (leased.drained, leased.again) == ([(LP, LP + 1)], [])
+    owner.lease([])
+    if crash:
+        node = owner.node = node.killed()
+        owner.attach()
+        # Until others that had locks must have been heard of.
+        node.later(30)
+    assert owner.group.revived(0, 1, node.broker) == 1
+    node.turn()
+    assert lp_set(owner.lease([]).again)[LP]
+    owner.lease([(LP, LP + 1, 1, 3)])
+    assert [row.body for row in owner.pull_all()] == [b"1"]
+    owner.ack(*owner.rows)
+    assert owner.lease().drained == [(LP, LP + 1)]
+    assert not lp_set(owner.lease([]).again)[LP]
+
+
+def test_what_a_loss_of_power_took_back_is_told_to_who_has_moved_on():
+    node = Node()
+    make_subject(node)
+    keyed(node, Producer(5), [("a", b"1")])
+    sealing.seal(node.broker, SUBJECT, [(0, 1024)], 2, lambda _: None)
+    node.turn()
+    node.sync()
+    owner = Owner(node, "c1")
+    owner.lease([(0, 1024, 1, 1)])
+    owner.pull_all()
+    owner.ack(*owner.rows)
+    assert owner.lease().drained == [(0, 1024)]
+    owner.lease([])
+    node = owner.node = node.power_lost()
+    owner.attach()
+    assert owner.lease([]).again == [(0, 1024)]
