@@ -65,6 +65,8 @@ class Settling:
         #: Frames with rows that were acked or nacked and not collected.
         self._unsent: dict[Delivered, None] = {}
         self._pending: Pending = PlainPending() if pending is None else pending
+        #: What is being said.
+        self._saying: Pending | None = None
         self._task: asyncio.Task[None] | None = None
         self._scheduled = False
         #: Words of other threads: a row, and how it failed; None: it is done.
@@ -115,8 +117,8 @@ class Settling:
     @property
     def unsent(self) -> list[EpochRange]:
         """Rows that were spoken of, which the broker does not know: until then nobody else may get them."""
-        acks, nacks = self._pending.plain()
-        return [*acks, *(piece for ranges in nacks.values() for piece in ranges)]
+        words = [self._pending.plain()] if self._saying is None else [self._saying.plain(), self._pending.plain()]
+        return [piece for acks, nacks in words for ranges in (acks, *nacks.values()) for piece in ranges]
 
     # --- words on rows --------------------------------------------------------------------------
 
@@ -190,21 +192,28 @@ class Settling:
                 # Sent after the next attach.
                 self._keep()
                 break
-            saying = self._pending.take()
+            saying, session = self._pending.take(), self._session
+            self._saying = saying
             try:
                 # Failures first: a success must never be known before the failures that came with it.
-                await self._tell_failures(link, saying)
-                acks = saying.ack(self._session)
+                await self._tell_failures(link, session, saying)
+                acks = saying.ack(session)
                 if acks is not None:
                     await link.request(acks)
                 self._listener.told()
             except BaseException as error:
+                self._saying = None
+                if session != self._session:
+                    # There is another session already, where its words mean something else.
+                    saying.new_session()
                 # Also when close gives up on an answer: what the broker may not know is said again.
                 self._pending.give_back(saying)
                 self._keep()
                 if not isinstance(error, PlaitError):
                     raise
                 if isinstance(error, Unavailable | StaleSession):
+                    if session != self._session:
+                        continue
                     self._listener.lost(stale=isinstance(error, StaleSession))
                     break
                 if not error.retryable:
@@ -212,14 +221,16 @@ class Settling:
                     self._listener.failed(error)
                     break
                 await asyncio.sleep(self._limits.reconnect_max_seconds)
+            else:
+                self._saying = None
 
-    async def _tell_failures(self, link: Link, saying: Pending) -> None:
+    async def _tell_failures(self, link: Link, session: int, saying: Pending) -> None:
         """Send them all; what the broker has is taken out. Raises the first error, once all answers are in."""
         ways = saying.failures()
         for at in range(0, len(ways), REQUESTS_MAX):
             some = ways[at : at + REQUESTS_MAX]
             answers = await asyncio.gather(
-                *(link.request(saying.nack(self._session, failed)) for failed in some), return_exceptions=True
+                *(link.request(saying.nack(session, failed)) for failed in some), return_exceptions=True
             )
             for failed, answer in zip(some, answers, strict=True):
                 if not isinstance(answer, BaseException):

@@ -1,0 +1,105 @@
+"""Words on rows that are on their way while the session changes: they mean the same rows in the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from plait.client.ordered_buffer import OrderedBuffer
+from plait.client.ordered_delivered import OrderedDelivered
+from plait.client.rights import Rights
+from plait.client.settling import Settling
+from plait.client.tagged import TaggedPending
+from plait.client.types import PartitionName
+from plait.client.words import Failed
+from plait.clock import ManualClock
+from plait.errors import PlaitError, StaleSession
+from plait.frame import FrameView, build_frame
+from plait.frame.header import pack_stamp
+from plait.frame.slicing import slice_mask
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+
+EPOCH = 3
+
+
+class Wire:
+    """A link whose answers the test gives."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, asyncio.Future[Any]]] = []
+
+    async def request(self, message: Any) -> Any:
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.asked.append((message, future))
+        return await future
+
+    async def next(self) -> tuple[Any, asyncio.Future[Any]]:
+        async with asyncio.timeout(10):
+            while not self.asked:  # noqa: ASYNC110 - what asks is the code under test
+                await asyncio.sleep(0)
+        return self.asked.pop(0)
+
+
+class Nobody:
+    """Hears what becomes of the rows."""
+
+    losses = 0
+
+    def settled(self, delivered: Any) -> None: ...
+
+    def progressed(self) -> None: ...
+
+    def told(self) -> None: ...
+
+    def lost(self, *, stale: bool) -> None:
+        self.losses += 1
+
+    def failed(self, error: PlaitError) -> None:
+        raise error
+
+
+def every_other_row(owner: Settling) -> OrderedDelivered:
+    """Sequences 100, 102, 104, 106 and 108: what is between them is elsewhere."""
+    parts = build_frame([b"%d" % n for n in range(10)], producer=1, first=1)
+    parts.stamp_with(pack_stamp(1, 100, 0, 0, EPOCH))
+    mask: Any = [number % 2 == 0 for number in range(10)]
+    frame = FrameView(slice_mask(FrameView(parts.tobytes()), mask).tobytes())
+    delivered = OrderedDelivered(frame, "s", PartitionName("s", "g"), owner, [(100, 110, 1)])
+    delivered.hands, delivered.rights, delivered.tag = OrderedBuffer(lambda: None), Rights(ManualClock()), 7
+    return delivered
+
+
+async def test_what_was_being_said_when_the_session_changed_is_said_again_of_just_those_rows():
+    frames: list[OrderedDelivered] = []
+    listener = Nobody()
+    settling = Settling(listener, ClientLimits(), None, TaggedPending(lambda: frames, lambda: 0))
+    settling.open(asyncio.get_running_loop())
+    first, second = Wire(), Wire()
+    settling.attached(first, 1)  # type: ignore[arg-type]
+    delivered = every_other_row(settling)
+    frames.append(delivered)
+    settling.settle_soon(delivered)
+    delivered.ack_row(0)
+    delivered.ack_row(1)
+    delivered.nack_rows(slice(3, 4), Failed(5.0))
+    nack, answer = await first.next()
+    # Under its tag a row reaches to the next one of its frame.
+    assert (nack.session, nack.ranges, nack.tags) == (1, [(106, 108, EPOCH)], [7])
+    # Until the broker knows, nobody else may get them.
+    assert sorted(settling.unsent) == [(100, 101, EPOCH), (102, 103, EPOCH), (106, 107, EPOCH)]
+    delivered.tag = 0
+    settling.attached(second, 2)  # type: ignore[arg-type]
+    answer.set_exception(StaleSession("given up"))
+    nack, answer = await second.next()
+    assert (nack.session, nack.ranges, nack.tags) == (2, [(106, 107, EPOCH)], [0])
+    answer.set_result(m.Done())
+    ack, answer = await second.next()
+    assert (ack.session, ack.ranges, ack.tags) == (2, [(100, 101, EPOCH), (102, 103, EPOCH)], [0, 0])
+    answer.set_result(m.Done())
+    await settling.flush()
+    assert listener.losses == 0
+    assert settling.unsent == []
+    await settling.close()
