@@ -9,8 +9,8 @@ PIP    := $(PY) -m pip install --disable-pip-version-check --constraint constrai
 STAMP  := $(VENV)/.plait-setup
 EXTRAS := spark,postgres,dev
 SUITE  ?= all
-# Processes that share the tests.
-WORKERS ?= 2
+# Processes that share the tests: one more than two cores, as some of them wait.
+WORKERS ?= 3
 ARGS   ?=
 
 # Hundreds of processes are started; each would compile the package anew.

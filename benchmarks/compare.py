@@ -67,13 +67,15 @@ def main() -> int:
     parser.add_argument("revision", help="the commit to compare with")
     parser.add_argument("--rounds", type=int, default=17)
     parser.add_argument("--share", type=float, default=1.0, help="share of the messages: less is quicker and noisier")
+    parser.add_argument("--only", choices=WORKLOADS, nargs="+", default=list(WORKLOADS), help="some of the workloads")
     parser.add_argument("--json", type=Path, help="a file for the figures")
     arguments = parser.parse_args()
     results: list[Result] = []
     with ExitStack() as stack:
         before = stack.enter_context(checkout(arguments.revision))
         now, then = Side(ROOT, stack), Side(before, stack)
-        for work, (full, waiting) in WORKLOADS.items():
+        for work in arguments.only:
+            full, waiting = WORKLOADS[work]
             count = max(int(full * arguments.share), 64)
             ratios = []
             for number in range(arguments.rounds + 1):

@@ -177,7 +177,9 @@ class Keeper:
     async def _part_with(self, wanted: set[tuple[str, ...]]) -> None:
         """Links that nobody needs any more are closed."""
         for addresses in [addresses for addresses in self._nodes if addresses not in wanted]:
-            await self._nodes.pop(addresses).close()
+            # It is known until it is closed: the end of the thread may come between.
+            await self._nodes[addresses].close()
+            del self._nodes[addresses]
 
     def _node(self, addresses: tuple[str, ...]) -> Node:
         node = self._nodes.get(addresses)

@@ -121,6 +121,25 @@ async def test_one_session_that_is_over_does_not_cost_the_others(broker: Embedde
         await keeper.close()
 
 
+async def test_a_link_that_is_being_parted_with_when_the_end_comes_is_closed(broker: EmbeddedBroker) -> None:
+    async with broker.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
+        rights = lease_of(consumer).rights
+        holder = Recorded(Lease((broker.address,), rights.session, rights.token, 0.01))
+        keeper = Keeper("a", client.limits, ManualClock(), Quiet(), SameLoop)  # type: ignore[arg-type]
+        keeper._holders[holder] = None
+        running = asyncio.ensure_future(keeper._run())
+        await until(lambda: holder.told)
+        [node] = keeper._nodes.values()
+        link = node.link
+        assert link is not None
+        keeper.remove(holder)
+        await until(lambda: node.closed is not None)
+        assert not link.closed
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert link.closed
+
+
 async def test_heartbeats_leave_from_elsewhere_when_the_loop_is_busy() -> None:
     with EmbeddedBroker(config=SHORT) as broker:
         limits = plait.ClientLimits(heartbeat_seconds=0.1)
