@@ -66,13 +66,25 @@ class OrderedBuffer:
         return sum(int(mask.sum()) for _, mask in self._free())
 
     def take(self, count: int) -> list[Piece]:
-        """Up to so many rows, which are the user's now; those of one key in their order."""
+        """Up to so many rows, which are the user's now; those of one key in their order, and of one partition.
+
+        What is behind a row that failed comes again by itself, and may be left as it is: another partition's would not.
+        """
         self._start_over()
         pieces: list[Piece] = []
+        several = self._have_several()
+        given: dict[Rights, list[Hashes]] = {}
         for delivered, mask in self._free():
+            if several and delivered.keys is not None and delivered.keyed is not None:
+                for keys in [
+                    keys for rights, parts in given.items() if rights is not delivered.rights for keys in parts
+                ]:
+                    mask &= ~(np.isin(delivered.keys, keys) & delivered.keyed)
             rows = np.flatnonzero(mask)[:count]
             if not len(rows):
                 continue
+            if several and delivered.keys is not None and delivered.keyed is not None:
+                given.setdefault(delivered.rights, []).append(delivered.keys[rows][delivered.keyed[rows]])
             breaks = np.flatnonzero(np.diff(rows) != 1) + 1
             pieces += [(delivered, int(run[0]), int(run[-1]) + 1) for run in np.split(rows, breaks)]
             self._hand(delivered, rows, BATCHED)
@@ -207,6 +219,11 @@ class OrderedBuffer:
 
     def _rights(self) -> set[Rights]:
         return {delivered.rights for delivered in self._frames}
+
+    def _have_several(self) -> bool:
+        """Some key's rows may be here from several partitions: where an older one has rows left, or again."""
+        rights = self._rights()
+        return len(rights) > 1 and bool((np.sum([each.open for each in rights], axis=0) > 1).any())
 
     def _nothing_in_hands(self) -> bool:
         return not self._alone and not len(self._busy_batched())

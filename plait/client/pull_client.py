@@ -215,7 +215,8 @@ class PullClient:
         holds = [piece for delivered in self.open for piece in delivered.open_ranges()]
         holds += self.settling.unsent
         terms = self._terms
-        attached: m.Attached = await link.request(
+        attached = await _attach(
+            link,
             m.Attach(
                 self.partition.name,
                 terms.group,
@@ -227,7 +228,7 @@ class PullClient:
                 terms.retry,
                 terms.ordered,
                 terms.affinity,
-            )
+            ),
         )
         if self._partition_id not in (0, attached.partition):
             self._forget_all()
@@ -423,6 +424,23 @@ class PullClient:
     def failed(self, error: PlaitError) -> None:
         """Nothing can be settled any more."""
         self._feed.failed(error)
+
+
+async def _attach(link: Link, attach: m.Attach) -> m.Attached:
+    """Ask for a session. Who does not wait for it any more leaves none behind: it would be in its own way next time."""
+    future: asyncio.Future[m.Attached] = asyncio.get_running_loop().create_future()
+
+    def answered(answer: Any, _: memoryview, error: PlaitError | None) -> None:
+        if future.done():
+            if error is None and not link.closed:
+                link.call(m.Detach(answer.session), _ignore)
+        elif error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)
+
+    link.call(attach, answered)
+    return await future
 
 
 def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:

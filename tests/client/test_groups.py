@@ -9,7 +9,9 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from tests.client.support import fetch_all, lose, numbers, send, until
+from plait.wire import messages as m
+from plait.wire.dial import Link
+from tests.client.support import PATIENCE_SECONDS, fetch_all, lose, numbers, send, until
 
 
 async def test_every_group_has_its_own_progress(client: plait.Client) -> None:
@@ -255,3 +257,33 @@ async def test_what_was_handed_out_at_most_once_survives_a_long_absence_of_the_b
             await until(lambda: consumer._clients[0].attached)
             rest = [await anext(consumer) for _ in range(19)]
     assert numbers([first, *rest]) == list(range(20))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_an_open_that_is_given_up_while_the_broker_attaches_leaves_no_member(
+    client: plait.Client, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    await send(client, 1)
+    asked = asyncio.Event()
+    call = Link.call
+
+    def spy(self: Link, message: Any, *arguments: Any) -> None:
+        call(self, message, *arguments)
+        if isinstance(message, m.Attach):
+            asked.set()
+
+    monkeypatch.setattr(Link, "call", spy)
+    given_up = client.consumer("s", group="g", ordered=ordered)
+    opening = asyncio.ensure_future(given_up.__aenter__())
+    await asked.wait()
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
+
+    async def members() -> list[Any]:
+        return [each for info in await client.admin.groups("s") for each in info.consumers if each.online]
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await members():  # noqa: ASYNC110 - nobody tells of members that leave
+            await asyncio.sleep(0.01)
+    async with client.consumer("s", group="g", ordered=ordered) as consumer:
+        assert numbers(await consumer.fetch(1, wait=PATIENCE_SECONDS)) == [0]

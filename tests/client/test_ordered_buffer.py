@@ -48,13 +48,23 @@ class Bench:
     def _free(self) -> None:
         self.freed += 1
 
-    def arrive(self, hashes: list[int], *, base: int | None = None, tag: int = 1) -> OrderedDelivered:
+    def elsewhere(self, lps: tuple[int, int]) -> Rights:
+        """Locks that the consumer has on another partition."""
+        rights = Rights(self.clock)
+        rights.attached(m.Attached(2, 2, "s", "g", 1, 10.0, 1))
+        some = lp_set([lps])
+        rights.granted(m.Leased(10.0, 1, [(*lps, 5)]), self.clock.monotonic(), some, NO_END, some)
+        return rights
+
+    def arrive(
+        self, hashes: list[int], *, base: int | None = None, tag: int = 1, rights: Rights | None = None
+    ) -> OrderedDelivered:
         """A frame with rows of these keys."""
         start = self.next if base is None else base
         bodies = [b"%d" % n for n in range(start, start + len(hashes))]
         view = Draft(bodies, keys=[b"k"] * len(hashes), key_hashes=hashes, base=start).view()
         delivered = OrderedDelivered(view, "s", PLACE, self, [(start, start + len(hashes), 1)])  # type: ignore[arg-type]
-        delivered.rights, delivered.hands, delivered.tag = self.rights, self.buffer, tag
+        delivered.rights, delivered.hands, delivered.tag = rights or self.rights, self.buffer, tag
         self.next = max(self.next, start + len(hashes))
         self.open[delivered] = None
         self.buffer.append(delivered)
@@ -92,6 +102,28 @@ def take(bench: Bench) -> int | None:
 
 
 A, B = KEYS[1], KEYS[2]
+
+
+def test_a_batch_has_the_rows_of_a_key_from_one_partition_only() -> None:
+    """Where an older partition has rows again: what a user leaves behind one that failed comes again only there."""
+    bench = Bench()
+    bench.arrive([A, B, A])
+    bench.arrive([A, KEYS[3], B, int(NO_KEY_HASH)], rights=bench.elsewhere((0, 1024)))
+    bench.arrive([A, B])
+    first = bench.buffer.take(10)
+    assert numbers(first) == [0, 1, 2, 4, 6, 7, 8]
+    ack_pieces(first)
+    bench.gather()
+    assert numbers(bench.buffer.take(10)) == [3, 5]
+
+
+def test_partitions_with_locks_of_their_own_are_not_looked_at_for_that() -> None:
+    bench = Bench()
+    bench.arrive([A, B])
+    bench.rights.give_up(lp_set([(512, 1024)]))
+    bench.arrive([KEYS[3], KEYS[4]], rights=bench.elsewhere((512, 1024)))
+    assert not bench.buffer._have_several()
+    assert numbers(bench.buffer.take(10)) == [0, 1, 2, 3]
 
 
 def test_iteration_passes_over_keys_in_hands_and_comes_back_to_them() -> None:
