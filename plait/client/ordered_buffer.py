@@ -25,6 +25,8 @@ class OrderedBuffer:
 
     def __init__(self, freed: Callable[[], None]) -> None:
         self._freed = freed
+        #: A row that fails holds its key.
+        self.strict = False
         #: Frames with rows that wait, in the order of their arrival.
         self._frames: dict[OrderedDelivered, None] = {}
         self._arrivals = 0
@@ -66,9 +68,10 @@ class OrderedBuffer:
         return sum(int(mask.sum()) for _, mask in self._free())
 
     def take(self, count: int) -> list[Piece]:
-        """Up to so many rows, which are the user's now; those of one key in their order, and of one partition.
+        """Up to so many rows, which are the user's now; those of one key in their order.
 
-        What is behind a row that failed comes again by itself, and may be left as it is: another partition's would not.
+        In a strict group these are of one partition: what is behind a row that failed comes again by itself, and may be
+        left as it is; another partition's would not.
         """
         self._start_over()
         pieces: list[Piece] = []
@@ -222,7 +225,7 @@ class OrderedBuffer:
 
     def _have_several(self) -> bool:
         """Some key's rows may be here from several partitions: where an older one has rows left, or again."""
-        rights = self._rights()
+        rights = self._rights() if self.strict else ()
         return len(rights) > 1 and bool((np.sum([each.open for each in rights], axis=0) > 1).any())
 
     def _nothing_in_hands(self) -> bool:

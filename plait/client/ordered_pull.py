@@ -212,7 +212,7 @@ class OrderedPullClient(PullClient):
         for delivered in self.open:
             assert isinstance(delivered, OrderedDelivered)
             delivered.tag = 0
-        self._pending.strict = attached.strict
+        self._pending.strict = self._buffer.strict = attached.strict
         self.rights.attached(attached)
         self._asking = False
         self._early = []
