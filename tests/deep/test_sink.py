@@ -13,7 +13,6 @@ from tests.support.sink_chaos import SinkChaos
 
 
 @pytest.mark.deep("spark")
-@pytest.mark.timeout(600)
 def test_streams_whose_drivers_and_brokers_are_killed_write_every_message_once(
     tmp_path: Path, seed: int, cycles: Cycles
 ):
