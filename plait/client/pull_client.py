@@ -430,17 +430,27 @@ async def _attach(link: Link, attach: m.Attach) -> m.Attached:
     """Ask for a session. Who does not wait for it any more leaves none behind: it would be in its own way next time."""
     future: asyncio.Future[m.Attached] = asyncio.get_running_loop().create_future()
 
+    def leave(session: int) -> None:
+        if not link.closed:
+            link.call(m.Detach(session), _ignore)
+
     def answered(answer: Any, _: memoryview, error: PlaitError | None) -> None:
         if future.done():
-            if error is None and not link.closed:
-                link.call(m.Detach(answer.session), _ignore)
+            if error is None:
+                leave(answer.session)
         elif error is not None:
             future.set_exception(error)
         else:
             future.set_result(answer)
 
     link.call(attach, answered)
-    return await future
+    try:
+        return await future
+    except asyncio.CancelledError:
+        if not future.cancelled() and future.exception() is None:
+            # It came in the same moment.
+            leave(future.result().session)
+        raise
 
 
 def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:

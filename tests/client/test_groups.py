@@ -260,16 +260,24 @@ async def test_what_was_handed_out_at_most_once_survives_a_long_absence_of_the_b
 
 
 @pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("answered", [False, True])
 async def test_an_open_that_is_given_up_while_the_broker_attaches_leaves_no_member(
-    client: plait.Client, monkeypatch: pytest.MonkeyPatch, ordered: bool
+    client: plait.Client, monkeypatch: pytest.MonkeyPatch, ordered: bool, answered: bool
 ) -> None:
+    """Before the answer came, or in the moment when it did."""
     await send(client, 1)
     asked = asyncio.Event()
     call = Link.call
 
-    def spy(self: Link, message: Any, *arguments: Any) -> None:
-        call(self, message, *arguments)
-        if isinstance(message, m.Attach):
+    def spy(self: Link, message: Any, reply: Any, *arguments: Any) -> None:
+        def told(*answer: Any) -> None:
+            reply(*answer)
+            if answered:
+                opening.cancel()
+                asked.set()
+
+        call(self, message, told if isinstance(message, m.Attach) else reply, *arguments)
+        if isinstance(message, m.Attach) and not answered:
             asked.set()
 
     monkeypatch.setattr(Link, "call", spy)
