@@ -13,7 +13,7 @@ import pytest
 
 from plait.errors import DataDirError
 from plait.storage import disk as disk_module
-from plait.storage.disk import IOV_MAX, Buffer, RealDisk
+from plait.storage.disk import IOV_MAX, WRITE_SIZE, Buffer, RealDisk
 
 
 @contextmanager
@@ -46,6 +46,29 @@ def test_short_writes_are_continued_where_they_stopped(tmp_path: Path, monkeypat
     assert file.write(buffers, 2) == len(b"".join(buffers))
     file.close()
     assert (tmp_path / "a").read_bytes() == b"\0\0" + b"".join(buffers)
+
+
+@pytest.mark.parametrize("offset", [0, 1, WRITE_SIZE - 1, WRITE_SIZE])
+def test_large_writes_are_made_in_pieces_that_end_at_multiples_of_their_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offset: int
+):
+    calls: list[tuple[int, int]] = []
+    whole = os.pwritev
+
+    def counted(fd: int, buffers: Sequence[Buffer], at: int) -> int:
+        calls.append((at, sum(map(len, buffers))))
+        return whole(fd, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", counted)
+    buffers = [bytes([number]) * size for number, size in enumerate((7, WRITE_SIZE, 0, 3 * WRITE_SIZE + 5, 100))]
+    file = RealDisk(tmp_path).open("a", create=True)
+    assert file.write(buffers, offset) == sum(map(len, buffers))
+    file.close()
+    assert (tmp_path / "a").read_bytes() == bytes(offset) + b"".join(buffers)
+    ends = [at + size for at, size in calls]
+    assert [at for at, _ in calls] == [offset, *ends[:-1]]
+    assert all(end % WRITE_SIZE == 0 for end in ends[:-1])
+    assert max(size for _, size in calls) <= WRITE_SIZE
 
 
 def test_a_disk_that_accepts_no_bytes_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
