@@ -17,7 +17,9 @@ import errno
 import fcntl
 import mmap
 import os
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -118,26 +120,25 @@ class Disk(Protocol):
         ...
 
 
-def _pieces(buffers: Sequence[Buffer], offset: int) -> Iterator[list[Buffer]]:
-    """What each system call is to write: as many buffers as it takes, up to the file's next multiple of a piece."""
-    piece: list[Buffer] = []
-    room = WRITE_SIZE - offset % WRITE_SIZE
-    for buffer in buffers:
-        size = len(buffer)
-        if size >= room:
-            view = memoryview(buffer)
-            while len(view) >= room:
-                yield [*piece, view[:room]]
-                piece, view, room = [], view[room:], WRITE_SIZE
-            buffer, size = view, len(view)
-        if size:
-            piece.append(buffer)
-            room -= size
-        if len(piece) == IOV_MAX:
-            yield piece
-            piece = []
-    if piece:
-        yield piece
+def _pieces(buffers: Sequence[Buffer], offset: int) -> Iterator[tuple[list[Buffer], int]]:
+    """What each system call is to write, and its size: of much, up to the file's next multiple of a piece."""
+    size = sum(map(len, buffers))
+    if size <= WRITE_SIZE and len(buffers) <= IOV_MAX:
+        yield list(buffers), size
+        return
+    ends = list(accumulate(map(len, buffers)))
+    start = first = 0
+    while start < size:
+        end = min(start + WRITE_SIZE - (offset + start) % WRITE_SIZE, size)
+        last = min(bisect_left(ends, end, first), first + IOV_MAX - 1)
+        end = min(end, ends[last])
+        piece: list[Buffer] = list(buffers[first : last + 1])
+        if end < ends[last]:
+            piece[-1] = memoryview(piece[-1])[: end - ends[last]]
+        if done := start - ends[first] + len(buffers[first]):
+            piece[0] = memoryview(piece[0])[done:]
+        yield piece, end - start
+        start, first = end, last + (ends[last] == end)
 
 
 class RealFile:
@@ -158,17 +159,17 @@ class RealFile:
             # pwritev takes -1 for "wherever the file position is" and would write there.
             raise OSError(errno.EINVAL, f"cannot write at offset {offset}")
         start = offset
-        for piece in _pieces(buffers, offset):
-            while piece:
-                wanted = sum(map(len, piece))
+        for piece, wanted in _pieces(buffers, offset):
+            while wanted:
                 written = os.pwritev(self._fd, piece, offset)
                 offset += written
                 if written:
                     # At once: the next call may fail, and the file has grown all the same.
                     self._size = max(self._size, offset)
-                if written == wanted:
+                wanted -= written
+                if not wanted:
                     break
-                if written == 0:
+                if not written:
                     raise OSError(errno.EIO, "the disk accepted no bytes")
                 while written >= len(piece[0]):
                     written -= len(piece.pop(0))

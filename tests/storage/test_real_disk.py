@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plait.errors import DataDirError
 from plait.storage import disk as disk_module
@@ -46,6 +49,23 @@ def test_short_writes_are_continued_where_they_stopped(tmp_path: Path, monkeypat
     assert file.write(buffers, 2) == len(b"".join(buffers))
     file.close()
     assert (tmp_path / "a").read_bytes() == b"\0\0" + b"".join(buffers)
+
+
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 40), st.integers(0, WRITE_SIZE // 64), st.integers(0, 3 * WRITE_SIZE)), max_size=8
+    ),
+    st.integers(0, 2 * WRITE_SIZE),
+    st.booleans(),
+)
+def test_whatever_is_written_is_what_was_given(sizes: list[int], offset: int, many: bool):
+    buffers = [bytes([number % 251]) * size for number, size in enumerate([*sizes, *[1, 0] * (many * IOV_MAX)])]
+    with tempfile.TemporaryDirectory() as directory:
+        file = RealDisk(directory).open("a", create=True)
+        assert file.write(buffers, offset) == sum(map(len, buffers))
+        file.close()
+        written = Path(directory, "a").read_bytes()
+    assert written == (bytes(offset) + b"".join(buffers) if any(buffers) else b"")
 
 
 @pytest.mark.parametrize("offset", [0, 1, WRITE_SIZE - 1, WRITE_SIZE])
