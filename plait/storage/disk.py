@@ -29,7 +29,7 @@ from plait.limits import KIB
 #: pwritev takes at most this many buffers a call (Linux IOV_MAX).
 IOV_MAX = 1024
 #: Bytes that one call writes. For larger ones Linux takes its cache in blocks of megabytes. In a virtual machine that
-#: gives free memory back these are what the host has to find first: 3 to 10 ms a MiB, against 0.2 (docs/adr/0017).
+#: gives free memory back these are what the host has to find first: 5 to 9 ms a MiB, against 0.2 (docs/adr/0017).
 WRITE_SIZE = 128 * KIB
 #: Asking a file system for more pieces of a file than this takes longer than reading it.
 DATA_PIECES_MAX = 1000
@@ -142,7 +142,7 @@ def _pieces(buffers: Sequence[Buffer], offset: int) -> Iterator[tuple[list[Buffe
 
 
 class RealFile:
-    """A file of the machine; every call is one or two system calls."""
+    """A file of the machine; every call is one or two system calls, but for large writes."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
