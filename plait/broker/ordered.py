@@ -219,7 +219,7 @@ class OrderedGroup(StrandFailures):
                 send(waiter, delivery)
 
     def _take_key(self, strand: Strand, taking: Taking, journal: Journal) -> None:
-        rows = taking.rows
+        rows, before = taking.rows, -1
         taking.limit(KEY_ROWS_MAX)
         while taking.more:
             if strand.returned:
@@ -230,12 +230,11 @@ class OrderedGroup(StrandFailures):
             if attempt:
                 # What failed goes alone.
                 taking.limit(0 if strand.held else 1)
-            if start >= end or not taking.more:
+            # Each piece begins behind the one before: where nothing was taken there is nothing to be had.
+            if not before < start < end or not taking.more:
                 break
-            looked = taking.looked
             self._serve([strand], start, end, attempt, taking, journal)
-            if taking.looked == looked and strand.returned and strand.returned.head().start == start:
-                break
+            before = start
         taking.rows = rows
 
     def _at_limit_of(self, strand: Strand) -> bool:
@@ -248,7 +247,7 @@ class OrderedGroup(StrandFailures):
         )
 
     def _serve_again(self, strands: list[Strand], taking: Taking, journal: Journal) -> bool:
-        """Hand out what came back to strands, as far as it lies in the frame of the lowest row; False: there is none.
+        """Hand out what came back to strands, as far as it lies in the frame of the lowest row; False: none went out.
 
         Rows of many strands that lie in one frame go out as one piece, under a tag of its own: others may lie between
         them that are in hands already.
@@ -263,6 +262,7 @@ class OrderedGroup(StrandFailures):
         lead = min(ready, key=lambda strand: strand.returned.first)
         start, end, attempt = lead.returned.head()
         found = next(self._walk(journal, start, lead.until(end), again=attempt > 0), None)
+        taking.looked += 1
         if found is None or found.first > start:
             # It was kept, and is not any more.
             lead.settled(start, lead.until(end) if found is None else found.first)
@@ -305,9 +305,7 @@ class OrderedGroup(StrandFailures):
             except FrameError:
                 rows = rows[:0]
             else:
-                if delivery.count and delivery.size + size > taking.size:
-                    # Nor is there for anything behind it.
-                    taking.limit(0)
+                if not taking.takes(size):
                     return False
                 self._tag -= 1
                 delivery.parts.extend(parts)

@@ -341,7 +341,10 @@ class Stages:
             self._copied.clear()
 
     def _frames(self, partition: Partition, start: int, *, trusted: bool = False) -> Iterator[tuple[FrameView, Record]]:
-        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each stands."""
+        """The frames of a stage from row ``start`` on, verified unless they are ``trusted``, and where each stands.
+
+        ``DamageError`` where a row does not read back, also where it is the last that no frame was found for.
+        """
         log, records = self._broker.message_log, partition.consume_log
         for index in range(records.find(start), len(records)):
             record = records.record(index)
@@ -352,12 +355,11 @@ class Stages:
                 if (frame.partition, frame.base, frame.count) != (partition.id, start, record.count):
                     raise FrameError("another one stands there")
             except (FrameError, DamageError) as error:
-                raise DamageError(
-                    f"row {start} of the stage of producer {_stage(partition).producer:016x} does not read back "
-                    f"({error}): the batch cannot be published; run 'plait doctor'"
-                ) from error
+                raise _unreadable(partition, start, str(error)) from error
             start = record.base + record.count
             yield frame, record
+        if start < partition.next:
+            raise _unreadable(partition, start, "its frame is not in the log")
 
     def _answer(self, producer: int, error: PlaitError | None) -> None:
         """A stage is published, or cannot be."""
@@ -468,6 +470,13 @@ class Stages:
         for partition in self._all.values():
             if _stage(partition).state == EXPIRED:
                 partition.start = partition.next
+
+
+def _unreadable(partition: Partition, row: int, why: str) -> DamageError:
+    return DamageError(
+        f"row {row} of the stage of producer {_stage(partition).producer:016x} does not read back "
+        f"({why}): the batch cannot be published; run 'plait doctor'"
+    )
 
 
 def _stage(partition: Partition) -> Stage:

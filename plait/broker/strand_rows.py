@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 class Taking:
     """One pull, while it is served."""
 
-    __slots__ = ("delivery", "looked", "rows", "size")
+    __slots__ = ("delivery", "full", "looked", "rows", "size")
 
     def __init__(self, count: int, size: int) -> None:
         self.delivery = Delivery()
@@ -64,6 +64,8 @@ class Taking:
         self.rows = count
         self.size = size
         self.looked = 0
+        #: A piece did not fit. The pull ends: its rows come first in the next one, which takes them whatever their size.
+        self.full = False
 
     @property
     def room(self) -> int:
@@ -73,7 +75,13 @@ class Taking:
     def more(self) -> bool:
         """There is room for more, and time to look for it."""
         delivery = self.delivery
-        return self.room > 0 and (not delivery.count or delivery.size < self.size) and self.looked < LOOK_MAX
+        fits = not self.full and (not delivery.count or delivery.size < self.size)
+        return fits and self.room > 0 and self.looked < LOOK_MAX
+
+    def takes(self, size: int) -> bool:
+        """A piece of so many bytes fits; if it does not, the pull ends."""
+        self.full = bool(self.delivery.count) and self.delivery.size + size > self.size
+        return not self.full
 
     def limit(self, count: int) -> None:
         """At most so many more."""
@@ -174,7 +182,6 @@ class StrandRows(Group):
 
     def _cut(self, frame: FrameView, chooser: Chooser, first: int, last: int, taking: Taking) -> Piece | None:
         """The rows of the strands in [first, last) of a frame, as far as there is room; None: there is none."""
-        delivery = taking.delivery
         sequences = frame.sequences()
         low, high = np.searchsorted(sequences, [first, last]).tolist()
         taking.looked += high - low
@@ -191,7 +198,7 @@ class StrandRows(Group):
         except FrameError:
             # Its rows cannot be told apart any more.
             return Piece(first, first, last, 0, 0, [])
-        if delivery.count and delivery.size + size > taking.size:
+        if not taking.takes(size):
             return None
         return Piece(int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1, end, len(rows), size, parts)
 

@@ -107,8 +107,8 @@ class Owner:
         self.give_back([row for row in self.rows if row.lp not in self.rights])
         return leased
 
-    def pull(self, count: int = 1000) -> list[Held]:
-        pulled = self.node.pull(self.consumer, count)
+    def pull(self, count: int = 1000, size: int = 1 << 20) -> list[Held]:
+        pulled = self.node.pull(self.consumer, count, size)
         [delivery] = pulled.answers
         rows: list[Held] = []
         if delivery is not None and delivery.count:

@@ -26,6 +26,7 @@ from plait.wire import messages as m
 from tests.broker.schedule_node import SECOND, later, schedules
 from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
 from tests.support.broker_node import Node, Producer, rows_of
+from tests.support.progress import within_cpu_seconds
 
 
 @pytest.fixture
@@ -268,6 +269,20 @@ def test_damage_is_told_and_holds_up_nothing_else(node: Node, task: Task) -> Non
     assert isinstance(error, DamageError)
     assert node.bodies("orders") == [b"b"]
     assert isinstance(ask_and_settle(node, task), DamageError)
+
+
+def test_rows_that_no_record_leads_to_are_damage_and_publishing_ends(node: Node, task: Task) -> None:
+    task.write(node, b"whole")
+    task.write(node, b"spoilt")
+    node.checkpoint()
+    log = task.open(node).consume_log
+    record = log.record(1)
+    node.disk.flip_bit(f"message/{segment_name(0)}", record.offset + record.size - 1, 0)
+    # Built again from the message log, the records end before the rows that a checkpoint knows of.
+    node.disk.remove(log.path)
+    node = node.killed()
+    with within_cpu_seconds(5):
+        assert isinstance(ask_and_settle(node, task), DamageError)
 
 
 def test_a_stage_whose_segment_is_gone_is_named(node: Node, task: Task) -> None:

@@ -18,6 +18,7 @@ from plait.testing import ManualClock
 from plait.wire import messages as m
 from tests.client.cluster import Cluster, cluster_of
 from tests.client.support import PATIENCE_SECONDS, fetch_all, numbers, until
+from tests.support.progress import within_cpu_seconds
 
 KEYS = [f"key-{n}" for n in range(7)]
 
@@ -228,6 +229,22 @@ async def test_a_failed_message_of_a_strict_subject_holds_its_key_alone(strict: 
         assert by_key(seen) == {"a": [0, 1, 3], "b": [2, 4]}
         assert [message.attempt for message in seen if message.key == "a"] == [2, 1, 1]
         assert await strict.lag("g1") == 0
+
+
+async def test_after_a_failure_a_key_with_large_messages_comes_in_several_pulls(
+    strict: Cluster, client: plait.Client
+) -> None:
+    async with strict.brokers["g1"].connect() as direct:
+        for number in range(8):
+            await direct.send("s", (b"%d" % number).ljust(300_000), key="a")
+    retry = plait.Retry(steps=(0,))
+    # The broker runs on this loop: one that tries a row that does not fit again and again is ended here.
+    with within_cpu_seconds(15):
+        async with client.consumer("s", group="g", ordered=True, retry=retry) as consumer:
+            await until(lambda: consumer._buffer.count == 8)
+            [failing] = await consumer.fetch(1)
+            failing.nack(delay=0)
+            assert by_key(await handle(consumer, 8)) == {"a": list(range(8))}
 
 
 async def test_rows_behind_a_failed_one_in_its_batch_come_again_whatever_is_said_of_them(

@@ -1,0 +1,53 @@
+"""Pulls of ordered groups end, whatever the rows are: a row that does not fit ends the pull, not the broker."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.limits import KIB, MIB
+from tests.broker.ordered_node import Owner, keyed, make_subject
+from tests.support.broker_node import Node, Producer
+from tests.support.progress import within_cpu_seconds
+
+ALL = [(0, 1024, 1)]
+
+
+def large_node() -> Node:
+    node = Node(message_segment_size=4 * MIB)
+    make_subject(node)
+    return node
+
+
+@pytest.mark.parametrize(("count", "size"), [(8, 300 * KIB), (60, 30 * KIB)])
+@pytest.mark.parametrize("together", [True, False])
+def test_after_a_nack_a_key_whose_rows_do_not_fit_a_pull_comes_in_several(count: int, size: int, together: bool):
+    node = large_node()
+    producer = Producer(5)
+    rows = [("a", b"%d " % number + bytes(size)) for number in range(count)]
+    for frame in [rows] if together else [[row] for row in rows]:
+        keyed(node, producer, frame)
+    owner = Owner(node, "c1")
+    owner.lease(ALL)
+    owner.pull()
+    seen: list[bytes] = []
+    with within_cpu_seconds(5):
+        owner.nack(owner.first_of("a"))
+        for _ in range(3 * count):
+            owner.pull()
+            for row in sorted(owner.rows):
+                seen.append(row.body)
+                owner.ack(row)
+    assert seen == [body for _, body in rows]
+
+
+def test_a_key_with_large_rows_leaves_the_others_their_turn():
+    node = large_node()
+    producer = Producer(5)
+    keyed(node, producer, [("a", bytes(300 * KIB)) for _ in range(4)])
+    owner = Owner(node, "c1")
+    owner.lease(ALL)
+    owner.pull()
+    owner.nack(owner.first_of("a"), 60.0)
+    keyed(node, producer, [("b", b"small")])
+    with within_cpu_seconds(5):
+        assert [row.body for row in owner.pull()] == [b"small"]

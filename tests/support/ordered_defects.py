@@ -1,0 +1,33 @@
+"""Defects of ordered groups that were mended: put one back into the shipped classes, and the model must notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from plait.broker.group import Journal
+from plait.broker.ordered import OrderedGroup
+from plait.broker.strand_rows import Taking
+from plait.storage.strand import Strand
+
+Patch = pytest.MonkeyPatch
+Defect = Callable[[Patch], None]
+
+
+def take_a_row_that_does_not_fit_again(patch: Patch) -> None:
+    """A pull tries the next row of a key that failed again and again though it does not fit."""
+
+    def naive(self: OrderedGroup, strand: Strand, taking: Taking, journal: Journal) -> None:
+        while taking.more:
+            start, end, attempt = strand.next, self._parent(strand).next, 0
+            if strand.returned:
+                start, end, attempt = strand.returned.head()
+            if attempt:
+                taking.limit(0 if strand.held else 1)
+            if start >= strand.until(end) or not taking.more:
+                break
+            self._serve([strand], start, strand.until(end), attempt, taking, journal)
+            taking.full = False
+
+    patch.setattr(OrderedGroup, "_take_key", naive)
