@@ -259,7 +259,7 @@ class VersionMismatch(ProtocolError):
 
 
 class InternalError(PlaitError):
-    """The server met a defect of its own; its log has the details. Nothing is known of the request's effect."""
+    """A server or client met a defect of its own; its log has the details. The request's effect is unknown."""
 
     code = "internal"
     exit_code = 70

@@ -76,6 +76,11 @@ FILES_RESERVE: Final = 256
 #: Files a segment of a log has open: itself, and its map.
 FILES_PER_SEGMENT: Final = 2
 
+# --- background tasks ---------------------------------------------------------------------------
+#: A background task that failed is started again after this: soon enough that users hardly notice, and seldom enough
+#: that one that fails at once fills neither a core nor the log.
+TASK_RESTART_SECONDS: Final = 1.0
+
 # --- names --------------------------------------------------------------------------------------
 #: Subject, group, client and partition names: short enough for file and metric names.
 NAME_LENGTH_MAX: Final = 200

@@ -103,6 +103,22 @@ def sleeps(name: str, source: str) -> list[str]:
     return found
 
 
+#: The one way to start tasks; the simulation, whose tasks are its processes; and what is written as a user would.
+OWN_TASKS = ("plait/tasks.py", "plait/testing/", "plait/demo/")
+
+
+def bare_tasks(name: str, source: str) -> list[str]:
+    """Tasks that could end without a trace: see ``plait/tasks.py``."""
+    bare = ("create_task", "ensure_future", "TaskGroup")
+    used = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute | ast.Name | ast.alias)]
+    return [
+        f"{name}:{node.lineno}"
+        for node in used
+        if (node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else node.name)
+        in bare
+    ]
+
+
 def test_no_file_names_a_place_of_one_machine():
     assert matches(MACHINE_PATH, TEXTS) == []
 
@@ -136,6 +152,11 @@ def test_no_source_file_is_overgrown():
 def test_no_test_sleeps():
     files = {name: text for name, text in SOURCES.items() if name.startswith("tests/")}
     assert [found for name, text in files.items() for found in sleeps(name, text)] == []
+
+
+def test_every_background_task_is_started_in_one_way():
+    files = {n: t for n, t in SOURCES.items() if n.startswith("plait/") and not n.startswith(OWN_TASKS)}
+    assert [found for name, text in files.items() for found in bare_tasks(name, text)] == []
 
 
 def test_every_module_says_what_it_is_for():
@@ -206,6 +227,20 @@ def test_a_sleep_is_found(source: str, count: int):
 
 #: A time as examples have it. One that is to come is too far ahead for a delay today, and over some day.
 FIXED_TIME = re.compile(r"\b(20\d\d)-\d\d-\d\dT|datetime\((20\d\d)")
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("asyncio.create_task(job())", 1),
+        ("loop.create_task(job())", 1),
+        ("from asyncio import ensure_future\nensure_future(job())", 2),
+        ("async with asyncio.TaskGroup() as group: ...", 1),
+        ("tasks.keep(job, 'name')", 0),
+    ],
+)
+def test_a_bare_task_is_found(source: str, count: int):
+    assert len(bare_tasks("x.py", source)) == count
 
 
 def test_no_example_has_a_time_that_is_to_come():

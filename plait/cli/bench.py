@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 from cyclopts import Parameter
 
+from plait import tasks
 from plait.cli.loop import run_loop, with_client
 from plait.cli.node import OwnNode
 from plait.cli.options import DEFAULT_SERVER, Output, Server
@@ -206,7 +207,7 @@ class Run:
         async with client.consumer(subject, "bench", start="latest", prefetch=1) as consumer:
             for number in range(count):
                 sent_at = time.perf_counter()
-                sending = asyncio.ensure_future(client.send(subject, self._body))
+                sending = tasks.child(client.send(subject, self._body), "plait-bench")
                 messages = await consumer.fetch(1, FETCH_SECONDS)
                 times[number] = time.perf_counter() - sent_at
                 self._arrived(len(messages), number, count)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from plait import tasks
 from plait.cli.node import Child
 from plait.errors import InvalidArgument, Unavailable
 
@@ -46,7 +47,7 @@ class Groups:
     async def start(self, meta: str) -> None:
         """All of them, side by side, however long they take to recover."""
         self._children = [self._child(f"g{number}", meta) for number in self._numbers]
-        starting = [asyncio.ensure_future(child.start(None)) for child in self._children]
+        starting = [tasks.child(child.start(None), "plait-group") for child in self._children]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -61,7 +62,7 @@ class Groups:
 
     async def ended(self) -> Unavailable:
         """Until one of them ends by itself; never where there are none."""
-        waiting = {asyncio.ensure_future(child.ended()): child for child in self._children}
+        waiting = {tasks.child(child.ended(), "plait-group"): child for child in self._children}
         if not waiting:
             await asyncio.get_running_loop().create_future()
         try:

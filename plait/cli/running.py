@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
+from plait import tasks
 from plait.broker.config import BrokerConfig
 from plait.broker.recover import RecoveryReport
 from plait.cli.files import fit, raise_limit, segment_count
@@ -123,7 +124,7 @@ async def run_broker(
     shown = f"{facts}data={shlex.quote(str(data))} flush={config.flush} epoch={report.epoch}"
     keep_pauses_short()
     say_ready(server.address, shown, "" if health is None else f" http=http://{server.host}:{health.port}/health")
-    stopping, ended = asyncio.ensure_future(stop.wait()), asyncio.ensure_future(groups.ended())
+    stopping, ended = tasks.child(stop.wait(), "plait-stop"), tasks.child(groups.ended(), "plait-groups")
     await asyncio.wait((stopping, ended, server.failed), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     ended.cancel()
@@ -157,7 +158,7 @@ async def _abandon(server: Server, failure: StorageFailed) -> int:
 
 async def _start(server: Server, data: Path) -> RecoveryReport:
     begun = time.monotonic()
-    starting = asyncio.ensure_future(server.start())
+    starting = tasks.child(server.start(), "plait-start")
     try:
         while not (await asyncio.wait((starting,), timeout=RECOVERY_SECONDS))[0]:
             log.info("recovering %s: %.0f s, %d subjects so far", data, time.monotonic() - begun, _subjects(server))

@@ -22,7 +22,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-from plait import names
+from plait import names, tasks
 from plait.client.arguments import Duration, Start, seconds_of, start_of, wait_of
 from plait.client.client import DEFAULT_ADDRESS, Client
 from plait.client.consumer import Consumer
@@ -338,7 +338,6 @@ class App:
     async def _serve(self, client: Client, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
         threads = sum(s.settings.concurrency for s in self._subscriptions if not s.handler.is_async)
         pool = ThreadPoolExecutor(max(threads, 1), "plait-handler")
-        loop = asyncio.get_running_loop()
         workers: list[asyncio.Task[None]] = []
         self._consumers = consumers = []
         try:
@@ -349,9 +348,9 @@ class App:
                 for subscription, consumer in zip(self._subscriptions, consumers, strict=True):
                     for _ in range(subscription.settings.concurrency):
                         work = subscription.work(consumer, pool, stopping)
-                        workers.append(loop.create_task(work, name=f"plait-{subscription.handler.name}"))
+                        workers.append(tasks.child(work, f"plait-{subscription.handler.name}"))
                 log.info("%d subscribers are ready", len(self._subscriptions))
-                stopped = loop.create_task(stopping.wait())
+                stopped = tasks.child(stopping.wait(), "plait-stopping")
                 try:
                     await asyncio.wait([*workers, stopped], return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -374,7 +373,7 @@ class App:
         for consumer in self._consumers:
             consumer._stop()
         loop = asyncio.get_running_loop()
-        hurried = loop.create_task(hurry.wait())
+        hurried = tasks.child(hurry.wait(), "plait-hurry")
         deadline = loop.time() + self.limits.drain_seconds
         try:
             while busy := [worker for worker in workers if not worker.done()]:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from plait import tasks
 from plait.client.arguments import Duration, seconds_of
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.buffer import ITERATION_COUNT, Buffer, Rows
@@ -124,7 +125,7 @@ class Consumer:
         if len(self._clients) == 1:
             await self._clients[0].attach_first(deadline - loop.time())
             return
-        attaching = {loop.create_task(c.attach_first(deadline - loop.time())) for c in self._clients}
+        attaching = {tasks.child(c.attach_first(deadline - loop.time()), "plait-attach") for c in self._clients}
         errors: list[BaseException] = []
         try:
             pending = attaching
@@ -228,10 +229,9 @@ class Consumer:
         self._leave_retired()
 
     def _leave_retired(self) -> None:
-        assert self._loop is not None
         for client in [c for c in self._clients if c.retiring and not c.open]:
             self._clients.remove(client)
-            task = self._loop.create_task(self._left(client), name=f"plait-leave-{client.partition.name}")
+            task = tasks.start(self._left(client), f"plait-leave-{client.partition.name}")
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
 

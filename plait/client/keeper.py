@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple, Protocol
 
+from plait import tasks
 from plait.client.loops import LoopThread
 from plait.client.node import Node
 from plait.client.ordered_pull import RENEW_AT
@@ -113,7 +114,7 @@ class Keeper:
         self._holders[holder] = None
         if self._background is None:
             self._background = self._new_background()
-            self._background.start(self._run())
+            self._background.start(tasks.restarting(self._run, "plait-keeper"))
 
     def look(self) -> None:
         """There is a lease that was not there before."""
@@ -149,6 +150,7 @@ class Keeper:
         finally:
             for node in self._nodes.values():
                 await node.close()
+            self._nodes.clear()
             for _ in range(CLOSING_TURNS):
                 await asyncio.sleep(0)
 

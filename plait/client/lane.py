@@ -19,6 +19,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+from plait import tasks
 from plait.client.types import PartitionName, PendingBatch
 from plait.errors import (
     DiskFull,
@@ -225,7 +226,11 @@ class Lane:
 
     def _find_route(self) -> None:
         if self._routing is None:
-            self._routing = self.producer.loop.create_task(self._route(), name=f"plait-route-{self.subject}")
+            self._routing = tasks.start(self._route(), f"plait-route-{self.subject}", failed=self._defect)
+
+    def _defect(self, error: Exception) -> None:
+        """What asked for the route failed: what waits for it fails, the next send asks again."""
+        self.outlet.abandon(tasks.error_of(error))
 
     async def _find(self) -> None:
         """Learn the partition's number at its broker."""

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from plait import tasks
 from plait.client.router import Router
 from plait.errors import InternalError, PlaitError, SubjectNotFound, Unavailable
 from plait.limits import ClientLimits
@@ -142,7 +143,7 @@ class _Beats:
         self.poke()
         self._waiting.append((self._changes, future))
         if self._task is None or self._task.done():
-            self._task = loop.create_task(self._run(loop), name="plait-membership")
+            self._task = tasks.keep(self._run, "plait-membership")
         await future
 
     def poke(self) -> None:
@@ -151,7 +152,8 @@ class _Beats:
         self._seen = 0
         self._poked.set()
 
-    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         pause = self._limits.reconnect_first_seconds
         while True:
             self._poked.clear()
@@ -184,8 +186,8 @@ class _Beats:
         """One heartbeat and its answer; None: another one is due before it came."""
         wait = self._limits.heartbeat_seconds
         beat = self._saying({key: member for key, member in self.members.items() if not member.overdue()}, wait)
-        asking = asyncio.ensure_future(self._router.meta.request(beat, wait + self._limits.request_seconds))
-        poked = asyncio.ensure_future(self._poked.wait())
+        asking = tasks.child(self._router.meta.request(beat, wait + self._limits.request_seconds), "plait-beat")
+        poked = tasks.child(self._poked.wait(), "plait-poked")
         try:
             await asyncio.wait([asking, poked], return_when=asyncio.FIRST_COMPLETED)
             answer: m.Beaten | None = asking.result() if asking.done() else None
@@ -235,7 +237,7 @@ class _Beats:
             with contextlib.suppress(PlaitError):
                 await self._router.refresh(subject)
 
-        task = asyncio.ensure_future(refresh())
+        task = tasks.start(refresh(), f"plait-route-{subject}")
         self._refreshing.add(task)
         task.add_done_callback(self._refreshing.discard)
 

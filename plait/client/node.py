@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from plait import chance
+from plait import chance, tasks
 from plait.errors import Closed, PlaitError, ProtocolError, Timeout, Unavailable
 from plait.limits import ClientLimits
 from plait.wire import messages as m
@@ -64,7 +64,7 @@ class Node:
         """Begin to connect."""
         self._loop = asyncio.get_running_loop()
         self.down_since = self._loop.time()
-        self._task = self._loop.create_task(self._run(self._loop), name="plait-connect")
+        self._task = tasks.keep(self._run, "plait-connect")
 
     async def open(self) -> None:
         """Connect for the first time; raises when no address answers in time."""
@@ -132,7 +132,8 @@ class Node:
             # Whether anybody waits or not, the error is looked at.
             up.exception()
 
-    async def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         first, longest = self._limits.reconnect_first_seconds, self._limits.reconnect_max_seconds
         pause = first
         turn = 0
@@ -147,7 +148,12 @@ class Node:
                     self._fail_waiting(error)
             else:
                 born = loop.time()
-                await self._serve(link, loop)
+                try:
+                    await self._serve(link, loop)
+                except Exception:
+                    # A part of this client failed: the next link finds it in order, or not at all.
+                    link.abort()
+                    raise
                 log.info("the connection to %s was lost; connecting again", address)
                 if loop.time() - born >= self._limits.reconnect_steady_seconds:
                     pause = first

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from plait import chance
+from plait import chance, tasks
 from plait.client.delayed_queue import DelayedQueue
 from plait.client.fan import DelayedFan, Fan
 from plait.client.lane import Frame, Lane
@@ -69,8 +69,8 @@ class Outlet:
         self._next: SubjectRoute | None = None
         #: A queue was told that there is a route of this version.
         self._wanted = 0
-        #: How often that was in vain since something was stored.
-        self.astray = 0
+        #: How long the next look at the route waits first: looks since something was stored did not help.
+        self.astray = 0.0
         #: Why the route cannot be had at present.
         self.trouble: PlaitError | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -119,13 +119,16 @@ class Outlet:
     def look(self) -> None:
         """Ask for the route."""
         if self._looking is None and not self.closed:
-            name = f"plait-route-{self.subject}"
-            self._looking = self.producer.loop.create_task(self._look(), name=name)
+            self._looking = tasks.start(self._look(), f"plait-route-{self.subject}", failed=self._defect)
 
     def stale(self, version: int) -> None:
         """A queue was told that the route is another one by now."""
         self._wanted = max(self._wanted, version)
         self.look()
+
+    def _defect(self, error: Exception) -> None:
+        """What looked at the route failed: what waits for it fails, the next send looks again."""
+        self.abandon(tasks.error_of(error))
 
     async def _look(self) -> None:
         router, limits = self.producer.router, self.producer.limits
@@ -133,8 +136,9 @@ class Outlet:
         try:
             if self.astray:
                 # What was found last time led nowhere either.
-                await self._rest(min(pause * 2**self.astray, limits.send_retry_max_seconds))
-            self.astray += self.route is not None
+                await self._rest(self.astray)
+            if self.route is not None:
+                self.astray = min(2 * (self.astray or pause), limits.send_retry_max_seconds)
             while True:
                 try:
                     found = await (router.route if self.route is None else router.refresh)(self.subject)
@@ -330,7 +334,7 @@ class Outlet:
 
     def stored(self, queue: Lane, frame: Frame) -> None:
         """A frame was answered."""
-        self.astray = 0
+        self.astray = 0.0
         if isinstance(self.entry, Fan):
             now = self.producer.loop.time()
             self.producer.health.answered(self.group_of(queue), now - frame.sent_at, now)

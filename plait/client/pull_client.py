@@ -13,6 +13,7 @@ import functools
 import logging
 from typing import Any, NamedTuple, Protocol
 
+from plait import tasks
 from plait.client.delivered import Delivered
 from plait.client.node import Node
 from plait.client.settling import Piece, Settling
@@ -153,7 +154,10 @@ class PullClient:
         """Attach, if that was not done, and stay so."""
         assert self._loop is not None
         name = f"plait-consumer-{self.partition.name}"
-        self._task = self._loop.create_task(self._stay_attached(self._loop), name=name)
+        self._task = tasks.start(self._stay_attached(self._loop), name, failed=self._defect)
+
+    def _defect(self, error: Exception) -> None:
+        self._feed.failed(tasks.error_of(error))
 
     async def leave(self) -> None:
         """Give back what nobody began with and leave the group; what was said was sent before."""

@@ -11,6 +11,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
+from plait import tasks
 from plait.client.arguments import Duration, seconds_of
 from plait.client.cursor import Cursor
 from plait.client.router import Router, SubjectRoute
@@ -22,12 +23,6 @@ log = logging.getLogger("plait.client")
 
 #: Messages that iteration asks for at a time.
 ITERATION_COUNT = 1_000
-
-
-def _look_at(task: asyncio.Task[list[Message]]) -> None:
-    """Whether anybody still waits or not, its error is looked at."""
-    if not task.cancelled():
-        task.exception()
 
 
 class Reader:
@@ -138,8 +133,7 @@ class Reader:
             return
         for cursor in self._cursors.values():
             if cursor.reading is None:
-                cursor.reading = asyncio.create_task(cursor.read(count, wait), name=f"plait-read-{self.subject}")
-                cursor.reading.add_done_callback(_look_at)
+                cursor.reading = tasks.child(cursor.read(count, wait), f"plait-read-{self.subject}")
         reads = [cursor.reading for cursor in self._cursors.values() if cursor.reading is not None]
         await asyncio.wait(reads, timeout=wait, return_when=asyncio.FIRST_COMPLETED)
         self._collect()

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from plait import tasks
 from plait.client.node import Node
 from plait.client.types import PartitionName
 from plait.errors import InvalidArgument, PlaitError, SubjectNotFound
@@ -97,16 +98,10 @@ class Router:
         """Ask for the subject's route, whatever is known; several who ask at a time share the answer."""
         asking = self._asking.get((subject, create))
         if asking is None:
-            asking = asyncio.get_running_loop().create_task(self._ask(subject, create))
+            asking = tasks.child(self._ask(subject, create), f"plait-ask-{subject}")
             self._asking[subject, create] = asking
-            asking.add_done_callback(lambda task: self._asked(subject, create, task))
+            asking.add_done_callback(lambda _: self._asking.pop((subject, create), None))
         return await asyncio.shield(asking)
-
-    def _asked(self, subject: str, create: bool, task: asyncio.Task[SubjectRoute]) -> None:
-        self._asking.pop((subject, create), None)
-        if not task.cancelled():
-            # Whether anybody still waits or not, the error is looked at.
-            task.exception()
 
     async def find(self, subject: str, create: bool) -> m.RouteFound:
         """Ask a meta server."""
@@ -123,7 +118,7 @@ class Router:
         route = SubjectRoute(found)
         self._routes[subject] = route
         if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self._look_again(), name="plait-routes")
+            self._looking = tasks.keep(self._look_again, "plait-routes")
         for group, node in self._nodes.items():
             if group in route.brokers and node is not self.meta:
                 node.move(route.brokers[group][0])
@@ -184,7 +179,7 @@ class Router:
             return
         subject = next((s for s, route in self._routes.items() if group in route.brokers), None)
         if subject is not None:
-            task = asyncio.get_running_loop().create_task(self._look_at(subject), name="plait-routes")
+            task = tasks.start(self._look_at(subject), f"plait-away-{group}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         self._watch(group)
@@ -216,10 +211,10 @@ class Router:
         """Hang up on everybody but the meta server."""
         for timer in self._watched.values():
             timer.cancel()
-        tasks = [*self._asking.values(), *self._tasks, *([self._looking] if self._looking is not None else [])]
-        for task in tasks:
+        running = [*self._asking.values(), *self._tasks, *([self._looking] if self._looking is not None else [])]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         for node in self._nodes.values():
             if node is not self.meta:
                 await node.close()

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from typing import Final, NamedTuple
 
+from plait import tasks
 from plait.client.spans import AGAIN_SECONDS, PartitionSpan, SpanRange, Surveyor
 from plait.errors import DataLost, StaleRoute, Timeout, Unavailable
 from plait.frame.view import FrameView, frames_in
@@ -82,7 +83,7 @@ class RangeScan:
             while pieces or reads:
                 while pieces and len(reads) < AHEAD:
                     start, end, size = pieces.popleft()
-                    reads.append((start, end, asyncio.create_task(self._read(start, end, size), name="plait-scan")))
+                    reads.append((start, end, tasks.child(self._read(start, end, size), "plait-scan")))
                 start, end, read = reads[0]
                 frames = await read
                 reads.popleft()

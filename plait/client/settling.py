@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
+from plait import tasks
 from plait.client.delivered import Delivered, Owner
 from plait.client.pending import Pending, PlainPending
 from plait.client.spool import Spool
@@ -177,7 +178,11 @@ class Settling:
         if self._closed or self._loop is None:
             return
         if self._task is None or self._task.done():
-            self._task = self._loop.create_task(self._settle(), name="plait-acks")
+            self._task = tasks.start(self._settle(), "plait-acks", failed=self._defect)
+
+    def _defect(self, error: Exception) -> None:
+        self._error = tasks.error_of(error)
+        self._listener.failed(self._error)
 
     async def _settle(self) -> None:
         """Send until there is nothing left; whatever is added meanwhile goes with the next request."""

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from plait import tasks
 from plait.broker import Broker, BrokerConfig, Membership, Retention
 from plait.broker.group import Consumer
 from plait.broker.recover import RecoveryReport
@@ -95,7 +96,7 @@ class Server(Listener):
             raise
         self.arm_timer()
         for job in (self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop):
-            self._tasks.append(self.loop.create_task(self._guard(job)))
+            self._tasks.append(tasks.start(job(), f"plait-server{job.__name__}", failed=self._job_failed))
         return self.report
 
     def _release(self) -> None:
@@ -238,14 +239,11 @@ class Server(Listener):
         else:
             self.arm_timer()
 
-    async def _guard(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run a background job; nothing works right without it, so its end is the server's."""
-        try:
-            await job()
-        except StorageFailed as error:
+    def _job_failed(self, error: Exception) -> None:
+        """A background job ended: nothing works right without it, so the server ends too."""
+        if isinstance(error, StorageFailed):
             self.fail(error)
-        except Exception as error:
-            log.exception("a background job failed")
+        else:
             self.defect(error)
 
     async def _sync_loop(self) -> None:

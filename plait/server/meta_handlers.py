@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plait import names
+from plait import names, tasks
 from plait.errors import InternalError, InvalidArgument, PlaitError, Unavailable
 from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
@@ -202,7 +202,7 @@ class MetaHandlers:
                 if connection.end_poll(poll):
                     connection.answer(correlation, result)
 
-        task = asyncio.get_running_loop().create_task(answer())
+        task = tasks.start(answer(), "plait-meta-answer")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

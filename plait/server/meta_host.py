@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
-from plait import chance
+from plait import chance, tasks
 from plait.clock import Clock
 from plait.errors import PlaitError, SubjectNotFound, Unavailable
 from plait.limits import MetaLimits
@@ -101,7 +101,7 @@ class MetaHost:
         self._loop = asyncio.get_running_loop()
         self.metas = [address]
         await self._loop.run_in_executor(self._thread, self._open)
-        self._spawn(self._tick_loop())
+        self._spawn(tasks.keep(self._tick_loop, "plait-meta-tick"))
 
     def _open(self) -> None:
         # Kept if the database has one already.
@@ -119,8 +119,7 @@ class MetaHost:
         if self._store is not None:
             self._store.close()
 
-    def _spawn(self, job: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = self._loop.create_task(job)
+    def _spawn(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -272,7 +271,7 @@ class MetaHost:
         if self._looking is not None and not self._looking.done():
             self._look_again = True
             return
-        self._looking = self._spawn(self._look())
+        self._looking = self._spawn(tasks.start(self._look(), "plait-meta-look"))
 
     async def _look(self) -> None:
         #: Who has news, and since when: a client that is told asks at once, and there may be more for it by then.
@@ -316,7 +315,7 @@ class MetaHost:
             job.close()
             return
         self._busy.add(what)
-        self._spawn(job).add_done_callback(lambda _: self._busy.discard(what))
+        self._spawn(tasks.start(job, f"plait-meta-{what[0]}")).add_done_callback(lambda _: self._busy.discard(what))
 
     async def _make(self, make: Make) -> None:
         async def order(address: str) -> None:

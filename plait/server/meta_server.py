@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from plait import names
+from plait import names, tasks
 from plait.clock import Clock, SystemClock
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, VersionMismatch
 from plait.limits import MetaLimits, ServerLimits
@@ -51,7 +51,7 @@ class MetaServer(Listener):
             self.end_listening()
             raise
         await self.listen()
-        self._task = self.loop.create_task(self._tick_loop())
+        self._task = tasks.keep(self._tick_loop, "plait-meta-tick")
 
     async def stop(self) -> None:
         """Serve no more."""

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from plait import tasks
 from plait.broker.ordered import OrderedGroup
 from plait.errors import InvalidArgument, PlaitError
 
@@ -59,7 +60,7 @@ class Registrar:
             except PlaitError as error:
                 log.warning(NOT_TAKEN, error)
                 break
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = tasks.keep(self._run, "plait-registrar")
 
     async def stop(self) -> None:
         """Say that nothing can be sent here any more."""
