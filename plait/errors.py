@@ -199,6 +199,12 @@ class UnknownProducer(PlaitError):
     code = "unknown_producer"
 
 
+class ProducerConflict(PlaitError):
+    """Other rows are stored under this send's numbers: another process uses its producer id; nothing was stored."""
+
+    code = "producer_conflict"
+
+
 class StaleSession(PlaitError):
     """The consumer was given up (lost contact, or attached elsewhere); attach again."""
 

@@ -43,7 +43,7 @@ SCHEDULE_PAGE_MAX: Final = 1_000
 
 # --- derived state ------------------------------------------------------------------------------
 #: Pairs of a producer and a partition remembered for idempotence; the longest silent producer goes first. One takes
-#: 1.9 kB when full: 1 GB at most. More than the subjects, so that one producer alone does not use them up.
+#: 2.4 kB when full: 1.2 GB at most. More than the subjects, so that one producer alone does not use them up.
 PRODUCER_WINDOWS_MAX: Final = 500_000
 
 # --- dead letters --------------------------------------------------------------------------------

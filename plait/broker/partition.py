@@ -304,6 +304,16 @@ class Partition:
             return None
         return self._frame(log, record, trusted=True)
 
+    def frame_from(self, log: Log, sequence: int) -> FrameView | None:
+        """The frame whose first row has this sequence, visible or not; None: there is none, or it is not written."""
+        index = self.consume_log.find(sequence)
+        if index >= len(self.consume_log):
+            return None
+        record = self.consume_log.record(index)
+        if record.base != sequence or not log.start <= record.offset < log.written:
+            return None
+        return self._frame(log, record, trusted=True)
+
     def _frame(self, log: Log, record: Record, trusted: bool) -> FrameView | None:
         """The frame of a record; None when it is not there or not intact."""
         try:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Final
 
 from plait.broker.partition import Partition
-from plait.errors import OutOfSequence, PlaitError, StaleRoute, UnknownProducer
+from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
 from plait.frame.builder import Buffer
 from plait.frame.coalesce import can_coalesce, coalesce
 from plait.frame.columns import FIXED_WIDTHS, Column
@@ -18,7 +18,7 @@ from plait.frame.header import FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack
 from plait.frame.view import FrameView
 from plait.storage.catalog import SCHEDULE, STAGE
 from plait.storage.log import Log
-from plait.storage.producers import ProducerTable, Verdict
+from plait.storage.producers import ProducerTable, Run, Verdict
 
 #: Joined frames stay below this, so that a reader's slice stays cheap.
 JOINED_SIZE_MAX = 256 * 1024
@@ -27,7 +27,7 @@ CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
 
 #: Looked up once: Python 3.11 runs a function for each look at a member.
 _NEW: Final = Verdict.NEW
-#: Called once with the first sequence (None: stored before, sequence not remembered) or the error.
+#: Called once with the first sequence or the error.
 SendReply = Callable[[int | None, PlaitError | None], None]
 
 
@@ -118,7 +118,9 @@ class Appender:
                     if submission.reply is not None:
                         appended.replies.append((submission.reply, None, self._elsewhere(partition, frame)))
                     continue
-                self._producers.stored(frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now)
+                self._producers.stored(
+                    frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now, frame.crc
+                )
             elif partition.accepts is not None and not partition.takes(frame):
                 continue
             fresh.append(submission)
@@ -156,10 +158,20 @@ class Appender:
             self.copy(partition, frame, epoch, now, appended)
         elif frame.first + frame.count - 1 <= sequence:
             sequence = frame.first - 1
+            error = self._other_stage_rows(partition, frame)
         else:
             error = OutOfSequence(f"row {frame.first} of a stage comes after row {sequence}", last=sequence)
         if submission.reply is not None:
             appended.replies.append((submission.reply, None if error else sequence, error))
+
+    def _other_stage_rows(self, partition: Partition, frame: FrameView) -> PlaitError | None:
+        """What is wrong with a frame whose numbers are stored; None: it is the frame that is stored."""
+        stored = partition.frame_from(self._log, frame.first - 1)
+        if stored is None:
+            return FlowControl("the stage's rows cannot be compared yet; send the frame again")
+        if stored.count == frame.count and stored.crc == frame.crc_following(stored.previous):
+            return None
+        return _conflict(partition, frame)
 
     def copy(self, partition: Partition, frame: FrameView, epoch: int, now: int, appended: Appended) -> int:
         """Append a frame as it is, wherever it stands, under a stamp of this partition; its offset."""
@@ -184,20 +196,40 @@ class Appender:
         )
 
     def _refuse(self, partition: Partition, frame: FrameView, verdict: Verdict) -> tuple[int | None, PlaitError | None]:
+        window = self._producers.window(frame.producer, partition.id)
         if verdict is Verdict.DUPLICATE:
-            return self._producers.receipt(frame.producer, partition.id, frame.first, frame.count), None
-        if verdict is Verdict.UNKNOWN:
+            run = self._producers.find(frame.producer, partition.id, frame.first, frame.count)
+            if run is not None and self._same(run, frame):
+                return run.base, None
+        if window is not None and window.overlaps(frame.first, frame.first + frame.count - 1):
+            return None, _conflict(partition, frame)
+        if verdict is not Verdict.GAP:
+            # Not known, or so much came after these rows that they cannot be compared any more.
             return None, UnknownProducer(
                 f"producer {frame.producer:016x} is not known for {partition.row.subject!r}: "
                 "it was silent too long; what it sent and got no answer for is in doubt"
             )
-        window = self._producers.window(frame.producer, partition.id)
         last = window.last if window else 0
         return None, OutOfSequence(
             f"frame {frame.first} of producer {frame.producer:016x} says it follows {frame.previous}; "
             f"{last} is the last one stored in {partition.row.subject!r}",
             last=last,
         )
+
+    @staticmethod
+    def _same(run: Run, frame: FrameView) -> bool:
+        """The frame is the one that was stored. Its predecessor may be named differently in a resend."""
+        return frame.crc_following(run.previous) == run.crc
+
+
+def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:
+    return ProducerConflict(
+        f"rows {frame.first} to {frame.first + frame.count - 1} of producer {frame.producer:016x}, or some, are "
+        f"stored in {partition.row.subject!r} with other contents: another process sends under this producer id; "
+        "nothing of this send was stored",
+        producer=f"{frame.producer:016x}",
+        first=frame.first,
+    )
 
 
 def replay_frame(partition: Partition, producers: ProducerTable, offset: int, frame: FrameView) -> None:
@@ -214,9 +246,10 @@ def replay_frame(partition: Partition, producers: ProducerTable, offset: int, fr
             frame.previous,
             frame.base,
             frame.store_time,
+            frame.crc,
         )
         return
     base = frame.base
-    for producer, first, rows, previous in frame.runs().tolist():
-        producers.stored(producer, partition.id, first, rows, previous, base, frame.store_time)
+    for producer, first, rows, crc, previous in frame.runs().tolist():
+        producers.stored(producer, partition.id, first, rows, previous, base, frame.store_time, crc)
         base += rows

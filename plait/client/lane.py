@@ -26,6 +26,7 @@ from plait.errors import (
     FlowControl,
     OutOfSequence,
     PlaitError,
+    ProducerConflict,
     ReadOnly,
     StaleRoute,
     SubjectNotFound,
@@ -377,6 +378,9 @@ class Lane:
             self.remove(frame)
             self._settle(frame, None, error)
             self._broken = True
+            if isinstance(error, ProducerConflict) and frame.parts.producer == self.producer.id:
+                # Another process sends under this id: what is not sent yet gets another one.
+                self.producer.renew()
         self._go_on()
 
     def _go_on(self) -> None:
@@ -417,6 +421,8 @@ class Lane:
     def _repair(self) -> None:
         """All answers are in: what is left follows what the broker has, in order."""
         self._broken = False
+        if any(frame.parts.producer != self.producer.id and not frame.doubt for frame in self._frames):
+            self._renumber()
         producer = self._frames[0].parts.producer if self._frames else self.producer.id
         last = self._confirmed if producer == self._confirmed_of else 0
         for frame in self._frames:
@@ -425,6 +431,13 @@ class Lane:
             frame.parts.follow(last)
             last = frame.parts.last
         self.last = last if producer == self.producer.id else 0
+
+    def _renumber(self) -> None:
+        """Frames of a producer id that was given up, and that the broker cannot have, are of the present one."""
+        for frame in self._frames:
+            if frame.parts.producer != self.producer.id and not frame.doubt:
+                frame.parts.producer = frame.batch.producer = self.producer.id
+                frame.parts.first = frame.batch.first = self.producer.take(frame.parts.count)
 
     def _lose_producer(self, producer: int, error: UnknownProducer) -> None:
         """What was sent is in doubt; what was not, and what comes next, has a new producer id (R9)."""

@@ -32,6 +32,8 @@ class Position(msgspec.Struct, frozen=True):
 
     producer: int
     next: int
+    #: The send time of the next rows: a broker knows a frame again by its checksum, so a resend has to be the same.
+    send_time: int = 0
     #: Partition, as ``name@group`` → the number of the last row that is stored there.
     last: dict[str, int] = {}
 
@@ -67,6 +69,7 @@ class SteadySender:
         self._producer = client._producer
         self._outlet = self._producer.outlet(subject)
         self._outlet.pinned = True
+        self._send_time = 0
 
     async def open(self) -> None:
         """Find out where the subject's rows go."""
@@ -81,16 +84,18 @@ class SteadySender:
     def position(self) -> Position:
         """To be written down before rows leave."""
         last = {str(queue.name): queue.last for queue in self._outlet.queues() if queue.name is not None and queue.last}
-        return Position(self._producer.id, self._producer.next, last)
+        return Position(self._producer.id, self._producer.next, self._send_time, last)
 
     def go_on(self, position: Position) -> None:
         """The next rows get these numbers; before any were sent."""
         self._producer.id, self._producer.next = position.producer, position.next
+        self._send_time = position.send_time
         for queue in self._outlet.queues():
             queue.last = position.last.get(str(queue.name), 0)
 
     def prepare(self, rows: OutgoingRows) -> Prepared:
-        """Decide where rows go; nothing is sent yet."""
+        """Decide where rows go, and when they are sent; nothing is sent yet."""
+        self._send_time = self._producer.now()
         count = len(rows.ids)
         hashes = hash_keys(rows.keys, count)
         # By chance would do for rows without keys, if it fell twice the same way.
@@ -115,7 +120,7 @@ class SteadySender:
                 producer=self._producer.id,
                 first=self._producer.take(count),
                 previous=queue.last,
-                send_time=self._producer.now(),
+                send_time=self._send_time,
                 keys=pa.array(rows.keys, pa.string()) if keyed else None,
                 key_hashes=hashes if keyed else None,
                 tags=rows.tags if any(rows.tags) else None,

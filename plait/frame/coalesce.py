@@ -39,7 +39,8 @@ def coalesce(frames: Sequence[FrameView]) -> FrameParts:
     for frame in frames:
         if frame.column_bits != bits or frame.flags != flags:
             raise InvalidArgument("frames with different columns or flags cannot be joined")
-        runs.extend((frame.producer, frame.first, frame.count, frame.previous))
+        # ``tables.RUN``: rows and checksum share a word.
+        runs.extend((frame.producer, frame.first, frame.count | frame.crc << 32, frame.previous))
     total = sum([frame.count for frame in frames])
     join_variable = _join_single if total == len(frames) else _join_variable
     columns: list[Encoded] = [(Column.RUNS, Codec.RAW, [runs.tobytes()])]

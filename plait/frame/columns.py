@@ -93,7 +93,7 @@ ENTRY_SIZE: Final = 4
 ENTRY_SIZE_BITS: Final = 28
 ENTRY_SIZE_MASK: Final = (1 << ENTRY_SIZE_BITS) - 1
 
-#: RUNS: producer, first sequence, rows, previous sequence; each u64.
+#: RUNS: producer u64, first sequence u64, rows u32, checksum u32, previous sequence u64 (``frame.tables.RUN``).
 RUN_SIZE: Final = 32
 #: SELECTION: rows of the original frame u32, first selected row u32; a bitmap of the original rows may follow.
 SELECTION_SIZE: Final = 8

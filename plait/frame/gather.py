@@ -22,7 +22,7 @@ from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
 from plait.frame.columns import FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
 from plait.frame.header import FLAG_UNSEQUENCED, pad
 from plait.frame.lp import NO_KEY_HASH
-from plait.frame.tables import expand_runs
+from plait.frame.tables import RUN, Runs, expand_runs
 from plait.frame.view import FrameView
 
 Int64s = npt.NDArray[np.int64]
@@ -312,7 +312,7 @@ class Gathered:
         elif len(runs) > 1:
             columns.append((Column.RUNS, Codec.RAW, [runs.tobytes()]))
         else:
-            producer, first, _, _ = runs[0].tolist()
+            producer, first = int(runs["producer"][0]), int(runs["first"][0])
         kinds = int(self._kinds[start])
         for column, values in self._fixed.items():
             if column == Column.KEY_HASH or kinds >> column & 1:
@@ -327,22 +327,22 @@ class Gathered:
         columns.sort(key=lambda encoded: encoded[0])
         return assemble(columns, count=stop - start, producer=producer, first=first, previous=0, flags=FLAG_UNSEQUENCED)
 
-    def _runs(self, start: int, stop: int) -> UInt64s:
+    def _runs(self, start: int, stop: int) -> Runs:
         """The run table of rows [start, stop): neighbours of one producer that count up are one run."""
         producers, numbers = self.producers[start:stop], self.numbers[start:stop]
         breaks = (producers[1:] != producers[:-1]) | (numbers[1:] != numbers[:-1] + np.uint64(1))
         firsts = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        table = np.zeros((len(firsts), 4), np.uint64)
-        table[:, 0] = producers[firsts]
-        table[:, 1] = numbers[firsts]
-        table[:, 2] = np.diff(firsts, append=stop - start)
+        table = np.zeros(len(firsts), RUN)
+        table["producer"] = producers[firsts]
+        table["first"] = numbers[firsts]
+        table["rows"] = np.diff(firsts, append=stop - start)
         return table
 
 
 def _rows_as_runs(producers: UInt64s, numbers: UInt64s) -> bytes:
     """A run table with an entry a row."""
-    table = np.zeros((len(producers), 4), np.uint64)
-    table[:, 0], table[:, 1], table[:, 2] = producers, numbers, 1
+    table = np.zeros(len(producers), RUN)
+    table["producer"], table["first"], table["rows"] = producers, numbers, 1
     return table.tobytes()
 
 

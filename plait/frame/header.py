@@ -50,6 +50,7 @@ STAMP: Final = struct.Struct("<IQqQI")
 U32: Final = struct.Struct("<I")
 
 SIZE_OFFSET: Final = 4
+PREVIOUS_OFFSET: Final = 32
 CRC_OFFSET: Final = 40
 STAMP_OFFSET: Final = 44
 STAMP_CRC_OFFSET: Final = 76

@@ -51,7 +51,7 @@ def slice_rows(frame: FrameView, start: int, stop: int) -> FrameParts:
                 producer = first = previous = 0
                 columns.append((number, _RAW, [table.tobytes()]))
             else:
-                producer, first, _, previous = table[0].tolist()
+                producer, first, _, _, previous = table[0].tolist()
     stamp = pack_stamp(frame.partition, frame.base + start, frame.store_time, frame.durable, frame.epoch)
     return assemble(
         columns,

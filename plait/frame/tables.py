@@ -7,6 +7,7 @@ fit the frame's rows is a ``FrameError``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,12 @@ from plait.frame.header import SEQUENCE_MAX
 from plait.limits import FRAME_COUNT_MAX
 
 UInt64s = npt.NDArray[np.uint64]
+#: One producer's part of a joined frame. ``crc`` is that of the frame as its producer signed it, so that a resend of
+#: it is known from other rows under the same numbers; 0 where rows were cut or gathered.
+RUN: Final = np.dtype([("producer", "<u8"), ("first", "<u8"), ("rows", "<u4"), ("crc", "<u4"), ("previous", "<u8")])
+assert RUN.itemsize == RUN_SIZE
+#: A table of ``RUN``.
+Runs = npt.NDArray[np.void]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +56,12 @@ def read_selection(codec: int, data: memoryview, count: int) -> Selection:
     return Selection(original, rows)
 
 
-def read_runs(codec: int, data: memoryview, count: int) -> UInt64s:
-    """(producer, first sequence, rows, previous sequence) of each part of ``count`` rows."""
+def read_runs(codec: int, data: memoryview, count: int) -> Runs:
+    """The parts of ``count`` rows."""
     if codec != Codec.RAW or not data or len(data) % RUN_SIZE:
         raise FrameError("run table is malformed")
-    table: UInt64s = np.frombuffer(data, "<u8").reshape(-1, 4)
-    firsts, counts = table[:, 1], table[:, 2]
+    table: Runs = np.frombuffer(data, RUN)
+    firsts, counts = table["first"], table["rows"]
     if not counts.all() or counts.max() > FRAME_COUNT_MAX or int(counts.sum()) != count:
         raise FrameError(f"run table does not add up to {count} rows")
     if firsts.max() > SEQUENCE_MAX or (firsts + counts).max() > SEQUENCE_MAX:
@@ -62,40 +69,41 @@ def read_runs(codec: int, data: memoryview, count: int) -> UInt64s:
     return table
 
 
-def expand_runs(table: UInt64s) -> tuple[UInt64s, UInt64s]:
+def expand_runs(table: Runs) -> tuple[UInt64s, UInt64s]:
     """(producer id, producer sequence) of each row of a run table that was checked."""
-    counts = table[:, 2].astype(np.int64)
+    counts = table["rows"].astype(np.int64)
     starts = np.cumsum(counts) - counts
     # A row's sequence minus its place is the same within a run; unsigned arithmetic wraps around and back.
-    numbers = np.repeat(table[:, 1] - starts.astype(np.uint64), counts)
+    numbers = np.repeat(table["first"] - starts.astype(np.uint64), counts)
     numbers += np.arange(len(numbers), dtype=np.uint64)
-    return np.repeat(table[:, 0], counts), numbers
+    return np.repeat(table["producer"], counts), numbers
 
 
-def slice_runs(table: UInt64s, start: int, stop: int) -> UInt64s:
+def slice_runs(table: Runs, start: int, stop: int) -> Runs:
     """The run table of rows [start, stop)."""
-    counts = table[:, 2].astype(np.int64)
+    counts = table["rows"].astype(np.int64)
     ends = np.cumsum(counts)
     begins = ends - counts
     low, high = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(begins, stop, "left"))
     kept = table[low:high].copy()
-    skipped = np.uint64(start - begins[low])
-    kept[0, 1] += skipped
-    kept[0, 2] -= skipped
-    kept[-1, 2] -= np.uint64(ends[high - 1] - stop)
+    skipped = int(start - begins[low])
+    kept["first"][0] += np.uint64(skipped)
+    kept["rows"][0] -= np.uint32(skipped)
+    kept["rows"][-1] -= np.uint32(ends[high - 1] - stop)
+    kept["crc"] = 0
     return kept
 
 
-def runs_of_rows(table: UInt64s, rows: npt.NDArray[np.int64]) -> UInt64s:
+def runs_of_rows(table: Runs, rows: npt.NDArray[np.int64]) -> Runs:
     """A run table for the same number of rows, in which only ``rows`` are told whose they are."""
-    counts = table[:, 2].astype(np.int64)
+    counts = table["rows"].astype(np.int64)
     used = np.zeros(len(table), bool)
     used[np.searchsorted(np.cumsum(counts), rows, "right")] = True
     # Neighbours that nobody asks about become one.
     begins = np.ones(len(table), bool)
     begins[1:] = used[1:] | used[:-1]
     starts = np.flatnonzero(begins)
-    short = table[starts]
-    short[:, 2] = np.add.reduceat(counts, starts)
-    short[~used[starts]] *= np.array([0, 0, 1, 0], np.uint64)
+    short = np.where(used[starts], table[starts], np.zeros(1, RUN))
+    short["rows"] = np.add.reduceat(counts, starts)
+    short["crc"] = 0
     return short

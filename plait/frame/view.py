@@ -40,6 +40,7 @@ from plait.frame.header import (
     HEADER,
     HEADER_SIZE,
     MAGIC,
+    PREVIOUS_OFFSET,
     SEQUENCE_MAX,
     STAMP_CRC_OFFSET,
     STAMP_OFFSET,
@@ -47,7 +48,7 @@ from plait.frame.header import (
     VERSION,
     pad,
 )
-from plait.frame.tables import Selection, UInt64s, expand_runs, read_runs, read_selection
+from plait.frame.tables import RUN, Runs, Selection, UInt64s, expand_runs, read_runs, read_selection
 from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
 
 Offsets = npt.NDArray[np.int32]
@@ -198,6 +199,13 @@ class FrameView:
             raise FrameError(f"frame checksum is {crc:#010x}, should be {self.crc:#010x}")
         return self.verify_stamp()
 
+    def crc_following(self, previous: int) -> int:
+        """The checksum that the frame would have as the successor of ``previous``."""
+        if previous == self.previous:
+            return self.crc
+        buffer = self.buffer
+        return crc32c(buffer[HEADER_SIZE:], crc32c(bytes(buffer[:PREVIOUS_OFFSET]) + previous.to_bytes(8, "little")))
+
     def verify_stamp(self) -> FrameView:
         """The broker's part is intact, or ``FrameError``."""
         crc = crc32c(self.buffer[STAMP_OFFSET:STAMP_CRC_OFFSET])
@@ -278,11 +286,11 @@ class FrameView:
             self._selection = read_selection(codec, data, self.count)
         return self._selection
 
-    def runs(self) -> UInt64s:
-        """(producer, first sequence, rows, previous sequence) of each producer's part, in row order."""
+    def runs(self) -> Runs:
+        """Each producer's part, in row order."""
         rows = self._original_count()
         if _RUNS not in self.places:
-            return np.array([[self.producer, self.first, rows, self.previous]], np.uint64)
+            return np.array([(self.producer, self.first, rows, 0, self.previous)], RUN)
         codec, data = self.stored(_RUNS)
         return read_runs(codec, data, rows)
 

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from plait.errors import FrameError
 from plait.frame import check
 from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
-from plait.frame.tables import expand_runs
+from plait.frame.tables import RUN, Runs, expand_runs
 from plait.frame.view import FrameView
 from plait.limits import KIB, LOGICAL_PARTITIONS, MIB
 from plait.spark import header_types
@@ -146,13 +146,13 @@ class Frames:
         values = np.frombuffer(b"".join(pieces) if len(pieces) > 1 else pieces[0], dtype)
         return values, None if all(has) else np.repeat(has, self.counts)
 
-    def runs(self) -> npt.NDArray[np.uint64]:
-        """(producer, first sequence, rows, previous sequence) of each producer's part, in row order."""
+    def runs(self) -> Runs:
+        """Each producer's part, in row order."""
         if not self.has(Column.RUNS):
             runs = array("Q")
             for view in self.views:
                 runs.extend((view.producer, view.first, view.count, view.previous))
-            return np.frombuffer(runs, np.uint64).reshape(-1, 4)
+            return np.frombuffer(runs, RUN)
         return np.concatenate([view.runs() for view in self.views])
 
 

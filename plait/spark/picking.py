@@ -61,7 +61,7 @@ class Picker:
             producers, numbers = view.message_ids()
         elif view.has(Column.RUNS):
             runs = view.runs()
-            present = {int(producer) for producer in runs[:, 0]}
+            present = {int(producer) for producer in runs["producer"]}
             if not any(producer in present for producer, _ in ids):
                 return picked
             producers, numbers = expand_runs(runs)

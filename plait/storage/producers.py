@@ -11,7 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from enum import Enum, auto
-from typing import Final
+from typing import Final, NamedTuple
 
 from plait.limits import PRODUCER_WINDOWS_MAX
 
@@ -34,8 +34,22 @@ class Verdict(Enum):
     UNKNOWN = auto()
 
 
+_LOW: Final = (1 << 32) - 1
+
 #: Looked up once: Python 3.11 runs a function for each look at a member.
 _NEW: Final = Verdict.NEW
+
+
+class Run(NamedTuple):
+    """Rows that were stored as one frame of their producer."""
+
+    first: int
+    last: int
+    #: Partition sequence of the first row.
+    base: int
+    #: The predecessor that the frame named, and the checksum of the frame: what a resend is compared with.
+    previous: int
+    crc: int
 
 
 class Window:
@@ -45,31 +59,37 @@ class Window:
 
     def __init__(self) -> None:
         self.last = 0
-        #: Stored runs, three numbers each: producer sequences [first, last] became partition sequences from base.
-        #: An object for each would take six times the memory.
+        #: Stored runs, four numbers each: first and previous producer sequence, partition sequence of the first row,
+        #: rows with the checksum above them. An object for each would take six times the memory.
         self._numbers = array("Q")
         #: (after, through): sequences that were lost to damage between stored ones; a resend of them is new.
         self.holes: list[tuple[int, int]] = []
 
     @property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(first, last, base) of the latest stored runs, oldest first: what receipts can be given again for."""
+    def runs(self) -> list[Run]:
+        """The latest stored runs, oldest first: what receipts can be given again for."""
         numbers = iter(self._numbers)
-        return list(zip(numbers, numbers, numbers, strict=True))
+        return [
+            Run(first, first + (packed & _LOW) - 1, base, previous, packed >> 32)
+            for first, previous, base, packed in zip(numbers, numbers, numbers, numbers, strict=True)
+        ]
 
-    def remember(self, first: int, last: int, base: int, frames_max: int) -> None:
+    def remember(self, run: Run, frames_max: int) -> None:
         """A run was stored; of those before it the oldest goes when there are too many."""
-        self._numbers.extend((first, last, base))
-        if len(self._numbers) > 3 * frames_max:
-            del self._numbers[:3]
+        self._add(*run)
+        if len(self._numbers) > 4 * frames_max:
+            del self._numbers[:4]
+
+    def _add(self, first: int, last: int, base: int, previous: int, crc: int) -> None:
+        self._numbers.extend((first, previous, base, last - first + 1 | crc << 32))
 
     @classmethod
     def load(cls, last: int, runs: Iterable[Iterable[int]], holes: Iterable[Iterable[int]]) -> Window:
         """As a checkpoint has it."""
         window = cls()
         window.last = last
-        for first, through, base in runs:
-            window._numbers.extend((first, through, base))
+        for run in runs:
+            window._add(*run)
         window.holes = [(after, through) for after, through in holes]
         return window
 
@@ -78,11 +98,15 @@ class Window:
         if last > self.last:
             return False
         runs = sorted(self.runs)
-        missing = max(first, runs[0][0]) if runs else last + 1
-        for run_first, run_last, _ in runs:
-            if run_first <= missing <= run_last:
-                missing = run_last + 1
+        missing = max(first, runs[0].first) if runs else last + 1
+        for run in runs:
+            if run.first <= missing <= run.last:
+                missing = run.last + 1
         return missing > last
+
+    def overlaps(self, first: int, last: int) -> bool:
+        """Some of [first, last] is in the runs that are remembered."""
+        return any(run.first <= last and first <= run.last for run in self.runs)
 
 
 class ProducerTable:
@@ -133,16 +157,16 @@ class ProducerTable:
                 return Verdict.NEW
         return Verdict.DUPLICATE if window.holds(first, last) else Verdict.GAP
 
-    def receipt(self, producer: int, partition: int, first: int, count: int = 1) -> int | None:
-        """The sequence that the first of stored rows got; None when it is too long ago to know, or they lie apart."""
+    def find(self, producer: int, partition: int, first: int, count: int) -> Run | None:
+        """The remembered run of exactly these rows."""
         window = self.window(producer, partition)
-        for run_first, run_last, base in reversed(window.runs if window else []):
-            if run_first <= first and first + count - 1 <= run_last:
-                return base + first - run_first
+        for run in reversed(window.runs if window else []):
+            if (run.first, run.last) == (first, first + count - 1):
+                return run
         return None
 
     def stored(
-        self, producer: int, partition: int, first: int, count: int, previous: int, base: int, time: int
+        self, producer: int, partition: int, first: int, count: int, previous: int, base: int, time: int, crc: int
     ) -> None:
         """The run is in the log at sequences [base, base + count)."""
         partitions = self._windows.get(producer)
@@ -163,7 +187,7 @@ class ProducerTable:
             if previous > window.last:
                 window.holes.append((window.last, previous))
             window.last = last
-        window.remember(first, last, base, self._window_frames)
+        window.remember(Run(first, last, base, previous, crc), self._window_frames)
 
     def _add(self, producer: int) -> dict[int, Window]:
         partitions = self._windows[producer] = {}

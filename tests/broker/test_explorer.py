@@ -15,6 +15,7 @@ CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
     (defects.presume_nothing, "async", power_loss, 1),
     (defects.take_a_lost_life_for_a_clean_stop, "async", power_loss, 1),
     (defects.forget_runs, "async", kill, 1),
+    (defects.believe_numbers_alone, "async", kill, 1),
     (defects.forget_producers_with_the_process, "sync", either, 1),
     (defects.hand_out_at_once, "sync", either, 1),
     (defects.answer_acks_at_once, "sync", either, 1),

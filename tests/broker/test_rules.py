@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from plait.errors import OutOfSequence, UnknownProducer
+from plait.errors import OutOfSequence, ProducerConflict, UnknownProducer
+from plait.frame.builder import build_frame
 from plait.retry import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.recovery import QUARANTINE
@@ -195,6 +196,33 @@ def r7_runs_of_joined_frames_are_known_after_a_start() -> None:
 # --- R9 -----------------------------------------------------------------------------------------
 
 
+def r7_other_rows_under_stored_numbers_are_refused() -> None:
+    """Producer ids are visible in message ids: rows under one prove nothing, until they are what is stored."""
+    for joined in (False, True):
+        for end in ("same", "restart", "killed"):
+            node, real, forger = Node(), Producer(1), Producer(1)
+            node.send("orders", b"1", producer=real)
+            forger.next, forger.last = real.next, dict(real.last)
+            forged = [node.submit(forger.frame("orders", b"forged %d" % n)) for n in range(3)]
+            if joined:
+                node.submit(Producer(2).frame("orders", b"x"))
+            node.turn()
+            assert all(sent.acknowledged for sent in forged), "nothing tells them from the real ones yet"
+            if end != "same":
+                node = getattr(node, end)()
+            for n in range(3):
+                sent = node.send("orders", b"real %d" % n, producer=real)
+                assert not sent.acknowledged, "nothing that is not stored is reported as stored"
+                assert isinstance(sent.error, ProducerConflict), sent.error
+            again = node.submit(Sent("orders", forged[1].data, forged[1].bodies))
+            node.turn()
+            assert again.sequence == forged[1].sequence, "what is stored is known again"
+            parts = build_frame(forged[1].bodies, producer=1, first=forged[1].view.first, previous=1)
+            renamed = node.submit(Sent("orders", parts.tobytes(), forged[1].bodies))
+            node.turn()
+            assert renamed.sequence == forged[1].sequence, "whatever it says that it follows"
+
+
 def r9_producers_are_remembered_forgotten_in_time_and_told_so() -> None:
     node = Node(flush="sync")
     producer = Producer(7)
@@ -369,6 +397,7 @@ SCENARIOS: list[Callable[[], None]] = [
     r3_every_unclean_start_opens_a_new_epoch,
     r7_a_refused_frame_is_not_overtaken,
     r7_runs_of_joined_frames_are_known_after_a_start,
+    r7_other_rows_under_stored_numbers_are_refused,
     r9_producers_are_remembered_forgotten_in_time_and_told_so,
     r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages,
     r12_at_most_once_rows_leave_after_their_event_is_durable,
@@ -392,6 +421,7 @@ DEFECTS: list[tuple[Callable[[], None], Callable[[pytest.MonkeyPatch], None]]] =
     (r3_every_unclean_start_opens_a_new_epoch, defects.take_a_lost_life_for_a_clean_stop),
     (r7_a_refused_frame_is_not_overtaken, defects.store_whatever_is_newer),
     (r7_runs_of_joined_frames_are_known_after_a_start, defects.forget_runs),
+    (r7_other_rows_under_stored_numbers_are_refused, defects.believe_numbers_alone),
     (r9_producers_are_remembered_forgotten_in_time_and_told_so, defects.forget_producers_with_the_process),
     (r9_producers_are_remembered_forgotten_in_time_and_told_so, defects.take_unknown_producers_for_new),
     (r10_an_ack_of_an_earlier_epoch_does_not_reach_other_messages, defects.believe_any_epoch),

@@ -15,6 +15,7 @@ from plait.errors import (
     InvalidArgument,
     LimitExceeded,
     OutOfSequence,
+    ProducerConflict,
     StaleRoute,
 )
 from plait.frame.lp import lp_of_key
@@ -120,6 +121,16 @@ def test_many_frames_of_one_turn_stay_whole(node: Node, task: Task) -> None:
     assert [sent.sequence for sent in frames] == [0, 1, 2, 3, 4]
     publish(node, task)
     assert node.bodies("orders") == [b"0", b"1", b"2", b"3", b"4"]
+
+
+def test_other_rows_under_the_numbers_of_staged_ones_are_refused(node: Node, task: Task) -> None:
+    task.write(node, b"a", b"b")
+    task.write(node, b"c")
+    other = Task(task.stage.producer)
+    for bodies in ((b"A", b"B"), (b"a",), (b"a", b"b", b"c")):
+        other.count = 0
+        sent = other.submit(node, other.frame(*bodies))
+        assert isinstance(sent.error, ProducerConflict)
 
 
 def test_only_its_own_producer_writes_to_a_stage(node: Node, task: Task) -> None:

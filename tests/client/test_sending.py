@@ -15,6 +15,7 @@ import pytest
 import plait
 from plait.broker.partition import Partition
 from plait.broker.sends import SendReply
+from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import BODY_SIZE_MAX
 from plait.testing import EmbeddedBroker
@@ -239,6 +240,37 @@ async def test_a_forgotten_producer_leaves_what_was_sent_in_doubt_and_goes_on_un
     after = await client.send("order.book", b"again")
     assert after.message_id.producer != before.message_id.producer
     assert await bodies_of(client, "order.book") == [b"known", b"again"]
+
+
+@pytest.mark.parametrize("frame_count", [1, 100])
+async def test_rows_that_another_process_stored_under_the_clients_numbers_are_never_reported_as_stored(
+    broker: EmbeddedBroker, frame_count: int
+) -> None:
+    """A producer id is visible in every message id: whoever reads one can send under it."""
+    async with broker.connect(limits=plait.ClientLimits(frame_count=frame_count)) as client:
+        real = await client.send("order.book", b"real 1")
+        first = real.message_id.sequence + 1
+        partition = broker.server.broker.subjects["order.book"]
+        frames = [
+            build_frame([b"forged"], producer=real.message_id.producer, first=first + n, previous=first + n - 1)
+            for n in range(5)
+        ]
+        for frame in frames:
+            broker.server.broker.submit(partition, FrameView(frame.tobytes()), None)
+        results = await asyncio.gather(
+            *(client.send("order.book", b"real %d" % n) for n in range(2, 12)), return_exceptions=True
+        )
+        refused = [result for result in results if isinstance(result, plait.ProducerConflict)]
+        receipts = [result for result in results if isinstance(result, plait.Receipt)]
+        assert len(refused) + len(receipts) == 10
+        assert refused
+        assert "'order.book' with other contents: another process sends under this producer id" in str(refused[0])
+        after = await client.send("order.book", b"after")
+        assert after.message_id.producer != real.message_id.producer
+        stored = await bodies_of(client, "order.book")
+        assert len(stored) == len(receipts) + 7
+        for receipt in receipts:
+            assert stored[receipt.sequence or 0].startswith(b"real"), receipt
 
 
 async def test_a_deleted_subject_is_made_anew_by_the_next_send(client: plait.Client) -> None:

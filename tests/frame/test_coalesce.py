@@ -37,7 +37,7 @@ def rows_in_order(frames: list[Draft]) -> list[Row]:
 def test_joined_frames_hold_all_rows_in_order(frames: list[Draft]):
     frame = joined(frames).validate()
     assert rows_of(frame) == rows_in_order(frames)
-    assert frame.runs().tolist() == [[d.producer, d.first, d.count, d.previous] for d in frames]
+    assert frame.runs().tolist() == [(d.producer, d.first, d.count, d.view().crc, d.previous) for d in frames]
     assert (frame.producer, frame.first, frame.previous) == (0, 0, 0)
     assert frame.end == BASE + sum(draft.count for draft in frames)
 

@@ -189,7 +189,9 @@ def test_a_quarter_of_a_million_changed_frames_give_a_value_or_a_frame_error(see
 
 
 def run_table(*runs: tuple[int, int, int, int]) -> bytes:
-    return b"".join(struct.pack("<4Q", *run) for run in runs)
+    return b"".join(
+        struct.pack("<QQIIQ", producer, first, rows, 0, previous) for producer, first, rows, previous in runs
+    )
 
 
 @pytest.mark.parametrize(
@@ -201,8 +203,8 @@ def run_table(*runs: tuple[int, int, int, int]) -> bytes:
         run_table((1, 1, 6, 0)),
         run_table((1, 1, 5, 0), (2, 1, 0, 0)),
         run_table((1, 1, 0, 0), (2, 1, 5, 0)),
-        run_table((1, 1, 4, 0), (2, 1, (1 << 64) - 4, 0), (3, 1, 5, 0)),
-        run_table((1, 1, (1 << 64) - 1, 0), (2, 1, 6, 0)),
+        run_table((1, 1, 4, 0), (2, 1, (1 << 32) - 4, 0), (3, 1, 5, 0)),
+        run_table((1, 1, (1 << 32) - 1, 0), (2, 1, 6, 0)),
         run_table((1, 1, (1 << 20) + 1, 0)),
         run_table((1, (1 << 64) - 2, 5, 0)),
         run_table((1, (1 << 62) - 4, 5, 0)),

@@ -26,7 +26,7 @@ def test_a_frame_reads_back_as_it_was_built(draft: Draft):
     assert (frame.partition, frame.store_time, frame.durable, frame.epoch) == (3, NOW, 4096, 2)
     assert frame.end == draft.base + draft.count
     assert frame.selection() is None
-    assert frame.runs().tolist() == [[draft.producer, draft.first, draft.count, draft.previous]]
+    assert frame.runs().tolist() == [(draft.producer, draft.first, draft.count, 0, draft.previous)]
 
 
 OPTIONAL = ("keys", "tags", "headers", "send_time", "deliver_at", "priority")

@@ -73,7 +73,7 @@ def content(frame: FrameView) -> dict[str, Any]:
         {name: value.hex() if isinstance(value, bytes) else value for name, value in asdict(row).items()}
         for row in rows_of(frame)
     ]
-    return {"header": header, "runs": frame.runs().tolist(), "rows": rows}
+    return {"header": header, "runs": [list(run) for run in frame.runs().tolist()], "rows": rows}
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from plait.errors import (
     InvalidArgument,
     InvalidName,
     PlaitError,
+    ProducerConflict,
     ProtocolError,
     StaleRoute,
     StaleSession,
@@ -208,6 +209,19 @@ async def test_a_bad_frame_is_refused_and_the_connection_goes_on(
         raw.request(m.Send(partition, oneway=True), data)
         assert await raw.store("orders", b"good") == 0
     assert server.broker.subjects["orders"].visible == 1
+
+
+async def test_other_rows_under_numbers_that_are_stored_are_refused_and_the_stored_ones_are_known_again(server: Server):
+    async with Raw(server) as raw:
+        await raw.hello()
+        assert await raw.store("orders", b"forged", producer=9) == 0
+        with pytest.raises(ProducerConflict, match=r"rows 1 to 1 of producer 0000000000000009.* stored in 'orders'"):
+            await raw.store("orders", b"real", producer=9)
+        assert await raw.store("orders", b"x", producer=9, first=2, previous=1) == 1
+        with pytest.raises(ProducerConflict, match="rows 1 to 2"):
+            await raw.store("orders", b"forged", b"x", producer=9)
+        assert await raw.store("orders", b"forged", producer=9) == 0
+    assert server.broker.subjects["orders"].visible == 2
 
 
 async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_size_once_it_is_checked(

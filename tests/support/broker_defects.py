@@ -12,6 +12,7 @@ from plait.broker.dead_letters import DeadLetters
 from plait.broker.group import Group
 from plait.broker.partition import Partition
 from plait.broker.retention import Retention
+from plait.broker.sends import Appender
 from plait.storage import recovery
 from plait.storage.action_log import ActionBuffer
 from plait.storage.checkpoint import Checkpoints
@@ -98,13 +99,25 @@ def store_whatever_is_newer(patch: Patch) -> None:
     patch.setattr(ProducerTable, "judge", naive)
 
 
+def believe_numbers_alone(patch: Patch) -> None:
+    """R7: rows under numbers that are stored are duplicates, whatever is in them."""
+    patch.setattr(Appender, "_same", staticmethod(lambda run, frame: True))
+
+
 def forget_runs(patch: Patch) -> None:
     """R7: of a joined frame only the first producer is known again after a start."""
 
     def naive(partition: Partition, producers: ProducerTable, offset: int, frame: Any) -> None:
         partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
         producers.stored(
-            frame.producer, partition.id, frame.first, frame.count, frame.previous, frame.base, frame.store_time
+            frame.producer,
+            partition.id,
+            frame.first,
+            frame.count,
+            frame.previous,
+            frame.base,
+            frame.store_time,
+            frame.crc,
         )
 
     patch.setattr(recover, "replay_frame", naive)

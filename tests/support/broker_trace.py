@@ -16,6 +16,7 @@ from plait.broker.dead_letters import Choice
 from plait.broker.group import Consumer, Failure
 from plait.clock import ManualClock
 from plait.errors import GroupBusy
+from plait.frame.builder import build_frame
 from plait.reason import Reason
 from plait.storage.catalog import SubjectSettings
 from plait.testing.disk import SimulatedDisk
@@ -67,6 +68,8 @@ class Told:
     rows: dict[tuple[int, int], tuple[str, bytes]] = field(default_factory=dict)
     #: Every frame submitted, in order.
     frames: list[Sent] = field(default_factory=list)
+    #: Frames under numbers of rows that were acknowledged, with other contents.
+    forged: list[Sent] = field(default_factory=list)
     groups: dict[tuple[str, str], GroupTold] = field(default_factory=dict)
     #: Rows below these may be gone by retention.
     expired: dict[str, int] = field(default_factory=dict)
@@ -114,6 +117,7 @@ class Trace:
             self._send_batch: 12,
             self._send_burst: 16,
             self._send_large: 4,
+            self._forge: 2,
             self._attach: 8,
             self._pull: 34,
             self._ack: 30,
@@ -230,6 +234,18 @@ class Trace:
 
     def _send_large(self) -> None:
         self._submit(self._rng.choice(self._producers), "orders", 2, 2500)
+
+    def _forge(self) -> None:
+        """Another process sends under a producer id that it read from a message."""
+        stored = [frame for frame in self.told.frames[-40:] if frame.acknowledged]
+        if stored:
+            real = self._rng.choice(stored)
+            view = real.view
+            bodies = [body[:-1] + b"!" for body in real.bodies]
+            parts = build_frame(bodies, producer=view.producer, first=view.first, previous=view.previous)
+            forged = Sent(real.subject, parts.tobytes(), bodies)
+            self.told.forged.append(forged)
+            self.node.submit(forged)
 
     # --- consumers ------------------------------------------------------------------------------
 
