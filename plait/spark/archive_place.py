@@ -47,7 +47,7 @@ def check_archive(options: ReadOptions) -> None:
     archive = Archive.at(options.path)
     if "://" in options.path and not archive.numbers():
         raise ArchiveError(
-            f"{options.path!r} is not an archive: it has no {DIRECTORY}/manifest-*.json. Data directories and segment "
+            f"{options.path!r} is not an archive: it has no {DIRECTORY}/commit-* file. Data directories and segment "
             "files are read from local paths alone: copy them"
         )
     archive.open()

@@ -136,7 +136,6 @@ class Archiver:
         self._progress = progress
         self._clock = clock or SystemClock()
         self._begun = self._clock.monotonic()
-        self._writer = chance.token(8)
         self._manifest = self._archive.load()
         self.report = ArchiveReport(archive=self._archive.place, manifest=self._manifest.number)
 
@@ -211,8 +210,8 @@ class Archiver:
     # --- how ------------------------------------------------------------------------------------
 
     def _leave_note(self, data: str, disk: RealDisk, source: Source) -> None:
-        """Tell retention how far all subjects of a data directory are archived."""
-        if not source.whole:
+        """Report to retention how far all subjects of a data directory are archived."""
+        if not source.whole or not self._is_newest():
             return
         reached = Archived(
             max(source.message_offset, source.raw_message_offset),
@@ -268,7 +267,8 @@ class Archiver:
         manifest = Manifest(
             number=self._manifest.number + 1,
             time=self._clock.now(),
-            writer=self._writer,
+            writer=chance.token(8),
+            previous=self._manifest.writer,
             sources={**self._manifest.sources, **sources},
             files=[*files, *added],
         )
@@ -299,9 +299,12 @@ class Archiver:
     def _clean(self) -> None:
         """Files of runs that can commit no more, unless the last two manifests name them.
 
-        Whoever has read the manifest before this one may still be at work with it.
+        A reader of the manifest before this one may still be at work with it. A later manifest names no file of a
+        number up to this one's that this one does not name: what is removed here is in no manifest, now or later.
         """
         number = self._manifest.number
+        if not self._is_newest():
+            return
         named = {file.path for file in self._manifest.files}
         if number - 1 in self._archive.numbers():
             named |= {file.path for file in self._archive.read(number - 1).files}
@@ -312,7 +315,10 @@ class Archiver:
                 if info.type == fs.FileType.File and match and int(match[1]) <= number and path not in named:
                     self._archive.remove(path)
                     self.report.removed += 1
-        self._archive.remove_unfinished(number)
+
+    def _is_newest(self) -> bool:
+        """No other archiver has committed since this run read the manifest or committed its own."""
+        return self._archive.newest() == (self._manifest.number, self._manifest.writer)
 
 
 def wanted_of(subjects: Sequence[str]) -> Wanted:

@@ -1,19 +1,19 @@
 """The manifest of an archive: which files it consists of, and how far each data directory is in it.
 
-A directory of Parquet files is an archive by what ``_plait/manifest-<number>.json`` says. The highest number is the
-truth; a manifest is written once, whole, and never changed. A file that it does not name does not exist: a run that
-ended early left it. Nothing here needs Spark: lookups read the manifest in a process without Java.
+A directory of Parquet files is an archive by what ``_plait/manifest-<number>-<writer>.json`` says, once there is a file
+``_plait/commit-<number>-<writer>`` beside it. The highest number is the truth; a manifest is written once, whole, and
+never changed. A file that it does not name does not exist: a run that ended early left it. Nothing here needs Spark:
+lookups read the manifest in a process without Java.
 
-Promise: of two who commit the same number one succeeds; the other one gets ``ArchiveConflict`` and has changed nothing.
+Promise: manifests are a chain. Of several archivers that commit one number one succeeds, however slow each of them is;
+the others get ``ArchiveConflict`` and have changed nothing (``plait.spark.commits``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 from urllib.parse import quote, unquote
 
@@ -22,8 +22,8 @@ import pyarrow as pa
 from crc32c import crc32c
 from pyarrow import fs
 
-from plait import chance
-from plait.errors import ArchiveConflict, ArchiveError
+from plait.errors import ArchiveError
+from plait.spark import commits
 
 #: 2: reasons of deaths, and what subjects' settings say; an archive of version 1 is read, and gone on with.
 FORMAT_VERSION: Final = 2
@@ -34,14 +34,8 @@ DEATHS: Final = "deaths"
 RAW: Final = "raw"
 #: What has files by day alone.
 DayKind = Literal["actions", "deaths"]
-#: Manifests that stay, the newest included: whoever has just read one can still look at it.
-KEEP: Final = 5
-#: Where files cannot be made exclusively, whoever wants to commit says so first. One that says so for longer is gone.
-CLAIM_SECONDS: Final = 600.0
-
-_MANIFEST: Final = re.compile(r"manifest-(\d{20})\.json")
-_UNFINISHED: Final = re.compile(r"\.manifest-(\d{20})\.json\.[0-9a-f]+")
-_CLAIM: Final = re.compile(r"claim-(\d{20})-([0-9a-f]+)")
+#: Listings of an archive in a row, each of whose newest manifest others removed before it was read.
+LOOKS_MAX: Final = 10
 #: What a partition value of a path may not hold as it is (as Hive and Spark have it), and what would end a path's part.
 _PLAIN: Final = " !\"$&'()+,-.;<>@_`|~"
 
@@ -212,9 +206,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int = FORMAT_VERSION
     number: int = 0
-    #: When it was committed, in microseconds since 1970, and by whom.
+    #: When it was committed, in microseconds since 1970, by its archiver's clock: for people, it decides nothing.
     time: int = 0
+    #: Drawn for this manifest, in lower-case letters and digits; and that of the manifest before it.
     writer: str = ""
+    previous: str = ""
     #: Source id (``<group>-<identity of the data directory>``) → how far it is.
     sources: dict[str, Source] = {}
     files: list[ArchivedFile] = []
@@ -276,24 +272,44 @@ class Archive:
 
     def numbers(self) -> list[int]:
         """The numbers of the manifests there are, ascending."""
-        found = (_MANIFEST.fullmatch(info.base_name) for info in self.list(DIRECTORY))
-        return sorted(int(match[1]) for match in found if match)
+        votes = commits.look(self)
+        return sorted(number for number, writer in votes.committed.items() if (number, writer) in votes.manifests)
+
+    def newest(self) -> tuple[int, str]:
+        """Number and writer of the newest manifest; number 0: there is none."""
+        votes = commits.look(self)
+        return votes.newest, votes.committed.get(votes.newest, "")
 
     def load(self) -> Manifest:
         """The newest manifest; an empty one, of number 0, where nothing was archived yet."""
-        numbers = self.numbers()
-        return self.read(numbers[-1]) if numbers else Manifest()
+        number, writer = self.newest()
+        for _ in range(LOOKS_MAX):
+            try:
+                return self._read(number, writer) if number else Manifest()
+            except ArchiveError:
+                # It may have become history since it was listed.
+                before, (number, writer) = number, self.newest()
+                if number == before:
+                    raise
+        raise ArchiveError(f"archivers change {self.place!r} faster than its manifest can be read")
 
     def open(self) -> Manifest:
         """The newest manifest; ``ArchiveError`` where there is no archive."""
         manifest = self.load()
         if not manifest.number:
-            raise ArchiveError(f"{self.place!r} is not an archive: it has no {DIRECTORY}/manifest-*.json")
+            raise ArchiveError(f"{self.place!r} is not an archive: it has no {DIRECTORY}/commit-* file")
         return manifest
 
     def read(self, number: int) -> Manifest:
-        """One manifest. One that does not read back whole is damage, and nothing older takes its place."""
-        relative = f"{DIRECTORY}/{_name(number)}"
+        """One manifest that was committed. One that does not read back whole is damage, and no older one takes its
+        place."""
+        writer = commits.look(self).committed.get(number)
+        if writer is None:
+            raise ArchiveError(f"{self.place!r} has no manifest {number}, or not any more")
+        return self._read(number, writer)
+
+    def _read(self, number: int, writer: str) -> Manifest:
+        relative = f"{DIRECTORY}/{commits.manifest_name(number, writer)}"
         try:
             with self.files.open_input_stream(self.path(relative)) as stream:
                 data = stream.read()
@@ -336,17 +352,33 @@ class Archive:
     def commit(self, manifest: Manifest) -> None:
         """Make it the archive's state; durable when this returns. Older manifests go, but for the last few.
 
-        ``ArchiveConflict`` where somebody else has committed this number, or is about to.
+        ``ArchiveConflict`` where another archiver has committed this number, or a higher one.
         """
         raw = msgspec.json.encode(manifest)
         data = msgspec.json.encode(_Stored(crc32c(raw), msgspec.Raw(raw)))
         self.files.create_dir(self.path(DIRECTORY), recursive=True)
-        if isinstance(self.files, fs.LocalFileSystem):
-            self._commit_locally(manifest.number, data)
-        else:
-            self._commit_by_claim(manifest.number, data)
-        for number in self.numbers()[:-KEEP]:
-            self.remove(f"{DIRECTORY}/{_name(number)}")
+        commits.commit(self, manifest.number, manifest.writer, manifest.previous, data)
+
+    def names(self) -> list[str]:
+        """Names of the files beside the manifest."""
+        return [info.base_name for info in self.list(DIRECTORY)]
+
+    def has(self, name: str) -> bool:
+        """There is such a file beside the manifest."""
+        found: bool = self.files.get_file_info(self.path(f"{DIRECTORY}/{name}")).type != fs.FileType.NotFound
+        return found
+
+    def put(self, name: str, data: bytes = b"") -> None:
+        """A file beside the manifest, whole and durable when this returns."""
+        relative = f"{DIRECTORY}/{name}"
+        self.write(relative, data)
+        if data:
+            self.make_durable(relative)
+        self.sync_names([relative])
+
+    def discard(self, name: str) -> None:
+        """Remove a file beside the manifest; nothing when there is none."""
+        self.remove(f"{DIRECTORY}/{name}")
 
     def make_directory(self, relative: str) -> None:
         """With its parents. Object stores have none: a file's name is all there is."""
@@ -381,73 +413,10 @@ class Archive:
         with contextlib.suppress(FileNotFoundError):
             self.files.delete_file(self.path(relative))
 
-    def remove_unfinished(self, number: int) -> None:
-        """Manifests that were not whole when their archiver ended, up to the one that is committed."""
-        for info in self.list(DIRECTORY):
-            match = _UNFINISHED.fullmatch(info.base_name)
-            if match and int(match[1]) <= number:
-                self.remove(self.relative(info))
-
-    def _commit_locally(self, number: int, data: bytes) -> None:
-        directory = self.path(DIRECTORY)
-        aside = f"{directory}/.{_name(number)}.{chance.token(8)}"
-        with open(aside, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            # Unlike a rename, a link never takes the place of another file.
-            os.link(aside, f"{directory}/{_name(number)}")
-        except FileExistsError:
-            raise self._conflict(number) from None
-        finally:
-            os.unlink(aside)
-        sync_directory(directory)
-
-    def _commit_by_claim(self, number: int, data: bytes) -> None:
-        """Where the last writer of a file wins: whoever finds somebody else's claim after he has made his own gives in.
-
-        Of two at least one finds the other's; it may be that both do, and neither commits.
-        """
-        token = chance.token(8)
-        claim = f"{DIRECTORY}/claim-{number:020d}-{token}"
-        self.write(claim, b"")
-        try:
-            oldest = datetime.now(UTC) - timedelta(seconds=CLAIM_SECONDS)
-            for info in self.list(DIRECTORY):
-                match = _CLAIM.fullmatch(info.base_name)
-                if match is None or match[2] == token:
-                    continue
-                if info.mtime is not None and info.mtime < oldest:
-                    self.remove(self.relative(info))
-                elif int(match[1]) == number:
-                    raise ArchiveConflict(
-                        f"another archiver is about to commit to {self.place!r}, or ended while it did; nothing was "
-                        f"changed and nothing is lost: try again in {CLAIM_SECONDS / 60:.0f} minutes",
-                        number=number,
-                    )
-            # At last his own claim: where it took him so long that another one has removed it, that one commits.
-            if number in self.numbers() or not self._is_there(claim):
-                raise self._conflict(number)
-            self.write(f"{DIRECTORY}/{_name(number)}", data)
-        finally:
-            self.remove(claim)
-
-    def _is_there(self, relative: str) -> bool:
-        found: bool = self.files.get_file_info(self.path(relative)).type != fs.FileType.NotFound
-        return found
-
     def write(self, relative: str, data: bytes) -> None:
         """A small file, whole."""
         with self.files.open_output_stream(self.path(relative)) as stream:
             stream.write(data)
-
-    def _conflict(self, number: int) -> ArchiveConflict:
-        return ArchiveConflict(
-            f"another archiver has changed {self.place!r} meanwhile (manifest {number} is its own); nothing was changed"
-            " and nothing is lost: run again, one at a time",
-            number=number,
-        )
 
 
 def sync_directory(path: str) -> None:
@@ -477,10 +446,6 @@ def day_directory(kind: str, date: str) -> str:
 def subject_of(path: str) -> str:
     """The subject that ``subject_directory`` put into a path."""
     return unquote(path.split("subject=", 1)[1].split("/", 1)[0])
-
-
-def _name(number: int) -> str:
-    return f"manifest-{number:020d}.json"
 
 
 def _first_line(error: BaseException) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -10,9 +9,8 @@ import pytest
 from pyarrow import fs
 
 from plait.errors import ArchiveConflict, ArchiveError
-from plait.spark import manifest as manifest_module
+from plait.spark.commits import KEEP
 from plait.spark.manifest import (
-    KEEP,
     Archive,
     ArchivedFile,
     Gap,
@@ -55,6 +53,15 @@ def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Archive:
     return Archive(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "archive", "other://archive")
 
 
+def chain(archive: Archive, count: int) -> Manifest:
+    """So many commits, one after another; the last manifest."""
+    manifest = archive.load()
+    for number in range(manifest.number + 1, manifest.number + count + 1):
+        manifest = Manifest(number=number, writer=f"w{number}", previous=manifest.writer)
+        archive.commit(manifest)
+    return manifest
+
+
 def test_the_highest_number_is_the_truth_and_reads_back_as_written(archive: Archive):
     assert archive.load() == Manifest()
     life = Life(number=7, offset=2, ranges=[(0, 3), (4, 9)], epochs=[(0, 1), (5, 2)])
@@ -63,7 +70,8 @@ def test_the_highest_number_is_the_truth_and_reads_back_as_written(archive: Arch
     first = Manifest(number=1, time=5, writer="w", sources={"g1-1": source}, files=[file_of("a")])
     archive.commit(first)
     assert archive.load() == archive.open() == first
-    second = msgspec.structs.replace(first, number=2, files=[file_of("a"), file_of("b")])
+    files = [file_of("a"), file_of("b")]
+    second = msgspec.structs.replace(first, number=2, files=files, writer="x", previous="w")
     archive.commit(second)
     assert archive.load() == second
     assert archive.read(1) == first
@@ -71,65 +79,74 @@ def test_the_highest_number_is_the_truth_and_reads_back_as_written(archive: Arch
 
 def test_a_number_is_committed_once(archive: Archive):
     archive.commit(Manifest(number=1, writer="first"))
-    with pytest.raises(ArchiveConflict, match=r"another archiver.*manifest 1.*nothing is lost"):
+    before = archive.names()
+    with pytest.raises(ArchiveConflict, match=r"another archiver.*newest manifest is 1.*nothing is lost"):
         archive.commit(Manifest(number=1, writer="second"))
     assert archive.load().writer == "first"
-    names = [info.base_name for info in archive.list("_plait")]
-    assert names == ["manifest-00000000000000000001.json"]
+    assert archive.names() == before
 
 
-def test_whoever_is_about_to_commit_is_respected_until_he_is_surely_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    files = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-    archive = Archive(files, "archive", "other://archive")
-    archive.commit(Manifest(number=1))
-    other = "_plait/claim-00000000000000000002-00ff"
-    archive.write(other, b"")
-    with pytest.raises(ArchiveConflict, match=r"is about to commit.*or ended while it did.*again in 10 minutes"):
-        archive.commit(Manifest(number=2))
-    later = datetime.now(UTC) + timedelta(seconds=manifest_module.CLAIM_SECONDS + 60)
+@pytest.mark.parametrize("others", [1, KEEP, KEEP + 1, 3 * KEEP])
+def test_a_number_is_committed_once_however_late_the_second_comes(archive: Archive, others: int):
+    before = chain(archive, 3)
+    late = Manifest(number=4, writer="late", previous=before.writer)
+    newest = chain(archive, others)
+    with pytest.raises(ArchiveConflict, match=rf"newest manifest is {3 + others}, this run was to commit 4"):
+        archive.commit(late)
+    assert archive.load() == newest
+    assert not [name for name in archive.names() if "late" in name]
 
-    class Later(datetime):
-        @classmethod
-        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
-            return later
 
-    monkeypatch.setattr(manifest_module, "datetime", Later)
-    archive.commit(Manifest(number=2))
+def test_an_archiver_that_ended_while_it_committed_blocks_no_other_one(archive: Archive):
+    """Whether its manifest was chosen or not: the next one completes it, or takes its number."""
+    before = chain(archive, 1)
+    chosen = Manifest(number=2, writer="ended", previous=before.writer)
+    with pytest.MonkeyPatch.context() as patch:
+        inner = archive.put
+
+        def end(name: str, data: bytes = b"") -> None:
+            if name.startswith("commit-"):
+                raise KeyboardInterrupt
+            inner(name, data)
+
+        patch.setattr(archive, "put", end)
+        with pytest.raises(KeyboardInterrupt):
+            archive.commit(chosen)
+    assert archive.load() == before
+    with pytest.raises(ArchiveConflict, match="newest manifest is 2"):
+        archive.commit(Manifest(number=2, writer="next", previous=before.writer))
+    assert archive.load() == chosen
+    chain(archive, 1)
+
+
+def test_an_archive_that_was_removed_and_made_again_is_not_gone_on_with(archive: Archive):
+    """The predecessor of what a slow archiver commits has to be there."""
+    before = chain(archive, 3)
+    for name in archive.names():
+        archive.discard(name)
+    chain(archive, 2)
+    with pytest.raises(ArchiveConflict, match="this run was to commit 4"):
+        archive.commit(Manifest(number=4, writer="late", previous=before.writer))
     assert archive.load().number == 2
-    assert not [info for info in archive.list("_plait") if "claim" in info.base_name]
 
 
-def test_whoever_stalled_until_he_was_taken_for_gone_does_not_replace_what_another_one_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    files = fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem())
-    archive = Archive(files, "archive", "other://archive")
-    numbers = archive.numbers
-
-    def stalling() -> list[int]:
-        before = numbers()
-        monkeypatch.undo()
-        for info in archive.list("_plait"):
-            archive.remove(archive.relative(info))
-        archive.commit(Manifest(number=1, writer="other"))
-        return before
-
-    monkeypatch.setattr(archive, "numbers", stalling)
-    with pytest.raises(ArchiveConflict, match="manifest 1 is its own"):
-        archive.commit(Manifest(number=1, writer="slow"))
-    assert archive.load().writer == "other"
+def test_two_manifests_of_one_number_are_damage(archive: Archive):
+    chain(archive, 2)
+    archive.put("commit-00000000000000000002-copied")
+    with pytest.raises(ArchiveError, match="two manifests of number 2"):
+        archive.load()
 
 
-def test_only_the_last_few_manifests_are_kept(archive: Archive):
-    for number in range(1, KEEP + 4):
-        archive.commit(Manifest(number=number))
+def test_only_the_last_few_manifests_and_votes_are_kept(archive: Archive):
+    chain(archive, KEEP + 3)
     assert archive.numbers() == list(range(4, KEEP + 4))
+    votes = {int(name.split("-")[1]) for name in archive.names()}
+    # The first ones stay: the first manifest has no predecessor.
+    assert votes == {1, *range(4, KEEP + 4)}
 
 
 def test_a_place_without_an_archive_is_said_to_be_none(tmp_path: Path):
-    with pytest.raises(ArchiveError, match=r"is not an archive: it has no _plait/manifest-\*\.json"):
+    with pytest.raises(ArchiveError, match=r"is not an archive: it has no _plait/commit-\* file"):
         Archive.at(tmp_path).open()
     with pytest.raises(ArchiveError, match="nowhere://x' cannot be reached"):
         Archive.at("nowhere://x")
@@ -138,18 +155,18 @@ def test_a_place_without_an_archive_is_said_to_be_none(tmp_path: Path):
 @pytest.mark.parametrize("damage", ["cut", "flipped", "nothing"])
 def test_a_damaged_manifest_is_an_error_and_no_older_one_takes_its_place(tmp_path: Path, damage: str):
     archive = Archive.at(tmp_path)
-    archive.commit(Manifest(number=1))
-    archive.commit(Manifest(number=2, files=[file_of("orders")]))
-    path = tmp_path / "_plait" / "manifest-00000000000000000002.json"
+    archive.commit(Manifest(number=1, writer="w1"))
+    archive.commit(Manifest(number=2, writer="w2", previous="w1", files=[file_of("orders")]))
+    path = tmp_path / "_plait" / "manifest-00000000000000000002-w2.json"
     data = path.read_bytes()
     path.write_bytes({"cut": data[:50], "flipped": data.replace(b"orders", b"0rders"), "nothing": b""}[damage])
-    with pytest.raises(ArchiveError, match=r"manifest-0+2\.json is damaged"):
+    with pytest.raises(ArchiveError, match=r"manifest-0+2-w2\.json is damaged"):
         archive.load()
 
 
 def test_a_newer_format_is_refused(tmp_path: Path):
     archive = Archive.at(tmp_path)
-    archive.commit(Manifest(number=1, version=9))
+    archive.commit(Manifest(number=1, writer="w", version=9))
     with pytest.raises(ArchiveError, match="format version 9, this Plait reads up to 2"):
         archive.load()
 

@@ -1,0 +1,194 @@
+"""Which manifest of a number counts: archivers agree on it by the names of files, on any file system.
+
+Several archivers may want to commit the manifest of one number, each at its own speed; any of them may stop for a
+minute or a month between two steps, and continue. A store offers little that all stores have: a file of a new name
+appears at once, and a listing that begins afterwards has it. Renames replace or do not, conditional puts exist or do
+not, clocks differ. So the decision is Disk Paxos (Gafni and Lamport, 2003) with a file's name as the unit of writing:
+
+1. ``manifest-<number>-<writer>.json``: the archiver writes its manifest. It counts for nothing yet.
+2. ``ballot-<number>-<counter>-<writer>``, an empty file, whose counter is above all that the archiver has seen. It
+   lists the directory. A higher ballot: start again. An ``accept`` file: the manifest that it names may have been
+   chosen, and the archiver continues with the manifest of the highest accept instead of its own.
+3. ``accept-<number>-<counter>-<writer>-<chosen writer>``, empty. It lists the directory again. A higher ballot: start
+   again. None: the manifest is chosen, and every later ballot finds the accept file.
+4. ``commit-<number>-<chosen writer>``, empty: readers see the manifest. Each archiver that finds a chosen manifest may
+   create this file, so an archiver that ends between 3 and 4 blocks no other one.
+
+No file is ever written twice with different content, and no clock is read. The proof needs every vote on a number to
+stay until the number is history: ``prune`` removes a manifest's predecessor before its votes, and a manifest is never
+written again once it was removed. An archiver that still finds the predecessor of its own manifest after step 3 has
+therefore seen all votes. The votes on number 1, which has no predecessor, are never removed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Final, Protocol
+
+from plait.errors import ArchiveConflict, ArchiveError
+
+#: Manifests that stay, the newest included: a reader that has just listed the archive can still read the newest.
+KEEP: Final = 5
+#: Ballots that one commit starts before it gives in to the others: each needs another archiver at the same step.
+BALLOTS_MAX: Final = 8
+
+_MANIFEST: Final = re.compile(r"manifest-(\d{20})-([0-9a-z]+)\.json")
+_BALLOT: Final = re.compile(r"ballot-(\d{20})-(\d{10})-([0-9a-z]+)")
+_ACCEPT: Final = re.compile(r"accept-(\d{20})-(\d{10})-([0-9a-z]+)-([0-9a-z]+)")
+_COMMIT: Final = re.compile(r"commit-(\d{20})-([0-9a-z]+)")
+
+#: Counter and writer: no two archivers start the same one.
+Ballot = tuple[int, str]
+
+
+class Directory(Protocol):
+    """Where manifests are, with what every store can do."""
+
+    place: str
+
+    def names(self) -> list[str]:
+        """Names of all files that were there when this was called and still are; others may be among them."""
+        ...
+
+    def has(self, name: str) -> bool: ...
+
+    def put(self, name: str, data: bytes = b"") -> None:
+        """A file, whole and durable when this returns."""
+        ...
+
+    def discard(self, name: str) -> None:
+        """Remove a file; nothing when there is none."""
+        ...
+
+
+class Votes:
+    """What the names of one listing say."""
+
+    def __init__(self, place: str, names: Iterable[str]) -> None:
+        #: Number → the writer whose manifest counts.
+        self.committed: dict[int, str] = {}
+        #: (number, writer) of manifests that are there, chosen or not.
+        self.manifests: set[tuple[int, str]] = set()
+        self._ballots: dict[int, Ballot] = {}
+        self._accepted: dict[int, tuple[Ballot, str]] = {}
+        self._names: dict[str, int] = {}
+        for name in names:
+            if match := _MANIFEST.fullmatch(name):
+                self.manifests.add((int(match[1]), match[2]))
+            elif match := _BALLOT.fullmatch(name):
+                self._note(int(match[1]), (int(match[2]), match[3]))
+                self._names[name] = int(match[1])
+            elif match := _ACCEPT.fullmatch(name):
+                number, ballot = int(match[1]), (int(match[2]), match[3])
+                self._note(number, ballot)
+                self._accepted[number] = max(self._accepted.get(number, (ballot, match[4])), (ballot, match[4]))
+                self._names[name] = number
+            elif match := _COMMIT.fullmatch(name):
+                number, other = int(match[1]), self.committed.get(int(match[1]), match[2])
+                if other != match[2]:
+                    raise ArchiveError(
+                        f"{place!r} has two manifests of number {number}, {other} and {match[2]}: a file was copied "
+                        "there from elsewhere. Remove the commit file of the one that is not of this archive"
+                    )
+                self.committed[number] = match[2]
+                self._names[name] = number
+
+    def _note(self, number: int, ballot: Ballot) -> None:
+        self._ballots[number] = max(self._ballots.get(number, ballot), ballot)
+
+    @property
+    def newest(self) -> int:
+        """The number of the newest manifest; 0: there is none."""
+        return max(self.committed, default=0)
+
+    def highest(self, number: int) -> Ballot:
+        """The highest ballot on a number; counter 0: there is none."""
+        return self._ballots.get(number, (0, ""))
+
+    def accepted(self, number: int) -> str | None:
+        """The writer whose manifest the highest accept names: it may have been chosen."""
+        return self._accepted[number][1] if number in self._accepted else None
+
+    def history(self, number: int) -> tuple[list[str], list[str]]:
+        """Manifests up to a number, and then the votes on them: in this order they may be removed."""
+        manifests = [manifest_name(*each) for each in sorted(self.manifests) if each[0] <= number]
+        return manifests, [name for name, each in self._names.items() if 1 < each <= number]
+
+
+def look(directory: Directory) -> Votes:
+    """The votes there are."""
+    return Votes(directory.place, directory.names())
+
+
+def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
+    """Make a manifest the newest one, the one after ``previous``'s; durable when this returns.
+
+    ``ArchiveConflict`` where another manifest has its number, or a higher one. Then the archive is as the others left
+    it; where the others were faster only after this one was chosen, what it says is in theirs.
+    """
+    directory.put(manifest_name(number, writer), data)
+    chosen = _decide(directory, number, writer, previous)
+    votes = look(directory)
+    if chosen != writer or votes.newest != number:
+        raise conflict(directory, number, votes.newest)
+    prune(directory, votes)
+
+
+def prune(directory: Directory, votes: Votes) -> None:
+    """Remove what is history, each manifest before the votes on its successor."""
+    for names in votes.history(votes.newest - KEEP):
+        for name in names:
+            directory.discard(name)
+
+
+def _decide(directory: Directory, number: int, writer: str, previous: str) -> str:
+    """The writer whose manifest has the number: this one, or another one that was chosen before."""
+    base = manifest_name(number - 1, previous) if number > 1 else ""
+    ballots: list[str] = []
+    proposed = False
+    for _ in range(BALLOTS_MAX):
+        votes = look(directory)
+        if _is_late(directory, votes, number, base):
+            break
+        ballot = (votes.highest(number)[0] + 1, writer)
+        ballots.append(f"ballot-{number:020d}-{ballot[0]:010d}-{writer}")
+        directory.put(ballots[-1])
+        votes = look(directory)
+        if votes.highest(number) > ballot or votes.newest >= number:
+            continue
+        chosen = votes.accepted(number) or writer
+        proposed = proposed or chosen == writer
+        directory.put(f"accept-{number:020d}-{ballot[0]:010d}-{writer}-{chosen}")
+        votes = look(directory)
+        # In this order: a predecessor that is there now was there while the votes were listed.
+        if votes.highest(number) > ballot or _is_late(directory, votes, number, base):
+            continue
+        directory.put(f"commit-{number:020d}-{chosen}")
+        return chosen
+    if votes.committed.get(number) == writer:
+        return writer
+    if not proposed:
+        # No other archiver can choose it.
+        for name in (*ballots, manifest_name(number, writer)):
+            directory.discard(name)
+    raise conflict(directory, number, votes.newest)
+
+
+def _is_late(directory: Directory, votes: Votes, number: int, base: str) -> bool:
+    """The number is decided, or history: votes on it may have been removed."""
+    return votes.newest >= number or bool(base and not directory.has(base))
+
+
+def conflict(directory: Directory, number: int, newest: int) -> ArchiveConflict:
+    which = f"its newest manifest is {newest}" if newest >= number else "they commit at the same time"
+    return ArchiveConflict(
+        f"another archiver has changed {directory.place!r} meanwhile ({which}, this run was to commit {number}); "
+        "nothing was removed and nothing is lost: run again, one at a time",
+        number=number,
+        newest=newest,
+    )
+
+
+def manifest_name(number: int, writer: str) -> str:
+    return f"manifest-{number:020d}-{writer}.json"

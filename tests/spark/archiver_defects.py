@@ -1,0 +1,111 @@
+"""Wrong ways to commit a manifest, each of which ``slow_archivers`` has to find."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from plait.spark import commits
+from plait.spark.commits import Directory, Votes, conflict, look, manifest_name
+from plait.spark.manifest import Archive
+from tests.spark.slow_archivers import Archivers
+
+Plant = Callable[[pytest.MonkeyPatch, Archivers], None]
+
+
+def asks_only_for_its_own_number(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """A file that must not exist is created at once; that later numbers exist is not looked at."""
+
+    def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
+        directory.put(manifest_name(number, writer), data)
+        archivers.turns.step()
+        if any(f"/commit-{number:020d}-" in path for path in archivers.store.files):
+            raise conflict(directory, number, number)
+        name = f"archive/_plait/commit-{number:020d}-{writer}"
+        archivers.judge.put(name, b"")
+        archivers.store.files[name] = (b"", archivers.turns.count)
+        prune_all(directory)
+
+    patch.setattr(commits, "commit", commit)
+
+
+def prune_all(directory: Directory) -> None:
+    """All but the last five, number 1 too."""
+    votes = look(directory)
+    for number, writer in sorted(votes.committed.items())[:-5]:
+        directory.discard(manifest_name(number, writer))
+        directory.discard(f"commit-{number:020d}-{writer}")
+
+
+def claims_that_expire_by_the_clock(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """An archiver puts a claim and looks for others'; one whose time lies ten minutes back counts as abandoned."""
+    claims = re.compile(r"claim-(\d{20})-([0-9a-f]+)")
+
+    def commit(directory: Directory, number: int, writer: str, previous: str, data: bytes) -> None:
+        assert isinstance(directory, Archive)
+        directory.put(manifest_name(number, writer), data)
+        claim = f"claim-{number:020d}-{writer}"
+        directory.put(claim)
+        try:
+            now = datetime(2026, 1, 1, tzinfo=UTC) + timedelta(seconds=archivers.turns.count)
+            for info in directory.list("_plait"):
+                match = claims.fullmatch(info.base_name)
+                if match is None or match[2] == writer:
+                    continue
+                if info.mtime < now - timedelta(seconds=600):
+                    directory.discard(info.base_name)
+                elif int(match[1]) == number:
+                    raise conflict(directory, number, number)
+            if look(directory).newest >= number or not directory.has(claim):
+                raise conflict(directory, number, number)
+            directory.put(f"commit-{number:020d}-{writer}")
+        finally:
+            directory.discard(claim)
+        prune_all(directory)
+
+    patch.setattr(commits, "commit", commit)
+
+
+def never_looks_again(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """After its accept an archiver takes its manifest for chosen, whatever ballots there are."""
+    found = Votes.highest
+    asked: dict[int, int] = {}
+
+    def highest(votes: Votes, number: int) -> tuple[int, str]:
+        asked[archivers_turn()] = asked.get(archivers_turn(), 0) + 1
+        return (0, "") if asked[archivers_turn()] % 3 == 0 else found(votes, number)
+
+    def archivers_turn() -> int:
+        return hash(archivers.turns.me)
+
+    patch.setattr(Votes, "highest", highest)
+
+
+def prefers_its_own(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """What another archiver has accepted is not looked at."""
+    patch.setattr(Votes, "accepted", lambda votes, number: None)
+
+
+def removes_votes_too_soon(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """The votes on a number go with its commit."""
+    history = Votes.history
+    patch.setattr(Votes, "history", lambda votes, number: history(votes, number + commits.KEEP + 1)[::-1][:1])
+
+
+def sees_no_later_manifest(patch: pytest.MonkeyPatch, archivers: Archivers) -> None:
+    """Neither later manifests nor its own predecessor are looked at."""
+    patch.setattr(commits, "_is_late", lambda directory, votes, number, base: number in votes.committed)
+    patch.setattr(Votes, "newest", property(lambda votes: max(votes.committed, default=0)))
+
+
+DEFECTS: list[Plant] = [
+    asks_only_for_its_own_number,
+    claims_that_expire_by_the_clock,
+    never_looks_again,
+    prefers_its_own,
+    removes_votes_too_soon,
+    sees_no_later_manifest,
+]
