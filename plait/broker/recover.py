@@ -33,8 +33,9 @@ from plait.storage.catalog import CATALOG, SCHEDULE, STAGE, PartitionRow, read_r
 from plait.storage.consume_log import RECORD, ConsumeLog
 from plait.storage.fresh import UNFILED_SHARD
 from plait.storage.kept import is_head, note_of
+from plait.storage.log import Log
 from plait.storage.ranges import Range
-from plait.storage.recovery import Damage, LogScan, settle
+from plait.storage.recovery import Damage, LogScan, missing_files, settle
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
@@ -52,6 +53,11 @@ class RecoveryReport(msgspec.Struct, kw_only=True):
     damages: list[Damage]
     rejected_checkpoints: list[str]
     rebuilt_consume_logs: int
+
+
+def _durable(log: Log, known: int) -> int:
+    """Up to where a log reached the disk, by its mark and by what a checkpoint says."""
+    return max(known, log.mark.durable) if log.mark else known
 
 
 class Recovery:
@@ -92,18 +98,24 @@ class Recovery:
                 else:
                     state.load_producers(broker.producers, data)
             broker.producers.order()
+        missing = [
+            damage
+            for log, start in zip(broker.logs, (message_start, kept_start, action_start), strict=True)
+            for damage in missing_files(log, log.mark.start if log.mark else log.start, start)
+        ]
         if rebuild:
             self._rebuild(rebuild, message_start)
         if unfiled:
             broker.schedules.filed.load_unfiled(unfiled)
-        messages = LogScan(broker.message_log, message_start, durable, self._plausible)
+        messages = LogScan(broker.message_log, message_start, _durable(broker.message_log, durable), self._plausible)
         for offset, frame in messages:
             self._message(offset, frame)
         settle(broker.disk, broker.message_log, messages)
-        kept = LogScan(broker.kept_log, kept_start, kept_start, stamps_durable=False)
+        kept = LogScan(broker.kept_log, kept_start, _durable(broker.kept_log, kept_start), stamps_durable=False)
         copies = [(offset, frame) for offset, frame in kept if not is_head(frame)]
         settle(broker.disk, broker.kept_log, kept)
-        actions = LogScan(broker.action_log, action_start, action_start, stamps_durable=False)
+        known = _durable(broker.action_log, action_start)
+        actions = LogScan(broker.action_log, action_start, known, stamps_durable=False)
         for offset, frame in actions:
             if frame.durable > messages.end or presumed_kept(frame) > kept.end:
                 actions.stop_before(offset, "rests on messages that were lost")
@@ -120,7 +132,7 @@ class Recovery:
         broker.schedules.filed.recovered()
         broker.stages.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
-        damages = [*messages.damages, *kept.damages, *actions.damages]
+        damages = [*missing, *messages.damages, *kept.damages, *actions.damages]
         rejected = broker.checkpoints.rejected
         clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
         # Every start writes a checkpoint, so each one that does not read back hides at most one epoch.

@@ -31,6 +31,7 @@ from plait.limits import ServerLimits
 from plait.server.health import Health
 from plait.server.host import Server
 from plait.storage.log import SEGMENT_SIZE_MIN
+from plait.storage.recovery import MISSING
 
 log = logging.getLogger("plait.serve")
 
@@ -211,6 +212,9 @@ def _tell(report: RecoveryReport, data: Path, seconds: float) -> None:
         where = f"{damage.log} log, offset {damage.offset}, {damage.size} bytes: {damage.reason}"
         if damage.kind == "torn":
             log.warning("unfinished tail cut, %s; the bytes are in quarantine/", where)
+        elif damage.reason == MISSING:
+            damaged += 1
+            log.error("DAMAGE, %s; the messages that were in them are skipped", where)
         else:
             damaged += 1
             log.error("DAMAGE, %s; left in place and skipped, a copy is in quarantine/", where)

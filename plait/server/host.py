@@ -63,6 +63,8 @@ class Server(Listener):
         self._timer_at = 0.0
         #: When the first lease is over.
         self._lease_timer: asyncio.TimerHandle | None = None
+        #: Why the last checkpoint could not be written; empty: it was.
+        self._checkpoints_fail = ""
         #: The broker writes nothing more: it has stopped, or ended as in a crash.
         self._stopped = False
 
@@ -280,10 +282,28 @@ class Server(Listener):
         self.broker.leases.look()
         # Their timer counts on another clock, which stands still while the machine is suspended.
         self.broker.run_timers()
+        self._check_files()
+        if self.ending:
+            return
         self.broker.check_space()
         while self.broker.schedules.damages:
             log.error("%s", self.broker.schedules.damages.pop(0))
         self.broker.producers.forget(self.clock.now())
+
+    def _check_files(self) -> None:
+        """The data directory is still there, and its logs know how far they are durable."""
+        if self.ending:
+            return
+        try:
+            if isinstance(self.disk, RealDisk):
+                self.disk.check_lock()
+        except OSError as error:
+            self.broker.storage_failed(error)
+            assert self.broker.failed is not None
+            self.fail(self.broker.failed)
+            return
+        for each in self.broker.logs:
+            each.note_durable()
 
     def _lose_silent(self) -> None:
         if self._stopped:
@@ -318,8 +338,21 @@ class Server(Listener):
                 work = self.broker.begin_checkpoint()
                 if await self._in_thread(work.run):
                     self.broker.end_checkpoint(work)
+                    self._checkpoint_ended(work.error)
             for first_hand in self.broker.logs:
                 await self._prepare(first_hand.prepare_next)
+
+    def _checkpoint_ended(self, error: OSError | None) -> None:
+        """Log that checkpoints fail when they begin to, and when they succeed again."""
+        if error is not None and self._checkpoints_fail != str(error):
+            log.error(
+                "a checkpoint cannot be written: %s; nothing is lost, but the next start reads the logs from the last "
+                "checkpoint on, and no log file is deleted meanwhile",
+                error,
+            )
+        elif error is None and self._checkpoints_fail:
+            log.info("checkpoints are written again")
+        self._checkpoints_fail = str(error) if error is not None else ""
 
     async def _prepare(self, call: Callable[[], None]) -> None:
         try:

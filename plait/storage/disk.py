@@ -38,6 +38,10 @@ DATA_PIECES_MAX = 1000
 Buffer = bytes | bytearray | memoryview
 
 
+#: The file whose lock says that a server uses the directory.
+LOCK = "LOCK"
+
+
 class File(Protocol):
     """One open file. Writing beyond the end extends it; ``view`` maps what there is.
 
@@ -193,6 +197,9 @@ class RealFile:
     def sync(self) -> None:
         self._check_open()
         os.fdatasync(self._fd)
+        if not os.fstat(self._fd).st_nlink:
+            # Its bytes are on the disk, and no path leads to them: after a restart they are gone.
+            raise OSError(errno.ENOENT, "a log file was deleted while the server ran")
 
     def data_size(self) -> int:
         """Up to the end of what was ever written; allocated space behind it reads as zeros.
@@ -258,7 +265,7 @@ class RealDisk:
     def __init__(self, root: str | os.PathLike[str], *, read_only: bool = False) -> None:
         self.root = Path(root)
         self.read_only = read_only
-        self._lock_fd = -1
+        self._locks: list[tuple[str, int]] = []
         self._durable_directories: set[Path] = set()
 
     def _at(self, path: str) -> str:
@@ -321,26 +328,48 @@ class RealDisk:
         return facts.f_bavail * facts.f_frsize, facts.f_blocks * facts.f_frsize
 
     def lock(self) -> None:
-        """One server per data directory: hold an exclusive lock until ``unlock`` or the process ends."""
+        """One server per data directory: hold an exclusive lock until ``unlock`` or the process ends.
+
+        The directory itself is locked too, so that a removed LOCK file lets no second server in.
+        """
         self._check_writable()
         self.make_directory("")
-        fd = os.open(self._at("LOCK"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise DataDirError(
-                f"data directory {self.root} is in use by another plait process; stop it first"
-            ) from None
-        except OSError as error:
-            os.close(fd)
-            raise DataDirError(f"data directory {self.root} cannot be locked: {error}") from error
-        self._lock_fd = fd
+        self._locks = []
+        for path, flags in (("", os.O_RDONLY | os.O_DIRECTORY), (LOCK, os.O_RDWR | os.O_CREAT)):
+            fd = os.open(self._at(path), flags | os.O_CLOEXEC, 0o640)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                self.unlock()
+                raise DataDirError(
+                    f"data directory {self.root} is in use by another plait process; stop it first"
+                ) from None
+            except OSError as error:
+                os.close(fd)
+                if not path:
+                    # Network file systems lock no directories.
+                    continue
+                self.unlock()
+                raise DataDirError(f"data directory {self.root} cannot be locked: {error}") from error
+            self._locks.append((path, fd))
+
+    def check_lock(self) -> None:
+        """Raise OSError when the locked directory is not the one at its path any more: removed, moved or replaced."""
+        for path, fd in self._locks[:1]:
+            held = os.fstat(fd)
+            try:
+                there = os.stat(self._at(path))
+            except FileNotFoundError:
+                there = None
+            if there is None or (held.st_dev, held.st_ino) != (there.st_dev, there.st_ino):
+                what = f"data directory {self.root}" if not path else f"{self.root / path}"
+                raise OSError(errno.ENOENT, f"{what} was removed or replaced while the server ran")
 
     def unlock(self) -> None:
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        for _, fd in self._locks:
+            os.close(fd)
+        self._locks = []
 
 
 def _make_directory(path: Path) -> None:

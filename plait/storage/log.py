@@ -9,6 +9,7 @@ Promise: ``end`` is what was appended, ``written`` survives the process, ``durab
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from plait.frame.builder import FrameParts
 from plait.frame.header import HEADER_SIZE, PREFIX, SIZE_OFFSET
 from plait.limits import FRAME_SIZE_MAX
 from plait.storage.disk import Buffer, Disk, File
+from plait.storage.mark import Mark, read_mark, write_mark
 
 SUFFIX = ".log"
 #: What a disk writes whole or not at all.
@@ -106,6 +108,8 @@ class Log:
         self._sync_error: OSError | None = None
         self._closed = False
         self._never_allocated: list[str] = []
+        #: As it stands on the disk; None: it was never written, or does not read back.
+        self.mark = read_mark(disk, directory)
         #: What stands from here on was appended since the log was opened.
         self.resumed_at = 0
         self.end = 0
@@ -191,6 +195,21 @@ class Log:
             segment.unmap()
         self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
+        self.note_durable()
+
+    def note_durable(self) -> None:
+        """Write down up to where the log is durable, so that damage before it is not taken for a torn tail."""
+        # What was lost before the first file stays lost: only retention moves the start.
+        start = self.start if self.mark is None else self.mark.start
+        new = self.mark is None
+        self._write_mark(Mark(start, self.durable), sync=new)
+        if new:
+            self._disk.sync_directory("")
+
+    def _write_mark(self, mark: Mark, *, sync: bool) -> None:
+        if mark != self.mark:
+            write_mark(self._disk, self.directory, mark, sync=sync)
+            self.mark = mark
 
     def place_for(self, size: int) -> int:
         """The offset the next frame of ``size`` will get; makes the next segment when it has to."""
@@ -308,15 +327,22 @@ class Log:
 
     def remove_before(self, offset: int) -> list[int]:
         """Delete the segments that end at or before ``offset``, never the active one; their bases."""
-        removed = []
-        while len(self.segments) > 1 and self.segments[0].end <= offset:
-            segment = self.segments.pop(0)
+        count = 0
+        while count < len(self.segments) - 1 and self.segments[count].end <= offset:
+            count += 1
+        if not count:
+            return []
+        mark = Mark(self.segments[count].base, self.durable)
+        # A file system that copies on write may have no room for it until the files are gone.
+        with contextlib.suppress(OSError):
+            self._write_mark(mark, sync=True)
+        removed = [segment.base for segment in self.segments[:count]]
+        for base in removed:
             self._bases.pop(0)
-            segment.close()
-            self._disk.remove(f"{self.directory}/{segment_name(segment.base)}")
-            removed.append(segment.base)
-        if removed:
-            self._disk.sync_directory(self.directory)
+            self.segments.pop(0).close()
+            self._disk.remove(f"{self.directory}/{segment_name(base)}")
+        self._disk.sync_directory(self.directory)
+        self._write_mark(mark, sync=True)
         return removed
 
     def zero_from(self, offset: int) -> None:

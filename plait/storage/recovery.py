@@ -25,6 +25,8 @@ from plait.storage.disk import Disk
 from plait.storage.log import SECTOR_SIZE, Log, claimed_size, used_size
 
 QUARANTINE = "quarantine"
+#: Why a part of a log cannot be read that no file covers.
+MISSING = "log files are missing"
 #: At most this much of one damaged region is copied aside; the region itself stays in the log.
 QUARANTINE_SIZE_MAX = 64 << 20
 
@@ -255,6 +257,17 @@ def _missing_sector(view: memoryview, start: int, end: int) -> bool:
         if piece.count(0) == len(piece):
             return True
     return False
+
+
+def missing_files(log: ReadableLog, start: int, end: int) -> list[Damage]:
+    """Parts of [start, end) that no file of the log covers, though they were written and nothing removed them."""
+    found: list[Damage] = []
+    for segment in [*log.segments, None]:
+        stop = end if segment is None else min(segment.base, end)
+        if start < stop:
+            found.append(Damage(log.directory, start, stop - start, "damaged", MISSING))
+        start = max(start, stop if segment is None else segment.end)
+    return found
 
 
 def settle(disk: Disk, log: Log, scan: LogScan) -> None:

@@ -106,6 +106,16 @@ def test_a_missing_log_file_is_found(data: Path):
     assert report.missing_messages == held
 
 
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_missing_first_or_last_log_file_is_found(data: Path, which: int):
+    gone = segments(data)[which]
+    held = sum(frame.count for _, frame in frames(gone) if frame.partition)
+    gone.unlink()
+    report = check(data)
+    assert damages(report)
+    assert report.missing_messages == held
+
+
 def test_a_missing_log_directory_is_found(data: Path):
     shutil.rmtree(data / "message")
     report = check(data)

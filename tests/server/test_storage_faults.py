@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import pytest
 from crc32c import crc32c
 
 import plait
+from plait.cli.checkup.examine import in_use
 from plait.clock import ManualClock
 from plait.errors import DataDirError, DiskFull, PlaitError, StorageFailed
 from plait.limits import FRAME_SIZE_MAX, MIB
@@ -356,3 +358,47 @@ async def test_a_newer_format_is_refused_untouched(tmp_path: Path):
     with pytest.raises(DataDirError, match=r"format version 4, this Plait reads up to 3"):
         await refused.start()
     assert contents(tmp_path) == before
+
+
+# --- what happens behind the server's back -------------------------------------------------------
+
+
+async def test_sends_are_not_acknowledged_into_a_data_directory_that_was_deleted(serve: Serve, tmp_path: Path):
+    data = tmp_path / "data"
+    server = await serve(RealDisk(data), flush="sync", message_segment_size=FRAME_SIZE_MAX)
+    async with Raw(server) as raw:
+        await raw.hello()
+        assert await raw.store("orders", b"a") == 0
+        shutil.rmtree(data)
+        with pytest.raises((PlaitError, OSError, asyncio.IncompleteReadError)):
+            await raw.store("orders", b"b", first=2, previous=1)
+    assert "deleted while the server ran" in (await failure_of(server)).message
+
+
+async def test_a_data_directory_that_was_moved_away_is_noticed(serve: Serve, tmp_path: Path):
+    server = await serve(RealDisk(tmp_path / "data"), message_segment_size=FRAME_SIZE_MAX)
+    server.tick()
+    (tmp_path / "data").rename(tmp_path / "elsewhere")
+    server.tick()
+    failure = await failure_of(server)
+    assert f"data directory {tmp_path / 'data'} was removed or replaced while the server ran" in failure.message
+
+
+async def test_without_its_lock_file_a_data_directory_takes_no_second_server(serve: Serve, tmp_path: Path):
+    await serve(RealDisk(tmp_path), message_segment_size=FRAME_SIZE_MAX)
+    (tmp_path / "LOCK").unlink()
+    assert in_use(tmp_path)
+    with pytest.raises(DataDirError, match="in use by another plait process"):
+        await serve(RealDisk(tmp_path), message_segment_size=FRAME_SIZE_MAX)
+
+
+async def test_checkpoints_that_fail_are_logged_once_and_when_they_work_again(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.INFO, "plait.server")
+    server = await serve()
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for error in (full, full, None, None):
+        server._checkpoint_ended(error)
+    assert [record.levelname for record in caplog.records] == ["ERROR", "INFO"]
+    assert "a checkpoint cannot be written: [Errno 28] No space left" in caplog.text

@@ -130,6 +130,7 @@ class Trace:
             self._slow_checkpoint: 2,
             self._expire: 6,
             self._prepare: 4,
+            self._note: 4,
             self._reattach: 4,
             self._make_subject: 2,
             self._delete_subject: 2,
@@ -195,6 +196,11 @@ class Trace:
     def _prepare(self) -> None:
         self.node.broker.message_log.prepare_next()
         self.node.broker.action_log.prepare_next()
+
+    def _note(self) -> None:
+        """What a server does every second."""
+        for log in self.node.broker.logs:
+            log.note_durable()
 
     def _restart(self) -> None:
         self._turn()

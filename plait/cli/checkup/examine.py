@@ -21,13 +21,14 @@ from plait.storage.buckets import DIRECTORY as SCHEDULE
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
 from plait.storage.consume_log import DIRECTORY as CONSUME
-from plait.storage.disk import RealDisk
+from plait.storage.disk import LOCK, RealDisk
 from plait.storage.kept import DIRECTORY as KEPT
+from plait.storage.mark import mark_path
 from plait.storage.recovery import QUARANTINE
 
 MESSAGE = "message"
-LOCK = "LOCK"
 OURS = {MESSAGE, KEPT, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE}
+OURS |= {mark_path(MESSAGE), mark_path(KEPT), mark_path(ACTION)}
 
 #: Called with the name of a step, and how many bytes of how many are done.
 OnStep = Callable[[str, int, int], None]
@@ -91,18 +92,22 @@ def _examine(path: Path, on_step: OnStep) -> Report:
 
 
 def in_use(path: Path) -> bool:
-    """A server holds the directory's lock."""
-    try:
-        fd = os.open(path / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        # Shared, and given back at once: several may look at the same time.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)
+    """A server holds the directory's lock, or that of the LOCK file in it."""
+    for locked in (path, path / LOCK):
+        try:
+            fd = os.open(locked, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            # Shared, and given back at once: several may look at the same time.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            # Network file systems lock no directories.
+            continue
+        finally:
+            os.close(fd)
     return False
 
 

@@ -125,10 +125,11 @@ class MessageCheck:
 
     def _first_expected(self, partition: int, found: int) -> int:
         """The first sequence that has to be there; ``found`` where retention may have taken earlier ones."""
-        if self._walk.start > 0:
-            return found
+        floor = self._walk.start if self._walk.floor is None else self._walk.floor
         state = self._states.get(partition)
-        return state.start if state is not None else 0
+        if self._walk.start > floor or floor == 0:
+            return state.start if state is not None else found if floor else 0
+        return found
 
     def _find_lost_ends(self) -> None:
         """Sequences that the checkpoint knows and the log does not hold any more."""

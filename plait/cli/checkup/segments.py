@@ -12,7 +12,8 @@ from plait.errors import FrameError
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
 from plait.storage.log import Log, segment_name, used_size
-from plait.storage.recovery import Damage, LogScan, Plausible
+from plait.storage.mark import read_mark
+from plait.storage.recovery import MISSING, Damage, LogScan, Plausible
 
 #: Called with how many bytes of how many have been read.
 OnProgress = Callable[[int, int], None]
@@ -37,7 +38,9 @@ class Walk:
     ) -> None:
         self.directory = directory
         self._log = Log(disk, directory, 0) if disk.exists(directory) else None
-        self._durable = durable
+        # After the files were listed: retention writes the mark before it removes any.
+        mark = read_mark(disk, directory)
+        self._durable = durable if mark is None or in_use else max(durable, mark.durable)
         self._in_use = in_use
         self._stamps_durable = stamps_durable
         self._on_progress = on_progress
@@ -45,6 +48,8 @@ class Walk:
         self._path = disk.root / directory
         self._segments = opened
         self.start = opened[0].base if opened else 0
+        #: What was before this offset was removed on purpose; None: that is not known.
+        self.floor = mark.start if mark is not None else None
         self.end = self.start
         self.facts = LogFacts(name=directory, segments=len(opened), start=self.start, end=self.start)
         self.damages: list[Damage] = []
@@ -55,8 +60,9 @@ class Walk:
         """(offset, frame) of every frame that is intact."""
         segments = self._segments
         if not segments:
-            if self._durable:
-                self.damages = [Damage(self.directory, 0, self._durable, "damaged", "the log's files are missing")]
+            start = self.floor or 0
+            if self._durable > start:
+                self.damages = [Damage(self.directory, start, self._durable - start, "damaged", MISSING)]
                 self._count_damages()
             return
         last = segments[-1]
@@ -107,12 +113,14 @@ class Walk:
         return False
 
     def _find_missing_files(self) -> None:
-        """A file that is gone between two others, where the frames themselves did not tell."""
+        """Files that are gone before or between others, where the frames themselves did not tell."""
+        if self.floor is not None and self.floor < self.start:
+            self.damages.append(Damage(self.directory, self.floor, self.start - self.floor, "damaged", MISSING))
         for one, other in zip(self._segments, self._segments[1:], strict=False):
             known = any(d.offset < other.base and d.offset + d.size > one.end for d in self.damages)
             if other.base > one.end and not known:
                 size = other.base - one.end
-                self.damages.append(Damage(self.directory, one.end, size, "damaged", "the files between are missing"))
+                self.damages.append(Damage(self.directory, one.end, size, "damaged", MISSING))
 
     def _count_damages(self) -> None:
         self.damages.sort(key=lambda damage: damage.offset)
