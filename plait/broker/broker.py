@@ -20,6 +20,7 @@ from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.dead_letters import DeadLetters
 from plait.broker.flow import low_space, refuse_when_busy
+from plait.broker.forwards import Forwards
 from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
 from plait.broker.heads import Heads
 from plait.broker.leases import Leases
@@ -32,23 +33,16 @@ from plait.broker.snapshot import CheckpointWork, Snapshots
 from plait.broker.staging import Stages
 from plait.broker.waiting import Deadlines, Waiter
 from plait.clock import Clock
-from plait.errors import (
-    DiskFull,
-    FlowControl,
-    FrameError,
-    PlaitError,
-    ReadOnly,
-    StorageFailed,
-)
+from plait.errors import DiskFull, FlowControl, FrameError, PlaitError, ReadOnly, StorageFailed
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
-from plait.frame.header import FLAG_UNSEQUENCED
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.reason import Reason
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.action_log import FLAG_DUE, Action, ActionBuffer, Definition
-from plait.storage.catalog import SCHEDULE, STAGE, SubjectSettings
+from plait.storage.catalog import FORWARD, SCHEDULE, STAGE, SubjectSettings
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import OpenMaps
@@ -123,6 +117,7 @@ class Broker:
         self.appender = Appender(self.message_log, self.producers)
         self.snapshots = Snapshots(self)
         self.schedules = Schedules(self)
+        self.forwards = Forwards(self)
         self.stages = Stages(self)
         self.heads = Heads(self)
         self.dead_letters = DeadLetters(self)
@@ -205,8 +200,11 @@ class Broker:
             self.schedules.add(partition)
         elif partition.row.kind == STAGE:
             self.stages.add(partition)
+        elif partition.row.kind == FORWARD:
+            self.forwards.add(partition)
         else:
             self.subjects[partition.row.name] = partition
+            self.schedules.enters(partition)
 
     def add_group(self, group: Group) -> None:
         self.group_count += 1
@@ -251,9 +249,11 @@ class Broker:
         if self._syncs:
             self._refuse_when_busy()
         frame.validate()
-        if frame.column_bits & _NOT_SENT_BITS:
+        if frame.flags & FLAG_FORWARDED:
+            self.forwards.check(partition, frame, answered=reply is not None)
+        elif frame.column_bits & _NOT_SENT_BITS:
             raise FrameError("a producer's frame holds its own rows only")
-        if partition.row.kind == STAGE:
+        elif partition.row.kind == STAGE:
             self.stages.check(partition, frame)
         elif frame.flags & FLAG_UNSEQUENCED and reply is not None:
             raise FrameError("unsequenced frames are for stages, or are sent oneway: stored twice, nobody would know")

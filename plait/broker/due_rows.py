@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from plait.broker.partition import Partition
 from plait.broker.sends import JOINED_SIZE_MAX
 from plait.broker.window import IN_LOG, SoonRows, soon_rows
 from plait.errors import DamageError, FlowControl, FrameError
@@ -160,14 +161,16 @@ class DueRows:
         return known
 
     @staticmethod
-    def frames(gathered: Gathered, rows: SoonRows) -> Iterator[tuple[int, int, FrameParts]]:
-        """(start, stop, frame) of gathered rows, in the order they stand."""
+    def frames(gathered: Gathered, rows: SoonRows, target: Partition) -> Iterator[tuple[int, int, FrameParts]]:
+        """(start, stop, frame) of gathered rows, in the order they stand; each is appended before the next one."""
         due, numbers = rows["due"], rows["number"].astype(np.uint64)
+        forward = target.row.forward
         for start, stop in gathered.cuts(JOINED_SIZE_MAX):
-            yield start, stop, gathered.frame(start, stop, due, numbers, row_by_row=False)
+            forwarded = None if forward is None else (forward.producer, target.next)
+            yield start, stop, gathered.frame(start, stop, due, numbers, row_by_row=False, forwarded=forwarded)
 
-    def left(self, schedule: Schedule, rows: SoonRows) -> None:
-        """The rows were delivered."""
+    def left(self, schedule: Schedule, rows: SoonRows, *, in_turn: bool) -> None:
+        """The rows were delivered; ``in_turn``: so were all that stand before them in their runs."""
         buckets = rows["bucket"]
         for key in np.unique(buckets).tolist():
             mine = rows[buckets == key]
@@ -175,6 +178,11 @@ class DueRows:
                 schedule.fresh.settle(mine["number"])
                 continue
             bucket = self._schedules.buckets[key]
+            if not in_turn:
+                for run in np.unique(mine["run"]).tolist():
+                    bucket.settle(run, mine["row"][mine["run"] == run])
+                    bucket.advance(run)
+                continue
             np.maximum.at(bucket.cursors, mine["run"], mine["row"].astype(np.int64) + 1)
             bucket.waiting -= len(mine)
             bucket.dirty = True

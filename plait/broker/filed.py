@@ -16,9 +16,10 @@ from plait.broker.partition import Partition
 from plait.errors import DamageError, FrameError
 from plait.frame.columns import Column
 from plait.frame.gather import UInt64s
+from plait.frame.header import FLAG_FORWARDED
 from plait.frame.view import FrameView
 from plait.storage.buckets import DIRECTORY, NEVER, Bucket
-from plait.storage.catalog import SCHEDULE
+from plait.storage.catalog import FORWARD, SCHEDULE
 from plait.storage.filing import BucketCopy, Filing, FreshCopy, segment_places
 from plait.storage.fresh import Fresh, Unfiled, decode_unfiled
 from plait.storage.recovery import QUARANTINE, move_aside
@@ -79,7 +80,11 @@ class Filed:
         if schedule is None:
             return
         delayed = partition.row.kind == SCHEDULE
-        if frame.has(Column.SCHEDULE):
+        if frame.flags & FLAG_FORWARDED and partition.row.kind != FORWARD:
+            # Another partition's rows, or rows that were taken back: their numbers are settled where they were.
+            if not delayed:
+                return
+        elif frame.has(Column.SCHEDULE):
             timed = not delayed and frame.has(Column.DELIVER_AT)
             due = frame.fixed(Column.DELIVER_AT) if timed else None
             self._settle(schedule, frame.fixed(Column.SCHEDULE), due)

@@ -56,6 +56,7 @@ class Partition:
         "fences",
         "groups",
         "keys",
+        "main",
         "next",
         "readers",
         "size",
@@ -71,6 +72,8 @@ class Partition:
         #: Where the rows end of each one that it takes no more.
         self.fences: npt.NDArray[np.int64] | None = None
         self.row = row
+        #: Of a schedule partition: the partition that its rows enter when they are due, whose keys alone it takes.
+        self.main: Partition | None = None
         #: The sequence the next row gets; appended, perhaps not yet acknowledged.
         self.next = 0
         #: Consumers see rows below this: acknowledged ones (R2).

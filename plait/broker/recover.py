@@ -14,7 +14,7 @@ from plait.broker.partition import Partition
 from plait.broker.sends import replay_frame
 from plait.errors import FrameError
 from plait.frame.columns import Column
-from plait.frame.header import FLAG_UNSEQUENCED
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.storage.action_log import (
     DEFINITIONS,
@@ -29,7 +29,7 @@ from plait.storage.action_log import (
     read_events,
 )
 from plait.storage.buckets import SHARD_PREFIX
-from plait.storage.catalog import CATALOG, SCHEDULE, STAGE, PartitionRow, read_rows
+from plait.storage.catalog import CATALOG, FORWARD, SCHEDULE, STAGE, PartitionRow, read_rows
 from plait.storage.consume_log import RECORD, ConsumeLog
 from plait.storage.fresh import UNFILED_SHARD
 from plait.storage.kept import is_head, note_of
@@ -208,6 +208,8 @@ class Recovery:
         replay_frame(partition, broker.producers, offset, frame)
         if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
             broker.schedules.filed.replay(partition, offset, frame)
+            if partition.row.kind == SCHEDULE and frame.flags & FLAG_FORWARDED:
+                broker.forwards.replay(frame)
         if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
             broker.stages.replay(partition, frame)
         broker.touch(partition)
@@ -228,6 +230,8 @@ class Recovery:
         elif known.row != row:
             known.row = row
             broker.touch(known)
+            if row.kind == FORWARD:
+                broker.forwards.replay_note(known)
 
     # --- action log -----------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ class Retention:
         broker = self._broker
         try:
             broker.stages.expire()
+            broker.forwards.expire()
         except (DiskFull, FlowControl) as error:
             # What goes below makes room for saying it the next time.
             log.warning("stages that nobody asked for cannot be given up yet: %s", error)

@@ -22,7 +22,7 @@ from plait.broker.subjects import create_partition
 from plait.broker.upcoming import Upcoming
 from plait.errors import DiskFull, FlowControl, FrameError, InvalidArgument, LimitExceeded, ReadOnly, StorageFailed
 from plait.frame.columns import Column
-from plait.frame.gather import Int64s
+from plait.frame.gather import Gathered, Int64s
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.retry import WAIT_SECONDS_MAX
@@ -49,13 +49,16 @@ _AHEAD_MAX: Final = int((WAIT_SECONDS_MAX + AHEAD_SECONDS) * 1_000_000)
 
 
 class Schedule:
-    """One subject's delayed rows."""
+    """One partition's delayed rows."""
 
-    __slots__ = ("fresh", "partition")
+    __slots__ = ("fresh", "held", "partition")
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.fresh = Fresh(partition.next)
+        #: Rows are due that the partition does not take (any more), and where the route leads is not known yet. They
+        #: are not in the window.
+        self.held = False
 
 
 class Schedules:
@@ -86,8 +89,15 @@ class Schedules:
     def add(self, partition: Partition) -> None:
         """A schedule partition is known."""
         schedule = Schedule(partition)
+        partition.main = self._broker.subjects.get(partition.row.name)
         self._by_partition[partition.id] = schedule
         self.by_subject[partition.row.name] = schedule
+
+    def enters(self, partition: Partition) -> None:
+        """A partition is known whose schedule may be."""
+        schedule = self.by_subject.get(partition.row.name)
+        if schedule is not None:
+            schedule.partition.main = partition
 
     def remove(self, partition: Partition) -> None:
         """A subject was deleted: its delayed rows will never be due."""
@@ -187,7 +197,7 @@ class Schedules:
         """Deliver what is due; what there is no room for stays, and is tried again."""
         try:
             self._broker.refuse_when_full()
-            self._write()
+            self.write()
             self._deliver_all(now, appended)
             self._hindrance = ""
         except OSError as error:
@@ -209,7 +219,7 @@ class Schedules:
         self.ready = False
         self._turn_at = self._held_until = self._broker.clock.monotonic() + RETRY_SECONDS
 
-    def _write(self) -> None:
+    def write(self) -> None:
         """Rows that came this turn can be read from here on."""
         try:
             self._broker.message_log.write()
@@ -237,7 +247,12 @@ class Schedules:
             room = DELIVER_SIZE_MAX
             # The one that has waited longest first: it is the next one's turn when there is no room for more.
             for mine in sorted(subjects, key=lambda mine: int(mine[0])):
-                room -= self._deliver(rows, mine, now, appended, kept, room)
+                schedule = self._by_partition[int(partitions[mine[0]])]
+                if not schedule.held:
+                    room -= self._deliver(schedule, rows, mine, now, appended, kept, room)
+                if schedule.held:
+                    # They are looked for again when the route is known.
+                    kept[mine] = False
                 if room <= 0:
                     break
         finally:
@@ -245,12 +260,20 @@ class Schedules:
             self.filed.drop_finished()
 
     def _deliver(
-        self, rows: Any, mine: Int64s, now: int, appended: Appended, kept: npt.NDArray[np.bool_], room: int
+        self,
+        schedule: Schedule,
+        rows: Any,
+        mine: Int64s,
+        now: int,
+        appended: Appended,
+        kept: npt.NDArray[np.bool_],
+        room: int,
     ) -> int:
-        """Deliver one subject's rows, as far as there is room; those that left are kept no longer. Their size."""
-        broker = self._broker
-        schedule = self._by_partition[int(rows["partition"][mine[0]])]
-        target = broker.subjects[schedule.partition.row.name]
+        """Deliver one partition's rows, as far as there is room; those that left are kept no longer. Their size.
+
+        Each goes where the route leads now (R20): into the partition, or to another one by way of a forward partition.
+        """
+        target = self._broker.subjects[schedule.partition.row.name]
         mine, lost = self.rows.readable(schedule, rows, mine)
         kept[lost] = False
         if not len(mine):
@@ -259,8 +282,37 @@ class Schedules:
             mine, gathered, size = self.rows.gather(schedule, rows, mine, room)
         if gathered is None:
             return room
+        if target.accepts is None:
+            self._append(schedule, target, gathered, rows, mine, now, appended, kept)
+            return size
+        ways = self._broker.forwards.ways(target, gathered.key_hashes, rows["number"][mine])
+        if ways is None:
+            schedule.held = True
+            return 0
+        for partition, which in ways:
+            with reading():
+                some, gathered, _ = self.rows.gather(schedule, rows, mine[which])
+            assert gathered is not None
+            self._append(schedule, partition, gathered, rows, some, now, appended, kept, in_turn=len(ways) == 1)
+        return size
+
+    def _append(
+        self,
+        schedule: Schedule,
+        target: Partition,
+        gathered: Gathered,
+        rows: Any,
+        mine: Int64s,
+        now: int,
+        appended: Appended,
+        kept: npt.NDArray[np.bool_],
+        *,
+        in_turn: bool = True,
+    ) -> None:
+        """Append rows to a partition in frames that settle them."""
+        broker = self._broker
         chosen = rows[mine]
-        for start, stop, frame in self.rows.frames(gathered, chosen):
+        for start, stop, frame in self.rows.frames(gathered, chosen, target):
             broker.message_log.place_for(frame.size)
             base = target.next
             frame.stamp_with(pack_stamp(target.id, base, now, broker.message_log.durable, broker.epoch))
@@ -269,8 +321,15 @@ class Schedules:
             appended.partitions[target] = target.next
             broker.touch(target)
             kept[mine[start:stop]] = False
-            self.rows.left(schedule, chosen[start:stop])
-        return size
+            self.rows.left(schedule, chosen[start:stop], in_turn=in_turn)
+
+    def route_known(self, subject: str) -> None:
+        """Where the rows of a subject go is known (again): those that wait for it are looked for."""
+        held = [each for each in self.by_subject.values() if each.held and each.partition.row.subject == subject]
+        for schedule in held:
+            schedule.held = False
+        if held:
+            self.upcoming.begin_again(self.by_subject.values())
 
     # --- cancel and reschedule --------------------------------------------------------------------
 
@@ -295,7 +354,7 @@ class Schedules:
             return None
         schedule, place = found
         broker.refuse_when_full()
-        self._write()
+        self.write()
         with reading():
             frame = self.rows.copy(schedule, number, due, to, place)
         if frame is None:

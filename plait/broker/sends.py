@@ -14,9 +14,9 @@ from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflic
 from plait.frame.builder import Buffer
 from plait.frame.coalesce import can_coalesce, coalesce
 from plait.frame.columns import FIXED_WIDTHS, Column
-from plait.frame.header import FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack_stamp
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack_stamp
 from plait.frame.view import FrameView
-from plait.storage.catalog import SCHEDULE, STAGE
+from plait.storage.catalog import FORWARD, SCHEDULE, STAGE
 from plait.storage.log import Log
 from plait.storage.producers import ProducerTable, Run, Verdict
 
@@ -101,6 +101,8 @@ class Appender:
             bound = 256 + sum(s.frame.size + 64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
         self._log.place_for(bound)
         base = partition.next
+        # A schedule takes what its partition takes: behind the fence it only gets shorter (R25).
+        taking = partition.main or partition
         fresh: list[Submission] = []
         end = base
         for submission in run:
@@ -114,14 +116,14 @@ class Appender:
                     if submission.reply is not None:
                         appended.replies.append((submission.reply, sequence, error))
                     continue
-                if partition.accepts is not None and not partition.takes(frame):
+                if taking.accepts is not None and not taking.takes(frame):
                     if submission.reply is not None:
                         appended.replies.append((submission.reply, None, self._elsewhere(partition, frame)))
                     continue
                 self._producers.stored(
                     frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now, frame.crc
                 )
-            elif partition.accepts is not None and not partition.takes(frame):
+            elif taking.accepts is not None and not taking.takes(frame):
                 continue
             fresh.append(submission)
             end += frame.count
@@ -192,7 +194,7 @@ class Appender:
         return StaleRoute(
             f"partition {partition.row.name!r} does not take these keys (any more); refresh the route",
             last=window.last if window else 0,
-            version=partition.row.route,
+            version=(partition.main or partition).row.route,
         )
 
     def _refuse(self, partition: Partition, frame: FrameView, verdict: Verdict) -> tuple[int | None, PlaitError | None]:
@@ -235,9 +237,9 @@ def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:
 def replay_frame(partition: Partition, producers: ProducerTable, offset: int, frame: FrameView) -> None:
     """Apply a frame of the message log to derived state, as its append did."""
     partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
-    if frame.flags & FLAG_UNSEQUENCED:
+    if frame.flags & FLAG_UNSEQUENCED or partition.row.kind == FORWARD:
         return
-    if not frame.has(Column.RUNS):
+    if not frame.has(Column.RUNS) or frame.flags & FLAG_FORWARDED:
         producers.stored(
             frame.producer,
             partition.id,

@@ -395,10 +395,8 @@ class Stages:
 
     def _takes(self, partition: Partition) -> bool:
         target = self._broker.subjects.get(partition.row.name)
-        # Delayed rows are looked at when they are due.
         return target is not None and (
-            _stage(partition).delayed
-            or target.accepts is None
+            target.accepts is None
             # A look at the key hashes; what is wrong with a frame is found before it is published.
             or all(target.takes(frame) for frame, _ in self._frames(partition, 0, trusted=True))
         )

@@ -8,7 +8,7 @@ import msgspec
 
 from plait.broker.partition import Partition
 from plait.errors import LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
-from plait.storage.catalog import SCHEDULE, STAGE, PartitionRow, SubjectSettings
+from plait.storage.catalog import FORWARD, SCHEDULE, STAGE, PartitionRow, SubjectSettings
 from plait.storage.consume_log import ConsumeLog
 
 if TYPE_CHECKING:
@@ -70,7 +70,9 @@ def delete_subject(broker: Broker, subject: str) -> None:
     """The subject, its messages, those that wait for their time, and its groups are gone."""
     partition = broker.partition_of(subject, create=False)
     schedule = broker.schedules.by_subject.get(subject)
-    gone = [partition] if schedule is None else [partition, schedule.partition]
+    gone = [partition, *broker.forwards.of(subject)]
+    if schedule is not None:
+        gone.append(schedule.partition)
     broker.append_own(broker.heads.catalog([msgspec.structs.replace(each.row, deleted=True) for each in gone]))
     for group in list(partition.groups.values()):
         for waiter in list(group.waiters):
@@ -93,6 +95,8 @@ def drop_partition(broker: Broker, partition: Partition) -> None:
         broker.schedules.remove(partition)
     if partition.row.kind == STAGE:
         broker.stages.remove(partition)
+    elif partition.row.kind == FORWARD:
+        broker.forwards.remove(partition)
     else:
         broker.producers.forget_partition(partition.id)
     for group in partition.groups.values():

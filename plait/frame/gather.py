@@ -20,7 +20,7 @@ import pyarrow.compute  # Taking rows needs it: from the start, not when the fir
 
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
 from plait.frame.columns import FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
-from plait.frame.header import FLAG_UNSEQUENCED, pad
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, pad
 from plait.frame.lp import NO_KEY_HASH
 from plait.frame.tables import RUN, Runs, expand_runs
 from plait.frame.view import FrameView
@@ -298,21 +298,40 @@ class Gathered:
             yield start, end
             start = end
 
-    def frame(self, start: int, stop: int, deliver_at: Int64s, schedule: UInt64s, *, row_by_row: bool) -> FrameParts:
+    @property
+    def key_hashes(self) -> UInt64s | None:
+        """The key hash of each row; None: no row has a key."""
+        return self._fixed.get(Column.KEY_HASH)
+
+    def frame(
+        self,
+        start: int,
+        stop: int,
+        deliver_at: Int64s,
+        schedule: UInt64s,
+        *,
+        row_by_row: bool,
+        forwarded: tuple[int, int] | None = None,
+    ) -> FrameParts:
         """Rows [start, stop), which ``cuts`` gave; times and schedule numbers are those of all rows.
 
-        ``row_by_row``: the run table has an entry a row, so that rows can be found in it by arithmetic.
+        ``row_by_row``: the run table has an entry a row, so that rows can be found in it by arithmetic. ``forwarded``:
+        the producer that forwards them, and how many rows it has forwarded before.
         """
         runs = self._runs(start, stop) if not row_by_row else None
-        producer = first = 0
+        producer = first = previous = 0
+        flags = FLAG_UNSEQUENCED
         columns: list[Encoded] = []
         if runs is None:
             table = _rows_as_runs(self.producers[start:stop], self.numbers[start:stop])
             columns.append((Column.RUNS, Codec.RAW, [table]))
-        elif len(runs) > 1:
+        elif len(runs) > 1 or forwarded is not None:
             columns.append((Column.RUNS, Codec.RAW, [runs.tobytes()]))
         else:
             producer, first = int(runs["producer"][0]), int(runs["first"][0])
+        if forwarded is not None:
+            producer, previous = forwarded
+            first, flags = previous + 1, FLAG_FORWARDED
         kinds = int(self._kinds[start])
         for column, values in self._fixed.items():
             if column == Column.KEY_HASH or kinds >> column & 1:
@@ -325,7 +344,7 @@ class Gathered:
             offsets[1:] = ends[start:stop] - begin
             columns.append((column, Codec.RAW, [offsets.tobytes(), memoryview(data)[begin : int(ends[stop - 1])]]))
         columns.sort(key=lambda encoded: encoded[0])
-        return assemble(columns, count=stop - start, producer=producer, first=first, previous=0, flags=FLAG_UNSEQUENCED)
+        return assemble(columns, count=stop - start, producer=producer, first=first, previous=previous, flags=flags)
 
     def _runs(self, start: int, stop: int) -> Runs:
         """The run table of rows [start, stop): neighbours of one producer that count up are one run."""

@@ -20,6 +20,7 @@ from plait.broker.group import Consumer
 from plait.broker.recover import RecoveryReport
 from plait.clock import Clock, SystemClock
 from plait.errors import StorageFailed
+from plait.server.forwarder import Forwarder
 from plait.server.handlers import Handlers
 from plait.server.listener import Listener
 from plait.server.standing import Standing
@@ -97,7 +98,10 @@ class Server(Listener):
             self._release()
             raise
         self.arm_timer()
-        for job in (self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop):
+        jobs = [self._sync_loop, self._tick_loop, self._checkpoint_loop, self._housekeeping_loop]
+        if not self.cluster.alone:
+            jobs.append(Forwarder(self).run)
+        for job in jobs:
             self._tasks.append(tasks.start(job(), f"plait-server{job.__name__}", failed=self._job_failed))
         return self.report
 

@@ -114,7 +114,19 @@ class Standing:
         assert isinstance(answer, m.AdminReply)
         return msgspec.msgpack.decode(answer.result)
 
+    async def route(self, subject: str) -> m.RouteFound:
+        """The newest route of a subject, as a meta server knows it."""
+        find = m.FindRoute(subject, create=False)
+        found = await (self._request_there(find) if self._handlers is None else self._handlers.serve(find))
+        assert isinstance(found, m.RouteFound)
+        return found
+
     async def _ask_there(self, operation: str, arguments: dict[str, Any]) -> Any:
+        answer = await self._request_there(m.Admin(operation, arguments))
+        assert isinstance(answer, m.AdminReply)
+        return msgspec.msgpack.decode(answer.result)
+
+    async def _request_there(self, request: m.Message) -> m.Message:
         """Ask one meta server after another until one answers."""
         last: PlaitError = Unavailable("no meta server could be reached")
         for _ in self._addresses:
@@ -124,8 +136,8 @@ class Standing:
                     self._turn += 1
                     self._link = await dial(address, f"%broker-{self._name}", ASK_SECONDS)
                 async with asyncio.timeout(ASK_SECONDS):
-                    answer: m.AdminReply = await self._link.request(m.Admin(operation, arguments))
-                return msgspec.msgpack.decode(answer.result)
+                    answer: m.Message = await self._link.request(request)
+                return answer
             except TimeoutError:
                 assert self._link is not None
                 self._link.abort()

@@ -19,6 +19,9 @@ CATALOG = 0
 SCHEDULE = "schedule"
 #: The kind of partitions that hold what one task of a batch wrote, until the batch is committed.
 STAGE = "stage"
+#: The kind of partitions that hold delayed rows which became due after their logical partition had moved to another
+#: partition, until that one has stored them.
+FORWARD = "forward"
 
 
 class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -56,6 +59,17 @@ class Stage(msgspec.Struct, frozen=True, omit_defaults=True):
     state: str = ""
 
 
+class Forward(msgspec.Struct, frozen=True):
+    """Where the rows of a partition of kind ``FORWARD`` are sent, and by which producer."""
+
+    producer: int
+    #: The partition and the broker group that has it.
+    name: str
+    group: str
+    #: Rows below this are stored there.
+    stored: int = 0
+
+
 class PartitionRow(msgspec.Struct, frozen=True):
     """One partition, as last defined."""
 
@@ -79,6 +93,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     reopened: list[Reopened] = []
     #: Of the kind ``STAGE``; its name is that of the partition that its rows are for.
     stage: Stage | None = None
+    #: Of the kind ``FORWARD``; its name is that of the partition in whose schedule the rows were.
+    forward: Forward | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -135,24 +135,26 @@ class Link(asyncio.BufferedProtocol):
         if not self.closed and self._transport is not None:
             send(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
 
-    async def request(self, message: m.Message) -> Any:
+    async def request(self, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
         """Send a request and wait for its answer; raises what the server answered."""
-        answer, _ = await self.request_payload(message)
+        answer, _ = await self.request_payload(message, payload, size)
         return answer
 
-    async def request_payload(self, message: m.Message) -> tuple[Any, memoryview]:
+    async def request_payload(
+        self, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0
+    ) -> tuple[Any, memoryview]:
         """Like ``request``, with the payload of the answer."""
         future: asyncio.Future[tuple[Any, memoryview]] = asyncio.get_running_loop().create_future()
 
-        def answered(answer: Any, payload: memoryview, error: PlaitError | None) -> None:
+        def answered(answer: Any, received: memoryview, error: PlaitError | None) -> None:
             if future.done():
                 return
             if error is not None:
                 future.set_exception(error)
             else:
-                future.set_result((answer, payload))
+                future.set_result((answer, received))
 
-        self.call(message, answered)
+        self.call(message, answered, payload, size)
         return await future
 
     async def drained(self) -> None:

@@ -1,0 +1,195 @@
+"""Sends delayed rows that became due after their logical partition had moved to the partition that takes them now.
+
+What is sent, to where and how it stays in order and happens once is decided by ``broker.forwards``. Here are the
+network and time: routes come from a meta server, each frame is sent when it is durable here, and what cannot be sent
+yet is tried again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from plait import tasks
+from plait.broker.forwards import Waiting, Way
+from plait.broker.partition import Partition
+from plait.errors import (
+    OutOfSequence,
+    PlaitError,
+    ProducerConflict,
+    StaleRoute,
+    SubjectNotFound,
+    Timeout,
+    Unavailable,
+    UnknownProducer,
+)
+from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
+from plait.wire import messages as m
+from plait.wire.dial import Link, dial
+
+if TYPE_CHECKING:
+    from plait.server.host import Server
+
+log = logging.getLogger("plait.server")
+
+#: A broker that does not answer within this is asked again later.
+SEND_SECONDS: Final = 5.0
+#: Time before what could not be sent, or a route that did not help, is tried again.
+PAUSE_SECONDS: Final = 0.2
+
+
+class Forwarder:
+    """Empties the forward partitions of a broker."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._broker = server.broker
+        self._forwards = server.broker.forwards
+        self._work = asyncio.Event()
+        self._forwards.on_work = self._work.set
+        #: Broker group → where it can be reached, as of the last route that names it.
+        self._addresses: dict[str, list[str]] = {}
+        self._links: dict[str, Link] = {}
+        #: When each route was asked for last, on the loop's clock.
+        self._asked: dict[str, float] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        # What a crash left behind is sent first.
+        self._work.set()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        try:
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                await self._find_routes()
+                for partition in self._forwards.waiting():
+                    if partition.id not in self._tasks:
+                        task = tasks.start(self._empty(partition), "plait-server-forward")
+                        self._tasks[partition.id] = task
+                        task.add_done_callback(lambda _, number=partition.id: self._tasks.pop(number))  # type: ignore[misc]
+        finally:
+            for task in list(self._tasks.values()):
+                task.cancel()
+            for link in self._links.values():
+                link.close()
+
+    async def _find_routes(self) -> None:
+        """Routes that rows wait for; one that cannot be had is asked for again after a pause."""
+        now = asyncio.get_running_loop().time()
+        for subject in sorted(self._forwards.astray):
+            if now < self._asked.get(subject, -PAUSE_SECONDS) + PAUSE_SECONDS:
+                # It did not help: rows are between a seal and the route that follows it.
+                self._look_later()
+                continue
+            self._asked[subject] = now
+            try:
+                await self._find(subject)
+            except SubjectNotFound:
+                # Its partitions are about to be dropped, with all that waits there.
+                self._forwards.astray.discard(subject)
+                del self._asked[subject]
+            except PlaitError as error:
+                log.info("delayed messages of %s wait for its route: %s", subject, error)
+                self._look_later()
+            else:
+                self._server.arm_timer()
+
+    def _look_later(self) -> None:
+        asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._work.set)
+
+    async def _find(self, subject: str) -> m.RouteFound:
+        """Ask a meta server for the newest route."""
+        found = await self._server.cluster.route(subject)
+        table = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first, end, spans in found.histories:
+            table[first:end] = spans[-1][0]
+        self._addresses.update({group: addresses for group, (addresses, _) in found.brokers.items()})
+        self._forwards.learn(subject, Way(table, [(name, group) for name, group in found.partitions]))
+        return found
+
+    async def _empty(self, partition: Partition) -> None:
+        """Send the rows of one forward partition, frame by frame."""
+        try:
+            while (waiting := self._forwards.first(partition)) is not None:
+                if self._broker.message_log.durable < waiting.log_end:
+                    # A crash must not take back what another broker has: its number would be given to other rows.
+                    await self._durable()
+                    continue
+                if not await self._sent(partition, waiting):
+                    return
+        except PlaitError as error:
+            log.info("delayed messages of %s cannot be forwarded yet: %s", partition.row.name, error)
+            self._look_later()
+        except Exception:
+            log.exception("delayed messages of %s were not forwarded; it is tried again", partition.row.name)
+            self._look_later()
+
+    async def _sent(self, partition: Partition, waiting: Waiting) -> bool:
+        """Send one frame; False: the rows that are left go another way."""
+        forward = partition.row.forward
+        assert forward is not None
+        try:
+            await self._store(forward.name, forward.group, bytes(waiting.frame.buffer))
+        except (OutOfSequence, ProducerConflict, UnknownProducer) as error:
+            log.warning("%s@%s takes delayed messages under a new producer id: %s", forward.name, forward.group, error)
+            self._forwards.take_back(partition)
+            return False
+        except (StaleRoute, Unavailable, Timeout) as error:
+            found = await self._find(partition.row.subject)
+            refused = isinstance(error, StaleRoute) and not self._forwards.fits(partition, waiting.frame)
+            if refused or (forward.name, forward.group) not in found.partitions:
+                self._forwards.take_back(partition)
+                return False
+            # It is away, or has not heard yet that it is to take them.
+            raise
+        self._forwards.stored(partition, waiting.end)
+        return True
+
+    async def _store(self, name: str, group: str, frame: bytes) -> None:
+        """Have a frame stored by the partition of a broker group, this broker's own or another's."""
+        if group == self._server.config.group:
+            await self._store_here(name, frame)
+            return
+        addresses = self._addresses.get(group)
+        if not addresses:
+            raise Unavailable(f"where broker group {group} is has to be asked first")
+        address = addresses[0]
+        try:
+            async with asyncio.timeout(SEND_SECONDS):
+                link = self._links.get(address)
+                if link is None or link.closed:
+                    link = self._links[address] = await dial(address, "%forward", SEND_SECONDS)
+                routed: m.Routed = await link.request(m.Route(name))
+                await link.request(m.Send(routed.partition), [frame], len(frame))
+        except TimeoutError:
+            if address in self._links:
+                self._links.pop(address).abort()
+            raise Timeout(f"{address} did not answer within {SEND_SECONDS:g} s") from None
+
+    async def _store_here(self, name: str, frame: bytes) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def reply(_: int | None, error: PlaitError | None) -> None:
+            if not done.done():
+                if error is None:
+                    done.set_result(None)
+                else:
+                    done.set_exception(error)
+
+        self._broker.submit(self._broker.partition_of(name), FrameView(frame), reply)
+        await done
+
+    async def _durable(self) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def reply() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        self._broker.answer_when_durable(reply)
+        await done

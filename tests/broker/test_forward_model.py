@@ -1,0 +1,246 @@
+"""Delayed rows over brokers whose routes change: a model of two brokers with three partitions of one subject.
+
+Logical partitions move between them while rows wait and while rows are under way; processes are killed, machines lose
+power, answers are lost, routes are known late. In the end every row that was acknowledged and not cancelled is in one
+partition, once, below the fence of its logical partition there.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from plait.broker import sealing
+from plait.broker.forwards import Forwards, Way
+from plait.errors import PlaitError, StaleRoute
+from plait.frame.columns import Column
+from plait.frame.lp import lp_of_key
+from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
+from plait.storage.catalog import SubjectSettings
+from tests.broker.schedule_node import SECOND, delayed_frame, delivered_frames, run_due, submit
+from tests.support.broker_node import Node, Producer
+
+SUBJECT = "orders"
+PLACES = [("orders", "g1"), ("orders#1", "g1"), ("orders", "g2")]
+KEYS = [f"k{n}" for n in range(6)]
+
+
+def keyed(keys: list[str | None]) -> dict[str, object]:
+    """Columns of rows with these keys."""
+    from plait.client.rows import hash_keys
+
+    return {} if None in keys else {"keys": keys, "key_hashes": hash_keys(keys, len(keys))}
+
+
+class Model:
+    """See the module."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        self.nodes = {group: Node(flush="sync", group=group) for group in ("g1", "g2")}
+        for node in self.nodes.values():
+            # One time for all.
+            node.clock.advance(self.nodes["g1"].clock.now() / 1e6 - node.clock.now() / 1e6)
+        self.version = 1
+        self.table = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for place, (name, group) in enumerate(PLACES):
+            lps = [(0, LOGICAL_PARTITIONS)] if place == 0 else []
+            sealing.open_lps(self.nodes[group].broker, SUBJECT, name, lps, 1, SubjectSettings())
+            self.nodes[group].turn()
+        self.producers = {place: Producer(100 + index) for index, place in enumerate(PLACES)}
+        #: Bodies that were acknowledged, and their keys.
+        self.sent: dict[bytes, str | None] = {}
+        self.cancelled: set[bytes] = set()
+        self.scheduled: list[tuple[int, int, int, bytes]] = []
+        self.number = 0
+        #: Place → rows that were looked at.
+        self.seen = [0] * len(PLACES)
+
+    # --- what happens ---------------------------------------------------------------------------
+
+    def delay(self) -> None:
+        place = self.draw.randrange(len(PLACES))
+        name, group = PLACES[place]
+        node = self.nodes[group]
+        count = self.draw.choice([1, 1, 3])
+        keys: list[str | None] = [self.draw.choice([*KEYS, None]) for _ in range(count)]
+        if None in keys:
+            keys = [None] * count
+        bodies = [b"%d" % (self.number + n) for n in range(count)]
+        self.number += count
+        due = node.clock.now() + int(self.draw.choice([0.0, 0.5, 3.0, 20.0]) * SECOND)
+        producer = self.producers[name, group]
+        before = (producer.next, dict(producer.last))
+        sent = submit(node, delayed_frame(producer, due, *bodies, subject=name, **keyed(keys)))
+        node.turn()
+        if not sent.acknowledged:
+            producer.next, producer.last = before
+            return
+        self.sent |= dict(zip(bodies, keys, strict=True))
+        assert sent.sequence is not None
+        self.scheduled += [(place, sent.sequence + n, due, body) for n, body in enumerate(bodies)]
+
+    def cancel(self) -> None:
+        if not self.scheduled:
+            return
+        place, number, due, body = self.scheduled.pop(self.draw.randrange(len(self.scheduled)))
+        name, group = PLACES[place]
+        if self.nodes[group].broker.schedules.cancel(name, number, due):
+            self.cancelled.add(body)
+        self.nodes[group].turn()
+
+    def move(self) -> None:
+        """Some logical partitions get another place."""
+        here, there = self.draw.sample(range(len(PLACES)), 2)
+        keys = self.draw.sample(KEYS, self.draw.choice([1, 3, 6]))
+        chosen = np.zeros(LOGICAL_PARTITIONS, bool)
+        if self.draw.random() < 0.4:
+            chosen[:] = True
+        chosen[[lp_of_key(key) for key in keys]] = True
+        chosen &= self.table == here
+        runs = [(int(lp), int(lp) + 1) for lp in np.flatnonzero(chosen)]
+        if not runs:
+            return
+        self.version += 1
+        name, group = PLACES[here]
+        fences: list[tuple[int, int, int]] = []
+        sealing.seal(self.nodes[group].broker, name, runs, self.version, fences.extend)
+        self.nodes[group].turn()
+        assert fences
+        self.look()
+        if self.draw.random() < 0.3:
+            # Rows become due between the seal and the route that follows it.
+            self.due()
+            self.look()
+        self.table[chosen] = there
+        name, group = PLACES[there]
+        sealing.open_lps(self.nodes[group].broker, SUBJECT, name, runs, self.version, SubjectSettings())
+        self.nodes[group].turn()
+
+    def due(self) -> None:
+        seconds = self.draw.choice([0.3, 1.0, 5.0])
+        for node in self.nodes.values():
+            node.clock.advance(seconds)
+            run_due(node)
+
+    def learn(self, node: Node) -> None:
+        """The broker is told the route."""
+        node.broker.forwards.learn(SUBJECT, Way(self.table.copy(), PLACES))
+        run_due(node)
+
+    def route(self) -> None:
+        for node in self.nodes.values():
+            if node.broker.forwards.astray:
+                self.learn(node)
+
+    def ship(self) -> None:
+        for node in self.nodes.values():
+            for partition in node.broker.forwards.waiting():
+                for _ in range(self.draw.choice([1, 5])):
+                    if partition.id in node.broker.partitions and not self._ship(node, partition):
+                        break
+
+    def _ship(self, node: Node, partition: object) -> bool:
+        forwards: Forwards = node.broker.forwards
+        waiting = forwards.first(partition)  # type: ignore[arg-type]
+        if waiting is None or node.broker.message_log.durable < waiting.log_end:
+            return False
+        forward = partition.row.forward  # type: ignore[attr-defined]
+        answers: list[PlaitError | None] = []
+        other = self.nodes[forward.group]
+        frame = FrameView(bytes(waiting.frame.buffer))
+        other.broker.submit(other.partition(forward.name), frame, lambda _, error: answers.append(error))
+        other.turn()
+        [error] = answers
+        if self.draw.random() < 0.2:
+            # The answer is lost.
+            return False
+        if error is None:
+            forwards.stored(partition, waiting.end)  # type: ignore[arg-type]
+            return True
+        if isinstance(error, StaleRoute):
+            forwards.learn(SUBJECT, Way(self.table.copy(), PLACES))
+            if forwards.fits(partition, waiting.frame):  # type: ignore[arg-type]
+                return False
+        forwards.take_back(partition)  # type: ignore[arg-type]
+        if self.draw.random() < 0.8:
+            node.turn()
+        return False
+
+    def crash(self) -> None:
+        group = self.draw.choice(["g1", "g2"])
+        node = self.nodes[group]
+        match self.draw.randrange(3):
+            case 0:
+                self.nodes[group] = node.killed()
+            case 1:
+                self.nodes[group] = node.power_lost(self.draw.choice(["none", "random"]), self.draw)
+            case 2:
+                node.turn()
+                self.nodes[group] = node.restart()
+
+    def checkpoint(self) -> None:
+        self.draw.choice(list(self.nodes.values())).checkpoint()
+
+    def housekeep(self) -> None:
+        self.draw.choice(list(self.nodes.values())).retention.run()
+
+    # --- judgement ------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Everything becomes due and arrives."""
+        for _ in range(12):
+            for node in self.nodes.values():
+                node.clock.advance(10.0)
+                run_due(node)
+            self.route()
+            for node in self.nodes.values():
+                for partition in node.broker.forwards.waiting():
+                    while partition.id in node.broker.partitions and self._ship(node, partition):
+                        pass
+                node.turn()
+        for node in self.nodes.values():
+            assert node.broker.forwards.waiting() == []
+            assert node.broker.schedules.count == 0
+
+    def look(self) -> None:
+        """What has entered a partition since the last look is what the partition takes."""
+        for place, (name, group) in enumerate(PLACES):
+            partition = self.nodes[group].partition(name)
+            for frame in delivered_frames(self.nodes[group], name):
+                if frame.base >= self.seen[place]:
+                    assert partition.takes(frame), f"{frame.binary(Column.BODY).to_pylist()} entered behind a fence"
+            self.seen[place] = partition.next
+
+    def judge(self) -> None:
+        found: list[bytes] = []
+        for name, group in PLACES:
+            for frame in delivered_frames(self.nodes[group], name):
+                found += frame.binary(Column.BODY).to_pylist()
+        assert len(found) == len(set(found)), "stored twice"
+        assert set(found) == set(self.sent) - self.cancelled
+
+
+def run(seed: int, steps: int) -> None:
+    model = Model(seed)
+    actions = [model.delay] * 6 + [model.cancel, *[model.move] * 2, *[model.due] * 2, *[model.route] * 2]
+    actions += [*[model.ship] * 2, model.crash, model.checkpoint, model.housekeep]
+    for _ in range(steps):
+        model.draw.choice(actions)()
+        model.look()
+    model.finish()
+    model.judge()
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_every_delayed_row_enters_the_partition_that_its_route_leads_to_once(seed: int, number: int) -> None:
+    run(seed * 1_000 + number, 60)
+
+
+@pytest.mark.deep("crash")
+@pytest.mark.parametrize("number", range(400))
+def test_many_more_of_them(seed: int, number: int) -> None:
+    run(seed * 1_000 + 100 + number, 150)

@@ -1,0 +1,150 @@
+"""Frames that another broker forwards: what is stored of them, and what is refused (R20)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from plait.broker import sealing
+from plait.broker.forwards import IDLE_SECONDS, Way
+from plait.errors import FrameError, PlaitError
+from plait.frame.builder import build_frame
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_FORWARDED
+from plait.frame.view import FrameView
+from plait.limits import LOGICAL_PARTITIONS
+from tests.broker.schedule_node import SECOND, delay, later, schedule_of
+from tests.support.broker_node import Node, Producer
+
+ELSEWHERE = ("orders", "g2")
+
+
+def forwarding(node: Node, *bodies: bytes) -> None:
+    """Rows that are due at a partition that takes nothing any more, and the way they go."""
+    delay(node, Producer(7), node.clock.now() + SECOND, *bodies)
+    sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
+    node.turn()
+    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    later(node, 2.0)
+
+
+def sent_to(node: Node, frame: FrameView) -> list[tuple[int | None, PlaitError | None]]:
+    answers: list[tuple[int | None, PlaitError | None]] = []
+    view = FrameView(bytes(frame.buffer))
+    node.broker.submit(node.partition("orders"), view, lambda sequence, error: answers.append((sequence, error)))
+    node.turn()
+    return answers
+
+
+def test_a_forwarded_frame_is_stored_once_with_the_ids_of_its_rows() -> None:
+    here, there = Node(flush="sync"), Node(flush="sync", group="g2")
+    forwarding(here, b"a", b"b")
+    assert here.bodies("orders") == []
+    [partition] = here.broker.forwards.waiting()
+    waiting = here.broker.forwards.first(partition)
+    assert waiting is not None
+    assert sent_to(there, waiting.frame) == [(0, None)]
+    # The answer was lost: it is sent again, also to the broker's next life.
+    assert sent_to(there, waiting.frame) == [(0, None)]
+    there = there.power_lost()
+    assert sent_to(there, waiting.frame) == [(0, None)]
+    assert [(row.producer, row.number, row.body) for row in there.stored("orders")] == [(7, 1, b"a"), (7, 2, b"b")]
+    # Numbers of the other broker's schedule mean nothing here.
+    assert there.broker.schedules.by_subject == {}
+    here.broker.forwards.stored(partition, waiting.end)
+    assert here.broker.forwards.waiting() == []
+
+
+def test_after_a_crash_only_frames_that_the_other_broker_can_still_compare_are_sent_again() -> None:
+    here, there = Node(flush="sync"), Node(flush="sync", group="g2")
+    for number in range(100):
+        delay(here, Producer(7 + number), here.clock.now() + (1 + number) * SECOND, b"%d" % number)
+    sealing.seal(here.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
+    here.turn()
+    here.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    for _ in range(100):
+        later(here, 1.0)
+    for crash in (True, False):
+        [partition] = here.broker.forwards.waiting()
+        while (waiting := here.broker.forwards.first(partition)) is not None:
+            if here.broker.message_log.durable < waiting.log_end:
+                here.turn()
+                continue
+            assert sent_to(there, waiting.frame)[0][1] is None
+            here.broker.forwards.stored(partition, waiting.end)
+        here = here.power_lost() if crash else here
+    assert there.bodies("orders") == [b"%d" % number for number in range(100)]
+
+
+def test_what_is_taken_back_is_due_again_and_left_the_forward_partition_in_one_write() -> None:
+    node = Node(flush="sync")
+    forwarding(node, b"a", b"b")
+    [partition] = node.broker.forwards.waiting()
+    node.broker.forwards.take_back(partition)
+    node.turn()
+    node = node.power_lost()
+    assert node.broker.forwards.waiting() == []
+    assert node.broker.schedules.count == 2
+    sealing.open_lps(
+        node.broker, "orders", "orders", [(0, LOGICAL_PARTITIONS)], 2, node.partition("orders").row.settings
+    )
+    later(node, 1.0)
+    assert [(row.producer, row.number, row.body) for row in node.stored("orders")] == [(7, 1, b"a"), (7, 2, b"b")]
+    assert node.broker.schedules.count == 0
+
+
+def test_an_empty_forward_partition_is_deleted_after_a_day_and_with_its_subject() -> None:
+    node = Node(flush="sync")
+    forwarding(node, b"a")
+    [partition] = node.broker.forwards.waiting()
+    node.clock.advance(IDLE_SECONDS + 1)
+    node.retention.run()
+    assert node.broker.forwards.of("orders") == [partition]
+    node.broker.forwards.stored(partition, partition.next)
+    node.retention.run()
+    node.turn()
+    assert node.killed().broker.forwards.of("orders") == []
+    other = Node()
+    forwarding(other, b"a")
+    other.broker.delete_subject("orders")
+    other.turn()
+    assert list(other.killed().broker.partitions) == []
+
+
+def test_rows_wait_until_the_route_is_known() -> None:
+    node = Node()
+    delay(node, Producer(7), node.clock.now() + SECOND, b"a")
+    sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
+    node.turn()
+    told: list[bool] = []
+    node.broker.forwards.on_work = lambda: told.append(True)
+    later(node, 2.0)
+    assert (node.broker.forwards.astray, node.broker.schedules.count) == ({"orders"}, 1)
+    assert told
+    # Nothing is looked at over and over meanwhile.
+    assert node.broker.schedules.next_deadline is None
+    # That is as of before the seal.
+    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [("orders", "g1")]))
+    later(node, 1.0)
+    assert node.broker.forwards.astray == {"orders"}
+    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    later(node, 0.0)
+    assert len(node.broker.forwards.waiting()) == 1
+
+
+def test_what_is_no_forwarded_frame_is_refused() -> None:
+    node = Node()
+    forwarding(node, b"a")
+    waiting = node.broker.forwards.first(node.broker.forwards.waiting()[0])
+    assert waiting is not None
+    frame = FrameView(bytes(waiting.frame.buffer))
+    other = Node()
+    schedule = schedule_of(other)
+    with pytest.raises(FrameError, match="own partition"):
+        other.broker.submit(schedule, frame, lambda *_: None)
+    with pytest.raises(FrameError, match="oneway"):
+        other.broker.submit(other.partition("orders"), frame, None)
+    alike = FrameView(build_frame([b"a"], producer=1, first=1, previous=0, flags=FLAG_FORWARDED).tobytes())
+    assert not alike.has(Column.RUNS)
+    with pytest.raises(FrameError, match="run table"):
+        other.broker.submit(other.partition("orders"), alike, lambda *_: None)

@@ -1,0 +1,134 @@
+"""Delayed messages whose logical partition moves while they wait: they enter the partition that the route leads to when
+they are due, once, and ordered groups get them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.support import EAGER, config_of, fetch_all, until
+from tests.client.test_expanding import settled, wait_for
+
+KEYS = [f"k{n}" for n in range(16)]
+PAST = datetime(2020, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
+    """A node with a meta server and a broker, and a broker that belongs to it."""
+    async with (
+        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
+        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
+    ):
+        async with first.connect() as client:
+            await wait_for(client, lambda brokers: len(brokers) == 2)
+        yield [first, second]
+
+
+async def make_due(client: plait.Client, receipts: list[plait.Receipt]) -> None:
+    """What waits is due now."""
+    for receipt in receipts:
+        await client.reschedule(receipt, deliver_at=PAST)
+
+
+async def expand(client: plait.Client, partitions: int | list[str]) -> None:
+    await client.admin.expand_subject("s", partitions)
+    await settled(client, "s")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [["s@g1", "s#1@g1", "s@g2"], ["s@g2"], ["s#1@g1"]],
+    ids=["1 to 3", "to another broker", "to another partition of the broker"],
+)
+async def test_keyed_messages_enter_the_partition_that_takes_their_key_when_they_are_due(
+    nodes: list[EmbeddedBroker], after: list[str]
+) -> None:
+    async with nodes[0].connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"], order="strict")
+        async with client.consumer("s", group="g", ordered=True) as consumer:
+            receipts = [await client.send("s", key.encode(), key=key, delay="1h") for key in KEYS]
+            await expand(client, after)
+            await make_due(client, receipts)
+            messages = await fetch_all(consumer, len(KEYS))
+            assert {(m.message_id, m.key, m.body) for m in messages} == {
+                (receipt.message_id, key, key.encode()) for receipt, key in zip(receipts, KEYS, strict=True)
+            }
+            assert {str(m.partition) for m in messages} == set(after)
+            assert {m.deliver_at for m in messages} == {PAST}
+            for message in messages:
+                await message.ack()
+            assert len(await consumer.fetch(10, wait=0)) == 0
+        # What was handed over is settled where it waited.
+        assert await client.admin.schedule_counts("s") == []
+        assert not await client.cancel(receipts[0])
+        await until(lambda: not nodes[0].server.broker.forwards.waiting())
+
+
+async def test_messages_without_keys_leave_a_partition_that_takes_nothing_any_more(
+    nodes: list[EmbeddedBroker],
+) -> None:
+    async with nodes[0].connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=2)
+        async with client.consumer("s", group="g", ordered=True) as consumer:
+            receipts = [await client.send("s", b"%d" % n, delay="1h") for n in range(20)]
+            assert {receipt.partition.group for receipt in receipts} == {"g1", "g2"}
+            await expand(client, ["s@g2"])
+            await make_due(client, receipts)
+            messages = await fetch_all(consumer, 20)
+            assert {m.message_id for m in messages} == {receipt.message_id for receipt in receipts}
+            assert {str(m.partition) for m in messages} == {"s@g2"}
+
+
+async def test_a_delayed_send_by_an_old_route_waits_where_the_new_one_leads(nodes: list[EmbeddedBroker]) -> None:
+    async with nodes[0].connect(limits=EAGER) as client, nodes[0].connect(limits=EAGER) as admin:
+        await admin.admin.create_subject("s", partitions=1, groups=["g1"], order="strict")
+        assert (await client.send("s", b"0", key="k", delay="1h")).partition.group == "g1"
+        await expand(admin, ["s@g2"])
+        assert (await client.send("s", b"1", key="k", delay="1h")).partition.group == "g2"
+        assert (await client.send("s", b"2", delay="1h")).partition.group == "g2"
+
+
+async def test_where_the_other_broker_is_away_they_wait_and_are_stored_once(nodes: list[EmbeddedBroker]) -> None:
+    first, second = nodes
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"])
+        receipts = [await client.send("s", key.encode(), key=key, delay="1h") for key in KEYS]
+        await expand(client, ["s@g2"])
+        await second.stop()
+        await make_due(client, receipts)
+        forwards = first.server.broker.forwards
+        await until(lambda: sum(each.next - each.start for each in forwards.waiting()) == len(KEYS))
+        await first.restart()
+        await second.start()
+        async with client.consumer("s", group="g", ordered=True) as consumer:
+            messages = await fetch_all(consumer, len(KEYS))
+            assert {m.message_id for m in messages} == {receipt.message_id for receipt in receipts}
+            assert len(await consumer.fetch(10, wait=0)) == 0
+
+
+async def test_a_route_that_moves_on_before_they_are_stored_is_followed(nodes: list[EmbeddedBroker]) -> None:
+    """The first place they are forwarded to refuses them, as its part of the route was sealed by then."""
+    first = nodes[0]
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"])
+        receipts = [await client.send("s", key.encode(), key=key, delay="1h") for key in KEYS]
+        await expand(client, ["s@g2"])
+        forwards = first.server.broker.forwards
+        # The broker goes by this route for as long as no other broker refuses what it forwards.
+        await make_due(client, receipts[:1])
+        async with client.consumer("s", group="g", ordered=True) as consumer:
+            [message] = await fetch_all(consumer, 1)
+            await message.ack()
+            assert str(message.partition) == "s@g2"
+            await expand(client, ["s#1@g1"])
+            await make_due(client, receipts[1:])
+            messages = await fetch_all(consumer, len(KEYS) - 1)
+            assert {str(m.partition) for m in messages} == {"s#1@g1"}
+            assert {m.message_id for m in messages} == {receipt.message_id for receipt in receipts[1:]}
+            await until(lambda: not forwards.waiting())
