@@ -137,8 +137,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: A stage that nobody publishes holds its part of the message log for so long after its last row (7 days: a
     #: query that failed on a Friday goes on when somebody is back)...
     stage_seconds: float = 7 * 86400.0
-    #: ...and that it has expired is remembered for so long: as long as who would publish it is (30 days).
-    stage_forget_seconds: float = 30 * 86400.0
+    #: ...and so many expired ones are remembered, the newest, 2 KiB each. A stage that is not known counts as
+    #: published, so an expired one must not be forgotten while a driver may ask for it: no clock tells when that is.
+    stages_expired: int = 20_000
     #: Producers remembered for idempotence; the longest silent goes first.
     producers: int = 100_000
     #: Silent producers are forgotten after this (7 days).
@@ -193,7 +194,8 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     write_members: int = 100
     #: Clients that are looked at, noted or given up in one go.
     page: int = 500
-    #: That a batch of Spark's sink is committed is remembered for so long after the last word of its query (30 days)...
+    #: That a batch of Spark's sink is committed is remembered for so long after the last word of its query (30 days of
+    #: the cluster's age, which no wall clock advances)...
     commit_seconds: float = 30 * 86400.0
     #: ...and one that is not done after so long is finished by whoever commits next.
     commit_late_seconds: float = 60.0

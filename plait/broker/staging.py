@@ -414,18 +414,18 @@ class Stages:
     # --- ends -----------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Give up those that nobody has asked for in time, and forget those that were given up long ago."""
+        """Give up those that no driver has asked for in time, and forget the oldest of many that were given up."""
         broker = self._broker
-        now, limits = broker.clock.now(), broker.limits
-        late = now - int(limits.stage_seconds * 1_000_000)
-        gone = late - int(limits.stage_forget_seconds * 1_000_000)
+        late = broker.clock.now() - int(broker.limits.stage_seconds * 1_000_000)
         queued = set(self._queue)
         self._change(
             # One that damage keeps from being published holds the log for nothing.
             [p for p in self._all.values() if _stage(p).state != EXPIRED and p not in queued and _silent(p, late)],
             EXPIRED,
         )
-        self._delete([p for p in self._all.values() if _stage(p).state == EXPIRED and _silent(p, gone)])
+        expired = [partition for partition in self._all.values() if _stage(partition).state == EXPIRED]
+        if (count := len(expired) - broker.limits.stages_expired) > 0:
+            self._delete(sorted(expired, key=lambda partition: partition.row.id)[:count])
 
     def _change(self, partitions: list[Partition], state: str) -> None:
         """The catalog says what becomes of stages."""

@@ -6,8 +6,8 @@ is told what was decided the first time; its own rows do not count. The next bat
 published by all brokers that have stages of it. Where rows have to go elsewhere, the stages are exchanged for others,
 under a new version; who goes by an old version cannot say that the batch is done.
 
-A query is forgotten some time after the last word on it. A batch that is not done must be forgotten before brokers
-forget that its stages have expired, as they take stages that they do not know for published: no veto prolongs it.
+A query is forgotten some time after the last word on it, by the cluster's age (``age.py``), never by a wall clock: meta
+servers' clocks differ, and a decision that one of them forgets too soon is made a second time with other rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sqlalchemy as sa
 
 from plait.errors import InvalidArgument, MetaBusy, StaleSession, TooLarge
 from plait.limits import COMMIT_STAGES_MAX
+from plait.meta.age import Age
 from plait.meta.core import Core
 from plait.meta.database import Lost
 from plait.meta.schema import COMMITS
@@ -62,6 +63,7 @@ class Commits:
 
     def __init__(self, core: Core) -> None:
         self._core = core
+        self._age = Age(core.clock)
 
     def decide(self, query: str, batch: int, stages: Stages) -> Decision:
         """The batch is committed with these stages, unless one is already, or an earlier one is not done yet.
@@ -73,14 +75,14 @@ class Commits:
         if batch < 0:
             raise InvalidArgument(f"batch {batch} is not possible; batches count from 0")
 
-        def decide(connection: sa.Connection) -> Decision:
+        def decide(connection: sa.Connection, age: int) -> Decision:
             known, body = _find(connection, query)
             if known is not None and (known.batch >= batch or not known.done):
                 return known
             if any(producer in body.vetoed for producer in _producers(stages)):
                 raise StaleSession(f"batch {batch} of query {query} was called off by its driver; it writes it again")
             decision = Decision(query, batch, 1 if known is None else known.version + 1, stages, not stages)
-            self._put(connection, decision, _Body(stages, body.vetoed), new=known is None)
+            self._put(connection, age, decision, _Body(stages, body.vetoed), new=known is None)
             return decision
 
         return self._carry_out(decide)
@@ -91,7 +93,7 @@ class Commits:
         The decision, if there is one for it already: then it counts.
         """
 
-        def veto(connection: sa.Connection) -> Decision | None:
+        def veto(connection: sa.Connection, age: int) -> Decision | None:
             known, body = _find(connection, query)
             if known is not None and (producer in body.decided or producer in _producers(known.stages)):
                 return known
@@ -101,7 +103,7 @@ class Commits:
                 connection.execute(row.values(body=_encoder.encode(body)))
             else:
                 none_yet = Decision(query, NO_BATCH, 0, [], True)
-                self._put(connection, known or none_yet, body, new=known is None)
+                self._put(connection, age, known or none_yet, body, new=known is None)
             return None
 
         return self._carry_out(veto)
@@ -113,7 +115,7 @@ class Commits:
         """
         _check(stages)
 
-        def exchange(connection: sa.Connection) -> Decision | None:
+        def exchange(connection: sa.Connection, age: int) -> Decision | None:
             known, body = _find(connection, query)
             if known is not None and (known.batch, known.version, known.stages) == (batch, version + 1, stages):
                 return known
@@ -121,7 +123,7 @@ class Commits:
                 return None
             decision = Decision(query, batch, version + 1, stages, False)
             decided = body.decided or _producers(known.stages)
-            self._put(connection, decision, _Body(stages, body.vetoed, decided), new=False)
+            self._put(connection, age, decision, _Body(stages, body.vetoed, decided), new=False)
             return decision
 
         return self._carry_out(exchange)
@@ -129,13 +131,13 @@ class Commits:
     def done(self, query: str, batch: int, version: int) -> bool:
         """The batch is published; False: other stages have to be."""
 
-        def done(connection: sa.Connection) -> bool:
+        def done(connection: sa.Connection, age: int) -> bool:
             known, body = _find(connection, query)
             if known is None or known.batch > batch:
                 return True
             if (known.batch, known.version) != (batch, version):
                 return False
-            self._put(connection, msgspec.structs.replace(known, done=True), body, new=False)
+            self._put(connection, age, msgspec.structs.replace(known, done=True), body, new=False)
             return True
 
         return self._carry_out(done)
@@ -145,23 +147,24 @@ class Commits:
 
         Of the queries behind ``after``, by name: who has seen the last one of a page asks for what is behind it.
         """
-        late = self._core.clock.now() - int(self._core.limits.commit_late_seconds * 1_000_000)
-        statement = sa.select(COMMITS.c.query).where(~COMMITS.c.done, COMMITS.c.time < late, COMMITS.c.query > after)
-        statement = statement.limit(limit)
 
-        def undone(connection: sa.Connection) -> list[Decision]:
-            queries = connection.execute(statement.order_by(COMMITS.c.query)).scalars().all()
+        def undone(connection: sa.Connection, age: int) -> list[Decision]:
+            late = age - int(self._core.limits.commit_late_seconds)
+            statement = sa.select(COMMITS.c.query).where(
+                ~COMMITS.c.done, COMMITS.c.time < late, COMMITS.c.query > after
+            )
+            queries = connection.execute(statement.order_by(COMMITS.c.query).limit(limit)).scalars().all()
             found = [_find(connection, query)[0] for query in queries]
             return [decision for decision in found if decision is not None]
 
         return self._carry_out(undone)
 
-    def _put(self, connection: sa.Connection, decision: Decision, body: _Body, *, new: bool) -> None:
+    def _put(self, connection: sa.Connection, age: int, decision: Decision, body: _Body, *, new: bool) -> None:
         values = {
             "batch": decision.batch,
             "version": decision.version,
             "done": decision.done,
-            "time": self._core.clock.now(),
+            "time": age,
             "body": _encoder.encode(body),
         }
         if new:
@@ -169,14 +172,15 @@ class Commits:
         else:
             connection.execute(sa.update(COMMITS).where(COMMITS.c.query == decision.query).values(**values))
 
-    def _carry_out(self, call: Callable[[sa.Connection], _T]) -> _T:
+    def _carry_out(self, call: Callable[[sa.Connection, int], _T]) -> _T:
         for _ in range(self._core.limits.attempts):
-            old = self._core.clock.now() - int(self._core.limits.commit_seconds * 1_000_000)
             try:
                 with self._core.noted(), self._core.store.database.writing() as connection:
-                    # First: nobody may be told of what is too old.
+                    age = self._age.advance(connection)
+                    # First: a decision that is too old is not returned.
+                    old = age - int(self._core.limits.commit_seconds)
                     connection.execute(sa.delete(COMMITS).where(COMMITS.c.time < old))
-                    return call(connection)
+                    return call(connection, age)
             except Lost:
                 # Somebody else made the row.
                 continue

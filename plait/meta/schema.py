@@ -223,13 +223,13 @@ COMMITS = sa.Table(
     _number("batch"),
     _number("version"),
     _flag("done"),
-    #: Wall time of the last word on it, in microseconds.
+    #: The cluster's age when it was last changed, in seconds (``age.py``).
     _number("time"),
     sa.Column("body", sa.LargeBinary, nullable=False),
     sa.Index(PREFIX + "commits_time", "time"),
 )
 
-#: Facts of the cluster: its id, the number of the last change, and up to which change rows were removed.
+#: Facts of the cluster: its id, its age, the number of the last change, and up to which change rows were removed.
 CLUSTER = sa.Table(
     PREFIX + "cluster",
     metadata,

@@ -164,17 +164,18 @@ class History:
         limit: int | None = None,
         progress: Progress | None = None,
         counted: Callable[[int], None] | None = None,
+        found: Callable[[pa.Table], None] | None = None,
         encoded: bool = False,
     ) -> Iterator[pa.Table]:
         """The same, a table after another, however many there are; ``encoded``: with ``headers_encoded`` at the end.
 
-        ``counted`` is told how many were found, before the first of them comes.
+        Before the first row comes, ``found`` has had all of them, in any order, and ``counted`` their number.
         """
         first = None if limit is None else limit_of(limit)
         for attempt in range(1, LOOKS_MAX + 1):
             with Ordering(limit=first) as ordering:
                 try:
-                    self._collect(self.plan(selection), ordering, progress, encoded)
+                    self._collect(self.plan(selection), ordering, progress, found, encoded)
                 except (Expired, FileGone):
                     if not self.may_look_again(attempt):
                         raise
@@ -191,20 +192,29 @@ class History:
         before = self._manifest.number
         return attempt < LOOKS_MAX and (self._latest().number != before or attempt == 1)
 
-    def _collect(self, plan: Plan, ordering: Ordering, progress: Progress | None, encoded: bool) -> None:
+    def _collect(
+        self,
+        plan: Plan,
+        ordering: Ordering,
+        progress: Progress | None,
+        found: Callable[[pa.Table], None] | None,
+        encoded: bool,
+    ) -> None:
         """Read everything that may hold what is meant."""
         selection = plan.selection
         done, total = 0, plan.size
         pieces = sorted(plan.pieces, key=_place_of)
-        found: Iterable[tuple[Piece, Iterable[pa.Table]]]
+        read: Iterable[tuple[Piece, Iterable[pa.Table]]]
         if selection.few:
-            # Few rows of each, mostly: they are in hand before they are needed.
-            found = self._read_at_once(pieces, selection, encoded)
+            # Few rows of each, mostly: they are read before they are needed.
+            read = self._read_at_once(pieces, selection, encoded)
         else:
-            found = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
-        for piece, tables in found:
+            read = ((piece, self._read(piece, selection, ordering, encoded)) for piece in pieces)
+        for piece, tables in read:
             for rows in tables:
                 ordering.add(rows)
+                if found is not None:
+                    found(rows)
             done += piece.size
             if progress is not None:
                 progress(done, total)

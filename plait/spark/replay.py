@@ -110,7 +110,7 @@ class Replay:
         count = size = 0
         keys = KeyCount()
         first = last = None
-        for rows in self._rows(self._begun(""), progress):
+        for rows in self._rows(self._begun(""), progress, {}):
             count += rows.num_rows
             size += pc.sum(pc.binary_length(rows["body"])).as_py()
             keys.add(rows["key"])
@@ -136,10 +136,14 @@ class Replay:
         if state.finished:
             return Replayed(state.run, 0, before)
         due = 0.0
-        batches = _Batches(self._rows(state, progress), self._batch_count())
+        ends = dict(state.ends or {})
+        batches = _Batches(self._rows(state, progress, ends), self._batch_count())
         if state.in_doubt is not None:
             state = await self._settle(sender, batches, state)
         while (rows := await asyncio.to_thread(batches.next)) is not None:
+            if state.ends is None:
+                # All was found before the first row came.
+                state = msgspec.structs.replace(state, ends=dict(ends))
             # Reading and stalls are not made up for: a burst after them is what a rate is to prevent.
             due = max(due, self._clock.monotonic())
             prepared = sender.prepare(_outgoing(rows, state.run))
@@ -195,17 +199,15 @@ class Replay:
         return max(1, min(BATCH_COUNT, int(self._rate / BATCHES_PER_SECOND)))
 
     def _begun(self, run: str) -> ReplayState:
-        """A new replay: of what was stored until now."""
+        """A new replay."""
         selection = self._selection
-        return ReplayState(
-            run=run,
-            request=self._request(),
-            time_min=selection.time_min,
-            time_max=min(selection.time_max, self._clock.now()),
-        )
+        return ReplayState(run=run, request=self._request(), time_min=selection.time_min, time_max=selection.time_max)
 
-    def _rows(self, state: ReplayState, progress: Progress | None) -> Iterator[pa.Table]:
-        """What is left to be sent."""
+    def _rows(self, state: ReplayState, progress: Progress | None, ends: dict[str, Mark]) -> Iterator[pa.Table]:
+        """What is left to be sent. Of a new replay, ``ends`` has the last messages of partitions afterwards."""
+
+        def found(rows: pa.Table) -> None:
+            _extend(ends, rows)
 
         def reading(done: int, total: int) -> None:
             if progress is not None:
@@ -221,9 +223,12 @@ class Replay:
         begun: list[int] = []
         selection = self._selection._replace(time_min=state.time_min, time_max=state.time_max)
         left = self._limit
-        for found in self._history.scan(selection, progress=reading, counted=counted, encoded=True):
+        first = found if state.ends is None else None
+        for each in self._history.scan(selection, progress=reading, counted=counted, found=first, encoded=True):
             # A replay into the subject that it reads from must not find what it sent.
-            rows = found.filter(pc.invert(_is_of(found["headers"], state.run)))
+            rows = each.filter(pc.invert(_is_of(each["headers"], state.run)))
+            if state.ends is not None:
+                rows = _up_to(rows, state.ends)
             if left is not None:
                 rows = rows.slice(0, left)
                 left -= rows.num_rows
@@ -298,31 +303,44 @@ def _is_of(headers: pa.ChunkedArray, run: str) -> pa.ChunkedArray:
 
 
 def _not_done(rows: pa.Table, marks: dict[str, Mark]) -> pa.Table:
-    """Without what is stored again: up to the mark of its partition, by sequence and by time.
+    """Without what is stored again."""
+    return rows.filter(pc.invert(_within(rows, marks))) if marks else rows
 
-    By both, since the sequences of a subject that was deleted and made anew begin again.
+
+def _up_to(rows: pa.Table, ends: dict[str, Mark]) -> pa.Table:
+    """What was there when the replay began."""
+    return rows.filter(_within(rows, ends)) if ends else rows.slice(0, 0)
+
+
+def _within(rows: pa.Table, marks: dict[str, Mark]) -> pa.Array | pa.ChunkedArray:
+    """Whether each row lies up to the mark of its partition, by sequence and by time.
+
+    By both, since the sequences of a subject that was deleted and made again begin at 0.
     """
-    if not marks:
-        return rows
     times = rows["store_time"].cast(pa.int64())
-    done = None
+    within = None
     for partition, mark in marks.items():
         here = pc.and_(
             pc.equal(rows["partition"], partition),
             pc.and_(pc.less_equal(rows["sequence"], mark.sequence), pc.less_equal(times, mark.time)),
         )
-        done = here if done is None else pc.or_(done, here)
-    return rows.filter(pc.invert(done))
+        within = here if within is None else pc.or_(within, here)
+    return within
 
 
-def _advanced(state: ReplayState, rows: pa.Table) -> ReplayState:
-    """Rows are stored."""
-    marks = dict(state.marks)
+def _extend(marks: dict[str, Mark], rows: pa.Table) -> None:
+    """Marks that these rows lie up to as well."""
     times = rows["store_time"].cast(pa.int64())
     ends = pa.table({"partition": rows["partition"], "sequence": rows["sequence"], "time": times})
     for end in ends.group_by("partition").aggregate([("sequence", "max"), ("time", "max")]).to_pylist():
         before = marks.get(end["partition"], Mark(-1, -1))
         marks[end["partition"]] = Mark(max(before.sequence, end["sequence_max"]), max(before.time, end["time_max"]))
+
+
+def _advanced(state: ReplayState, rows: pa.Table) -> ReplayState:
+    """Rows are stored."""
+    marks = dict(state.marks)
+    _extend(marks, rows)
     return msgspec.structs.replace(state, count=state.count + rows.num_rows, marks=marks, position=None, in_doubt=None)
 
 

@@ -20,7 +20,7 @@ FORMAT_VERSION: Final = 1
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Of a partition: the last sequence that is stored again, and the latest store time until there."""
+    """Of a partition: a sequence, and the latest store time until there."""
 
     sequence: int
     time: int
@@ -46,6 +46,9 @@ class ReplayState(msgspec.Struct, frozen=True, kw_only=True):
     #: Messages that were stored before or after these times, in microseconds, are none of it.
     time_min: int
     time_max: int
+    #: The last message of each partition when it began: later ones are none of it. By sequence and by the times that
+    #: the brokers gave the messages: this machine's clock does not say what is later. None: nothing was read yet.
+    ends: dict[str, Mark] | None = None
     count: int = 0
     marks: dict[str, Mark] = {}
     position: Position | None = None

@@ -133,6 +133,46 @@ def test_a_query_is_forgotten_30_days_after_its_last_word(service: MetaService, 
     assert commits.decide("q", 0, stages(2)).stages == stages(2)
 
 
+@pytest.mark.parametrize("days", [31, 20_000, -20_000])
+@pytest.mark.parametrize("first", ["the odd one", "the other"])
+def test_what_was_decided_stands_whatever_the_clocks_of_meta_servers_say(stores: Stores, days: int, first: str):
+    """One is a month ahead, or begins in 1970; either may decide, and either is asked again."""
+    odd, right = ManualClock(), ManualClock()
+    odd.jump(days * DAY)
+    services = [
+        MetaService(stores(), clock, MetaLimits())
+        for clock in ((odd, right) if first == "the odd one" else (right, odd))
+    ]
+    decision = services[0].commits.decide("q", 0, stages(1))
+    for service in (*services, *services):
+        assert service.commits.decide("q", 0, stages(2)) == decision
+        assert service.commits.undone(10) == []
+    odd.jump(-days * DAY)
+    right.jump(days * DAY)
+    for service in services:
+        assert service.commits.decide("q", 0, stages(3)) == decision
+    assert services[1].commits.done("q", 0, decision.version)
+    assert services[0].commits.decide("q", 0, stages(4)).done
+    # Time that one of them counts passes for both.
+    right.advance(31 * DAY)
+    for service in services:
+        service.commits.decide("other", 0, [])
+    assert services[0].commits.decide("q", 0, stages(5)).stages == stages(5)
+
+
+def test_the_clusters_age_is_never_ahead_of_the_time_that_passed(stores: Stores):
+    clocks = [ManualClock() for _ in range(3)]
+    services = [MetaService(stores(), clock, MetaLimits()) for clock in clocks]
+    services[0].commits.decide("q", 0, stages(1))
+    for turn in range(60):
+        for clock in clocks:
+            clock.advance(35 * 3600)
+        services[turn % 3].commits.decide("other", turn, [])
+        if turn * 35 < 30 * 24 - 70:
+            assert services[0].commits.decide("q", 0, stages(2)).stages == stages(1)
+    assert services[0].commits.decide("q", 0, stages(2)).stages == stages(2)
+
+
 def test_what_is_left_undone_is_found_after_a_minute(service: MetaService, clock: ManualClock):
     commits = service.commits
     left = commits.decide("q", 0, stages(1))

@@ -3,7 +3,8 @@
 What runs is what Spark's sink runs: stages, commits and aborts over shipped clients and servers. A driver notes a batch
 as committed in memory that outlives it, as Spark does in its checkpoint. One that dies before writes the batch again,
 with other rows. Machines and the network fail, with loss of power in any flush mode, and partitions become more and
-fewer. At the end each batch has to be there once, as one attempt wrote it, and each key in order.
+fewer. The wall clocks of meta servers differ, and jump by weeks or to 1970. At the end each batch has to be there once,
+as one attempt wrote it, and each key in order.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Row(NamedTuple):
 
 
 class SinkCluster(OrderedCluster):
-    """See the module. ``pause_seconds`` lie between two batches of a driver, about."""
+    """See the module. ``pause_seconds`` lie between two batches of a driver, about; ``forgetful`` is the share of its
+    batches that it does not note as committed."""
 
     def __init__(
         self,
@@ -66,7 +68,9 @@ class SinkCluster(OrderedCluster):
         changes: Sequence[Change] | None = None,
         outages: Sequence[Outage] | None = None,
         pause_seconds: float = 0.1,
+        forgetful: float = 0.15,
     ) -> None:
+        self._forgetful = forgetful
         self._pause_seconds = pause_seconds
         self._names = [f"driver-{n}" for n in range(drivers)]
         super().__init__(
@@ -84,7 +88,13 @@ class SinkCluster(OrderedCluster):
         metas, brokers = [each.name for each in self.metas], [each.name for each in self.brokers]
         pairs = [(one, other) for one in brokers for other in (*metas, *self._names)]
         pairs += [(meta, name) for meta in metas for name in self._names]
-        return Faults(
+        jumps = [
+            Fault(
+                "jump", self.random.uniform(0.0, self.seconds), 0.0, self.random.choice(metas), amount=86_400.0 * days
+            )
+            for days in self.random.choices((31, 40, -31, -20_000), k=self.random.randrange(5))
+        ]
+        return jumps + Faults(
             self.random,
             [*brokers, *metas, *3 * self._names],
             pairs,
@@ -161,6 +171,9 @@ class SinkCluster(OrderedCluster):
             return
         if not await commit(client, query, batch, found):
             self.refused += 1
+        if not calm and draw.random() < self._forgetful:
+            # It dies before it has noted that.
+            return
         self.noted[query] = batch
 
     async def _write_task(self, client: plait.Client, row: Row, *, whole: bool = True) -> list[Staged]:

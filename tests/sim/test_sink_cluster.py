@@ -9,6 +9,7 @@ import pytest
 import plait
 from plait.client import committing
 from plait.client.staging import Staged
+from plait.meta.age import Age
 from plait.testing.sim import Fault
 from tests.sim import sink_cluster
 from tests.sim.ordered_cluster import STRICT, Change
@@ -29,7 +30,7 @@ def test_each_batch_is_there_once_through_faults_and_changes(seed: int, number: 
 
 def test_without_faults_partitions_may_change_at_any_moment():
     changes = [Change(1.0 + at, STRICT, count) for at, count in enumerate((4, 7, 3, 1, 5))]
-    cluster = SinkCluster(1, script=[], changes=changes)
+    cluster = SinkCluster(1, script=[], changes=changes, forgetful=0.0)
     cluster.run()
     assert min(cluster.noted.values()) > 20
     # Only what a driver gave up itself was written again.
@@ -39,7 +40,7 @@ def test_without_faults_partitions_may_change_at_any_moment():
 def dying_driver() -> SinkCluster:
     """It is killed every few batches, at any moment of them."""
     script = [Fault("kill", 0.5 + 0.037 * n, 0.001, "driver-0") for n in range(150)]
-    return SinkCluster(2, script=script, changes=[], drivers=1, pause_seconds=0.001)
+    return SinkCluster(2, script=script, changes=[], drivers=1, pause_seconds=0.001, forgetful=0.0)
 
 
 def test_a_driver_that_dies_again_and_again_finds_what_it_had_decided():
@@ -71,6 +72,20 @@ def test_dropping_what_may_be_decided_is_found_out(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sink_cluster, "commit", give_up)
     with pytest.raises(AssertionError, match="missing"):
         SinkCluster(2, script=[], changes=[], seconds=2.0).run()
+
+
+def test_forgetting_decisions_by_the_wall_clock_is_found_out(monkeypatch: pytest.MonkeyPatch, seed: int):
+    def advance(age: Age, connection: object) -> int:
+        return age._clock.now() // 1_000_000
+
+    monkeypatch.setattr(Age, "advance", advance)
+
+    def explore() -> None:
+        for each in range(seed, seed + 2 * SEEDS):
+            SinkCluster(each).run()
+
+    with pytest.raises(AssertionError, match=r"out of order|several attempts|missing"):
+        explore()
 
 
 @pytest.mark.parametrize("kind", ["kill", "power_loss", "pause"])
