@@ -19,7 +19,7 @@ from plait.broker import sealing, subjects
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.dead_letters import DeadLetters
-from plait.broker.flow import low_space, refuse_when_busy
+from plait.broker.flow import SPACE_HELP, floor_of, low_space, refuse_when_busy
 from plait.broker.forwards import Forwards
 from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
 from plait.broker.heads import Heads
@@ -94,6 +94,8 @@ class Broker:
         self._actions_stalled = False
         #: Why the disk takes no more messages; empty: it does.
         self.low_space = ""
+        #: A subject was deleted or keeps less than before: retention has something to do at once.
+        self.retention_wanted = False
         self._dirty = False
         #: Attached consumers by session number.
         self.sessions: dict[int, Consumer] = {}
@@ -232,11 +234,19 @@ class Broker:
     def append_own(self, frame: FrameParts) -> int:
         """Append a frame of the broker's own to the message log; its offset."""
         try:
-            self.message_log.place_for(frame.size)
+            self.message_log.place_for(frame.size, own=True)
         except OSError as error:
             raise self.disk_error(error) from error
         self._mark()
         return self.message_log.append(frame.parts, frame.size)
+
+    def roll(self) -> None:
+        """Start the next segment of the message log."""
+        try:
+            self.message_log.roll()
+        except OSError as error:
+            raise self.disk_error(error) from error
+        self._mark()
 
     # --- sends ----------------------------------------------------------------------------------
 
@@ -409,14 +419,17 @@ class Broker:
     def disk_error(self, error: OSError) -> PlaitError:
         """What a failed write means: a full disk refuses, anything else ends the server."""
         if error.errno == errno.ENOSPC:
-            return DiskFull("the disk is full; nothing was stored")
+            self.check_space()
+            return DiskFull(self.low_space or f"the disk is full; nothing was stored; {SPACE_HELP}")
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             self.storage_failed(error)
         return self.failed or FlowControl("too many files are open for a new segment (ulimit -n); nothing was stored")
 
     def check_space(self) -> None:
         """Look at the watermarks; between looks their last state holds."""
-        self.low_space = low_space(*self.disk.space(), self.config)
+        free, total = self.disk.space()
+        self.low_space = low_space(free, total, self.config, self.message_log.lacking)
+        self.message_log.leave_free = floor_of(total, self.config)
         if self._actions_stalled:
             self._mark()
 

@@ -6,15 +6,25 @@ from plait.broker.config import BrokerConfig
 from plait.errors import FlowControl
 from plait.limits import ServerLimits
 
+SPACE_HELP = "delete subjects, keep less of them (plait subject set), or add space"
 
-def low_space(free: int, total: int, config: BrokerConfig) -> str:
-    """Why the disk takes no more messages; empty: it does."""
-    used_share = 1 - free / total if total else 1.0
+
+def floor_of(total: int, config: BrokerConfig) -> int:
+    """Bytes of the disk that messages leave free."""
+    return max(config.disk_free_min, int((1 - config.disk_used_max) * total))
+
+
+def low_space(free: int, total: int, config: BrokerConfig, lacking: int = 0) -> str:
+    """Why the disk takes no more messages; empty: it does.
+
+    ``lacking``: so much has to be free for the message log to go on.
+    """
     floor, watermark = config.disk_free_min, config.disk_used_max
-    if free < floor:
-        return f"{free >> 20} MiB of disk are free (floor {floor >> 20} MiB); sends are refused"
-    if used_share > watermark:
-        return f"the disk is {used_share:.0%} full (watermark {watermark:.0%}); sends are refused"
+    if free < floor or (free < lacking and floor == floor_of(total, config)):
+        return f"{free >> 20} MiB of disk are free (floor {floor >> 20} MiB); sends are refused; {SPACE_HELP}"
+    used_share = 1 - free / total if total else 1.0
+    if used_share > watermark or free < lacking:
+        return f"the disk is {used_share:.0%} full (watermark {watermark:.0%}); sends are refused; {SPACE_HELP}"
     return ""
 
 

@@ -279,6 +279,28 @@ class Membership:
 
     def reset(self, subject: str, name: str, start: Any) -> int:
         """Set a group's position; only while no consumer is online. The sequence it goes on from."""
+        group = self._idle(subject, name)
+        sequence = resolve_start(group.partition, start)
+        group.reset(sequence, self._broker)
+        return sequence
+
+    def set_retry(self, subject: str, name: str, retry: Retry) -> Group:
+        """Change how a group retries; only while no consumer is online, as members that name a policy agree on it."""
+        group = self._idle(subject, name)
+        if retry != group.retry:
+            group.definition = msgspec.structs.replace(group.definition, retry=retry)
+            self._broker.define(group.definition)
+            self._broker.touch(group.partition)
+        return group
+
+    def delete(self, subject: str, name: str) -> None:
+        """Forget an idle group, its position and its dead letters."""
+        self._broker.refuse_when_stalled()
+        self.remove_group(self._idle(subject, name))
+        self._broker.retention_wanted = True
+
+    def _idle(self, subject: str, name: str) -> Group:
+        """A group that exists and has no consumer online, or ``GroupBusy``."""
         group = self.group(subject, name)
         online = [consumer.client for consumer in group.consumers.values() if consumer.connected]
         if online:
@@ -286,9 +308,7 @@ class Membership:
             raise GroupBusy(
                 f"group {name!r} of {subject!r} has {len(online)} online consumers ({named}); stop them first"
             )
-        sequence = resolve_start(group.partition, start)
-        group.reset(sequence, self._broker)
-        return sequence
+        return group
 
     def remove_group(self, group: Group) -> None:
         """Forget a group and its position."""

@@ -8,6 +8,7 @@ not finished is copied to the kept log first. Groups that had not come to what e
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import numpy as np
@@ -16,12 +17,15 @@ from plait.broker.broker import Broker
 from plait.broker.group import Group
 from plait.broker.partition import Partition
 from plait.errors import DiskFull, FlowControl
+from plait.limits import MIB
 from plait.storage.archived import Archived, read_archived
 from plait.storage.consume_log import Record
 from plait.storage.ranges import Range
 
 log = logging.getLogger("plait.broker")
 
+#: The active segment is closed when all of it has expired and it holds this much: less is not worth a file.
+ROLL_SIZE = 1 * MIB
 #: A consume log is rewritten when more than this many of its records, and more than half, are expired.
 COMPACT_FROM = 4096
 
@@ -40,6 +44,7 @@ class Retention:
     def run(self) -> list[int]:
         """Expire and delete; the bases of the deleted message-log segments."""
         broker = self._broker
+        broker.retention_wanted = False
         try:
             broker.stages.expire()
             broker.forwards.expire()
@@ -56,15 +61,31 @@ class Retention:
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
+        unneeded = needed >= broker.message_log.end
         archived = self._archived()
-        needed = min(self._certain(needed), broker.checkpoints.message_needed)
-        removed = broker.message_log.remove_before(min(needed, archived.message_offset))
+        needed = min(self._certain(needed), archived.message_offset)
+        removed = broker.message_log.remove_before(min(needed, broker.checkpoints.message_needed))
+        # What is left of them is there for checkpoints alone: newer ones let it go.
+        broker.snapshots.wanted = broker.message_log.removable(needed)
+        if unneeded:
+            self._roll()
         broker.action_log.remove_before(min(oldest.action_offset, archived.action_offset))
         broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset, archived.kept_offset))
         if removed:
             for partition in broker.partitions.values():
                 self._compact(partition)
         return removed
+
+    def _roll(self) -> None:
+        """Nothing of the active segment is needed: close it, as only closed ones can go."""
+        broker, messages = self._broker, self._broker.message_log
+        if not messages.segments:
+            return
+        if messages.end - messages.segments[-1].head_end >= min(ROLL_SIZE, messages.segment_size // 2):
+            # On a full disk the next run tries again: by then there may be room.
+            with contextlib.suppress(DiskFull, FlowControl):
+                broker.roll()
+                broker.retention_wanted = True
 
     def _archived(self) -> Archived:
         """The first-hand logs may go up to here, as far as archives are waited for."""

@@ -166,6 +166,8 @@ def _reopened(partition: Partition, lps: LpSet, version: int) -> list[Reopened]:
 
 def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: SubjectSettings) -> None:
     row = msgspec.structs.replace(row, settings=settings)
+    if row.settings != partition.row.settings:
+        broker.retention_wanted = True
     if row != partition.row:
         broker.append_own(broker.heads.catalog([row]))
         partition.row = row

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from plait.broker.partition import Partition
 
 
+#: Time between checkpoints that are made only so that expired segments can go (``Snapshots.wanted``): ``KEEP`` of them
+#: take a small part of the minute within which space is freed, and a broker that frees all the time is not kept busy.
+WANTED_SECONDS = 2.0
+
+
 class Changed(NamedTuple):
     """What a checkpoint has to write anew: ids of partitions and of producers."""
 
@@ -88,6 +93,8 @@ class Snapshots:
         self._last_message_end = 0
         self._last_time = broker.clock.monotonic()
         self._work: CheckpointWork | None = None
+        #: Segments of the message log have expired and are there only because the oldest checkpoint begins in them.
+        self.wanted = False
 
     @property
     def running(self) -> bool:
@@ -101,6 +108,8 @@ class Snapshots:
             return False
         broker, config = self._broker, self._broker.config
         if broker.message_log.end - self._last_message_end >= config.checkpoint_bytes:
+            return True
+        if self.wanted and broker.clock.monotonic() - self._last_time >= WANTED_SECONDS:
             return True
         if not self.dirty and not broker.producers.dirty:
             return False

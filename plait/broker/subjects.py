@@ -64,6 +64,7 @@ def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> N
     broker.append_own(broker.heads.catalog([row]))
     partition.row = row
     broker.touch(partition)
+    broker.retention_wanted = True
 
 
 def delete_subject(broker: Broker, subject: str) -> None:
@@ -83,6 +84,7 @@ def delete_subject(broker: Broker, subject: str) -> None:
         waiter.time_out()
     for each in gone:
         drop_partition(broker, each)
+    broker.retention_wanted = True
 
 
 def drop_partition(broker: Broker, partition: Partition) -> None:

@@ -20,9 +20,9 @@ def brokers(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> Non
     if output == "json":
         print_json(found)
         return
-    columns = ("group", "address", "state", "wished", "epoch", "partitions")
-    rows = ((b.group, b.address, b.state, b.wished, str(b.epoch), f"{b.partitions:,}") for b in found)
-    print_table(columns, rows, right=columns[4:])
+    columns = ("group", "address", "state", "wished", "epoch", "partitions", "reason")
+    rows = ((b.group, b.address, b.state, b.wished, str(b.epoch), f"{b.partitions:,}", b.reason) for b in found)
+    print_table(columns, rows, right=columns[4:6])
 
 
 @app.command

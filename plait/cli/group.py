@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 from msgspec import to_builtins
+from msgspec.structs import replace
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server
+from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes, confirm, duration_of, whole_of
 from plait.cli.output import print_facts, print_json, print_table
+from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from plait.client.client import Client
     from plait.client.cluster import AllocationInfo
 
-app = App(name="group", help="List, describe and reset consumer groups; their parked keys.")
+app = App(name="group", help="List, describe, change, reset and delete consumer groups; their parked keys.")
 app.command("plait.cli.parked:parked", name="parked", help="List the keys that wait for a decision.")
 app.command("plait.cli.parked:resume", name="resume", help="Go on with parked keys, with the messages that failed.")
 app.command("plait.cli.parked:skip", name="skip", help="Go on with parked keys behind the messages that failed.")
@@ -141,6 +144,61 @@ def reset(
         print_json({"subject": subject, "group": group, "next": sequence})
     else:
         print_facts([("subject", subject), ("group", group), ("next", str(sequence))])
+
+
+@app.command(name="set")
+def set_(
+    subject: Subject,
+    group: Group,
+    /,
+    *,
+    attempts: Annotated[
+        str | None, Parameter(help="Attempts before a message is a dead letter, or 'unlimited'.")
+    ] = None,
+    first: Annotated[str | None, Parameter(help="The wait before the second attempt, as in 1s.")] = None,
+    factor: Annotated[float | None, Parameter(help="How many times as long each wait is as the one before.")] = None,
+    longest: Annotated[str | None, Parameter(help="The longest wait, as in 10m.")] = None,
+    steps: Annotated[str | None, Parameter(help="The waits themselves, as in 1s,10s,1m; the last repeats.")] = None,
+    expires: Annotated[
+        str | None, Parameter(help="A message that fails this long after its send is dead, as in 1d.")
+    ] = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Change how a group without live consumers retries; what is left out stays as it is."""
+    changed: dict[str, Any] = {}
+    if attempts is not None:
+        changed["attempts"] = None if attempts == "unlimited" else whole_of(attempts, "--attempts")
+    if factor is not None:
+        changed["factor"] = factor
+    for name, value in (("first", first), ("longest", longest), ("expires", expires)):
+        if value is not None:
+            changed[name] = duration_of(value)
+    if steps is not None:
+        changed["steps"] = tuple(duration_of(step.strip()) for step in steps.split(",") if step.strip())
+    if not changed:
+        raise InvalidArgument(
+            "nothing is to be changed; say --attempts, --first, --factor, --longest, --steps or --expires"
+        )
+
+    async def work(client: Client) -> GroupInfo:
+        before = await client.admin.group(subject, group)
+        return await client.admin.set_group(subject, group, retry=replace(before.retry, **changed))
+
+    found = with_client(server, work)
+    if output == "json":
+        print_json(found)
+    else:
+        facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
+        print_facts(facts)
+
+
+@app.command
+def delete(subject: Subject, group: Group, /, *, yes: Yes = False, server: Server = DEFAULT_SERVER) -> None:
+    """Delete a group without live consumers, with its position and its dead letters, permanently."""
+    confirm(group, f"group {group!r} of {subject!r} with its position and dead letters", yes=yes)
+    with_client(server, lambda client: client.admin.delete_group(subject, group))
+    sys.stderr.write(f"deleted {group} of {subject}\n")
 
 
 def kind_of(group: GroupInfo) -> str:

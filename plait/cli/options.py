@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -38,6 +39,26 @@ _UNITS = {
 }
 _LEVEL = re.compile(r"level[_ ]?(\d+)", re.IGNORECASE)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.IGNORECASE)
+
+
+def confirm(name: str, what: str, *, yes: bool) -> None:
+    """Ask on a terminal whether ``what`` is to be deleted, by its name; ``InvalidArgument`` where it is not."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise InvalidArgument(f"deleting {what} cannot be undone: say --yes")
+    sys.stderr.write(f"delete {what}? Type its name to continue: ")
+    sys.stderr.flush()
+    if sys.stdin.readline().strip() != name:
+        raise InvalidArgument("not deleted")
+
+
+def whole_of(text: str, option: str) -> int:
+    """A whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidArgument(f"{option} {text} is not understood; use a whole number") from None
 
 
 def duration_of(text: str) -> float:

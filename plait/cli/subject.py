@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from cyclopts import App, Parameter
 
 from plait.cli.loop import with_client
-from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes, duration_of, size_of
+from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes, confirm, duration_of, size_of
 from plait.cli.output import (
     print_facts,
     print_json,
@@ -19,7 +19,7 @@ from plait.cli.output import (
     words_of_size,
     words_of_time,
 )
-from plait.errors import InvalidArgument, Timeout
+from plait.errors import Timeout
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from plait.client.client import Client
     from plait.client.cluster import RouteInfo
 
-app = App(name="subject", help="List, describe, create, expand and delete subjects.")
+app = App(name="subject", help="List, describe, create, change, expand and delete subjects.")
 
 #: How often ``expand --wait`` looks.
 LOOK_SECONDS = 0.25
@@ -120,6 +120,36 @@ def create(
         _print_subject(created)
 
 
+@app.command(name="set")
+def set_(
+    subject: Name,
+    /,
+    *,
+    retention: Annotated[
+        str | None, Parameter(help="How long messages are kept, as in 7d, or default: what the server keeps.")
+    ] = None,
+    retention_size: Annotated[
+        str | None, Parameter(help="How much of the newest is kept at least, as in 10GiB, or default.")
+    ] = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Change what is kept of a subject; what is left out stays as it is."""
+    seconds: float | Literal["default"] | None = None
+    size: int | Literal["default"] | None = None
+    if retention is not None:
+        seconds = "default" if retention == "default" else duration_of(retention)
+    if retention_size is not None:
+        size = "default" if retention_size == "default" else size_of(retention_size)
+    changed = with_client(
+        server, lambda client: client.admin.set_subject(subject, retention=seconds, retention_bytes=size)
+    )
+    if output == "json":
+        print_json(changed)
+    else:
+        _print_subject(changed)
+
+
 @app.command
 def expand(
     subject: Name,
@@ -194,13 +224,7 @@ def _print_route(route: RouteInfo, output: str) -> None:
 @app.command
 def delete(subject: Name, /, *, yes: Yes = False, server: Server = DEFAULT_SERVER) -> None:
     """Delete a subject with its messages and groups, for good."""
-    if not yes:
-        if not sys.stdin.isatty():
-            raise InvalidArgument(f"deleting {subject!r} takes its messages with it: say --yes")
-        sys.stderr.write(f"delete {subject!r} with all its messages and groups? Type its name to go on: ")
-        sys.stderr.flush()
-        if sys.stdin.readline().strip() != subject:
-            raise InvalidArgument("not deleted")
+    confirm(subject, f"{subject!r} with all its messages and groups", yes=yes)
     with_client(server, lambda client: client.admin.delete_subject(subject))
     sys.stderr.write(f"deleted {subject}\n")
 

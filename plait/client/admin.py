@@ -131,6 +131,28 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         )
         return (await self.subject(subject)).subject
 
+    async def set_subject(
+        self,
+        subject: str,
+        *,
+        retention: Duration | Literal["default"] | None = None,
+        retention_bytes: int | Literal["default"] | None = None,
+    ) -> SubjectInfo:
+        """Change how long, or how much of, a subject's messages are kept; "default" is what the server keeps.
+
+        What is left out stays as it is. A shorter retention takes effect within a minute: messages beyond it go, and
+        with them the log segments that no other subject needs. The order of a subject cannot be changed.
+        """
+        changed: dict[str, Any] = {}
+        if retention is not None:
+            changed["retention_seconds"] = None if retention == "default" else seconds_of(retention)
+        if retention_bytes is not None:
+            changed["retention_bytes"] = None if retention_bytes == "default" else retention_bytes
+        if not changed:
+            raise InvalidArgument(f"nothing of {subject!r} is to be changed; say retention or retention_bytes")
+        await self._run("subject.set", Any, subject=subject, **changed)
+        return (await self.subject(subject)).subject
+
     async def delete_subject(self, subject: str) -> None:
         """Delete a subject with its messages and groups, for good."""
         await self._run("subject.delete", None, subject=subject)
@@ -164,6 +186,26 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
             places = await self._places(subject, partition)
         answers = await self._each(places, "group.reset", int, group=group, start=position)
         return sum(sequence for _, sequence in answers)
+
+    async def set_group(self, subject: str, group: str, *, retry: Retry) -> GroupInfo:
+        """Change how an idle group retries; ``GroupBusy`` while it has consumers.
+
+        It holds for members that name no policy. The first member that names one sets it again.
+        """
+        if not isinstance(retry, Retry):
+            raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
+        await self._each(await self._places(subject), "group.set", GroupInfo, group=group, retry=retry)
+        return await self.group(subject, group)
+
+    async def delete_group(self, subject: str, group: str) -> None:
+        """Forget an idle group, its position and its dead letters, permanently; ``GroupBusy`` while it has consumers.
+
+        A consumer that comes later under the same name is the first member of a new group.
+        """
+        places = await self._places(subject)
+        # First the brokers, each of which refuses while it has a consumer of the group; then what members agreed on.
+        await self._each(places, "group.delete", None, group=group)
+        await self._run("group.forget", None, subject=subject, group=group)
 
     async def server(self) -> dict[str, Any]:
         """Facts about the server."""

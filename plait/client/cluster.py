@@ -62,6 +62,8 @@ class BrokerInfo(msgspec.Struct, frozen=True):
     epoch: int
     #: Partitions of all subjects.
     partitions: int
+    #: Why the broker takes no messages, as it reports: a full disk. Empty where it takes them.
+    reason: str = ""
 
 
 class MemberShare(msgspec.Struct, frozen=True):

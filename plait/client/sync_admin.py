@@ -15,6 +15,7 @@ from plait.client.dead import DeadLetter, DeadQueue, DeadReason, Select
 from plait.client.loops import Run
 from plait.client.parked import ParkedKey
 from plait.client.schedule import ScheduleCount, ScheduledMessage
+from plait.retry import Retry
 
 
 class Admin:
@@ -54,6 +55,16 @@ class Admin:
             )
         )
 
+    def set_subject(
+        self,
+        subject: str,
+        *,
+        retention: Duration | Literal["default"] | None = None,
+        retention_bytes: int | Literal["default"] | None = None,
+    ) -> SubjectInfo:
+        """Change how long, or how much of, a subject's messages are kept; "default" is what the server keeps."""
+        return self._run(self._admin.set_subject(subject, retention=retention, retention_bytes=retention_bytes))
+
     def delete_subject(self, subject: str) -> None:
         """Delete a subject with its messages and groups, for good."""
         self._run(self._admin.delete_subject(subject))
@@ -69,6 +80,14 @@ class Admin:
     def reset_group(self, subject: str, group: str, start: Start, *, partition: Partition | None = None) -> int:
         """Move an idle group to "earliest", "latest", a sequence or a time; the sequence it goes on from."""
         return self._run(self._admin.reset_group(subject, group, start, partition=partition))
+
+    def set_group(self, subject: str, group: str, *, retry: Retry) -> GroupInfo:
+        """Change how an idle group retries; ``GroupBusy`` while it has consumers."""
+        return self._run(self._admin.set_group(subject, group, retry=retry))
+
+    def delete_group(self, subject: str, group: str) -> None:
+        """Forget an idle group, its position and its dead letters, permanently."""
+        self._run(self._admin.delete_group(subject, group))
 
     def server(self) -> dict[str, Any]:
         """Facts about the server."""

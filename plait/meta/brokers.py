@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import get_args
+from typing import NoReturn, get_args
 
 import msgspec
 
 from plait import names
-from plait.errors import InvalidArgument
+from plait.errors import DiskFull, InvalidArgument, NoBroker
 from plait.meta.core import Core
 from plait.meta.database import Lost
 from plait.meta.schema import Broker
@@ -16,6 +16,10 @@ from plait.meta.views import BrokerView, State
 from plait.meta.watch import Watch
 
 _STATES = get_args(State)
+#: Characters of the reason that a broker gives for its state.
+REASON_MAX = 200
+#: Brokers that one refusal names.
+CAUSES_MAX = 8
 #: Names of brokers among those whose heartbeats are counted; a / is in no name.
 _PREFIX = "b/"
 _PREFIX_END = "b0"
@@ -33,15 +37,15 @@ class Brokers:
 
     # --- what brokers say -----------------------------------------------------------------------
 
-    def register(self, group: str, broker: str, address: str, state: State, epoch: int) -> None:
+    def register(self, group: str, broker: str, address: str, state: State, epoch: int, reason: str = "") -> None:
         """The broker is there. Another one of the same group is refused while the first lives."""
         names.check("broker group", group)
         names.check("broker", broker)
         _check_state(state)
-        self._core.decide(lambda: self._register(group, broker, address, state, epoch))
+        self._core.decide(lambda: self._register(group, broker, address, state, epoch, _checked_reason(reason)))
         self._hear(group, broker)
 
-    def _register(self, group: str, broker: str, address: str, state: State, epoch: int) -> None:
+    def _register(self, group: str, broker: str, address: str, state: State, epoch: int, reason: str) -> None:
         known = self._core.mirror.brokers.get(group, {})
         others = [row for name, row in known.items() if name != broker]
         for other in others:
@@ -52,7 +56,10 @@ class Brokers:
                 )
         before = known.get(broker)
         wished = before.wished if before is not None else others[0].wished if others else "RW"
-        row = Broker(group, broker, address, wished, state, epoch)
+        if before is not None and before.reported == state and bool(before.reason) == bool(reason):
+            # Figures in it change all the time; the first report stands until the state changes.
+            reason = before.reason
+        row = Broker(group, broker, address, wished, state, epoch, reason)
         if before is not None and msgspec.structs.replace(before, changed=0) == row:
             return
         with self._core.change() as change:
@@ -67,16 +74,19 @@ class Brokers:
         for other in others:
             self._watch.forget(_who(other))
 
-    def beat(self, group: str, broker: str, state: State) -> bool:
-        """The broker lives and is in that state; False: it is not known and has to register."""
+    def beat(self, group: str, broker: str, state: State, reason: str = "") -> bool:
+        """The broker lives and is in that state; False: it is not known and has to register.
+
+        ``reason`` says why it takes no messages. It is written when the state changes, not whenever its figures do.
+        """
         _check_state(state)
         if self._core.down is not None:
             raise self._core.down
         row = self._core.mirror.brokers.get(group, {}).get(broker)
         if row is None:
             return False
-        if row.reported != state:
-            self._core.decide(lambda: self._set(group, broker, "reported", state))
+        if row.reported != state or bool(row.reason) != bool(reason):
+            self._core.decide(lambda: self._set(group, broker, reported=state, reason=_checked_reason(reason)))
         self._hear(group, broker)
         return True
 
@@ -88,15 +98,15 @@ class Brokers:
             if not self._core.mirror.brokers.get(group):
                 raise InvalidArgument(f"there is no broker group {group!r}")
             for broker in list(self._core.mirror.brokers[group]):
-                self._set(group, broker, "wished", state)
+                self._set(group, broker, wished=state)
 
         self._core.decide(decision)
 
-    def _set(self, group: str, broker: str, field: str, state: State) -> None:
+    def _set(self, group: str, broker: str, **fields: str) -> None:
         row = self._core.mirror.brokers.get(group, {}).get(broker)
-        if row is not None and getattr(row, field) != state:
+        if row is not None and any(getattr(row, field) != value for field, value in fields.items()):
             with self._core.change() as change:
-                change.replace((row, msgspec.structs.replace(row, **{field: state})))
+                change.replace((row, msgspec.structs.replace(row, **fields)))
 
     def _hear(self, group: str, broker: str) -> None:
         who = f"{_PREFIX}{group}/{broker}"
@@ -143,6 +153,7 @@ class Brokers:
                 self._state_of(row),
                 row.epoch,
                 load.get(row.broker_group, 0),
+                row.reason,
             )
             for _, rows in sorted(self._core.mirror.brokers.items())
             for _, row in sorted(rows.items())
@@ -176,6 +187,31 @@ class Brokers:
         ]
         return sorted(fit, key=lambda group: (self._core.mirror.load.get(group, 0), group))
 
+    def refuse(self, what: str, groups: Sequence[str] | None = None) -> NoReturn:
+        """No group of these is ``available``: raise the error that names each and its cause.
+
+        ``DiskFull`` where every one of them has no space; a caller that waits for a broker would wait in vain.
+        """
+        known = self._core.mirror.brokers
+        rows = [row for group in sorted(groups or known) for _, row in sorted(known.get(group, {}).items())]
+        causes = {f"{row.broker_group}: {self._cause(row)}" for row in rows}
+        kind = DiskFull if rows and all(self._lives(row) and row.reason for row in rows) else NoBroker
+        listed = "; ".join(sorted(causes)[:CAUSES_MAX]) or "no broker has registered yet"
+        more = f"; and {len(causes) - CAUSES_MAX} more" if len(causes) > CAUSES_MAX else ""
+        raise kind(f"no broker group is available for {what}: {listed}{more}", brokers=sorted(causes)[:CAUSES_MAX])
+
+    def _cause(self, row: Broker) -> str:
+        """Why nothing new can go to a broker."""
+        if not self._lives(row):
+            return f"the broker at {row.address} is lost (no heartbeat)"
+        if row.reason:
+            return row.reason
+        if row.wished != "RW":
+            return f"an operator has set it to {row.wished} (plait cluster state {row.broker_group} RW)"
+        if row.reported != "RW":
+            return f"the broker at {row.address} has stopped or takes no messages ({row.reported})"
+        return f"no heartbeat of the broker at {row.address} has come yet"
+
     def settled(self) -> bool:
         """Of each broker it is known whether it lives; not so in the first seconds of a meta server."""
         if self._core.down is not None:
@@ -196,6 +232,10 @@ class Brokers:
 
 def _who(row: Broker) -> str:
     return f"{_PREFIX}{row.broker_group}/{row.broker}"
+
+
+def _checked_reason(reason: str) -> str:
+    return "".join(letter for letter in reason if letter.isprintable())[:REASON_MAX]
 
 
 def _state(letters: str) -> State:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 
 from plait import names
-from plait.errors import GroupMismatch, GroupNotFound, LimitExceeded, PlaitError, SubjectNotFound
+from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, LimitExceeded, PlaitError, SubjectNotFound
 from plait.meta.allocation import nobody
 from plait.meta.core import Core
 from plait.meta.database import Lost
@@ -326,6 +326,24 @@ class Members:
         number, body = change.number, nobody(change.number).encode()
         ordered = [row for row in groups if group_settings(row.settings).ordered]
         change.put(*(StoredAllocation(row.subject, row.name, number, 0, body) for row in ordered))
+
+    def forget_group(self, subject: str, name: str) -> None:
+        """Delete a group without members; one of that name that comes later continues with higher epochs."""
+
+        def decision() -> None:
+            mirror, key = self._core.mirror, (subject, name)
+            row = mirror.groups.get(key)
+            if row is None or row.deleted:
+                return
+            if members := sorted(mirror.members.get(key, ())):
+                named = ", ".join(members[:3])
+                raise GroupBusy(
+                    f"group {name!r} of {subject!r} has {len(members)} online consumers ({named}); stop them first"
+                )
+            with self._core.change() as change:
+                change.replace((row, msgspec.structs.replace(row, deleted=True)))
+
+        self._core.decide(decision)
 
     # --- who is lost ----------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from plait.errors import InvalidArgument, NoBroker
+from plait.errors import InvalidArgument
 from plait.meta import routes
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
@@ -69,7 +69,7 @@ class Routing:
             return places
         fit = self._brokers.available()
         if not fit:
-            raise NoBroker(f"no broker group is available for more partitions of subject {route.subject!r}")
+            self._brokers.refuse(f"more partitions of subject {route.subject!r}")
         chosen = []
         for _ in range(count - len(places)):
             chosen.append(min(fit, key=lambda group: (on[group], fit.index(group))))

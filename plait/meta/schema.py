@@ -45,6 +45,8 @@ class Broker(Row, frozen=True, gc=False):
     reported: str
     #: The epoch of its data.
     epoch: int
+    #: Why it takes no messages, as it says: a full disk. Empty where it does.
+    reason: str = ""
     changed: int = 0
 
 
@@ -144,6 +146,7 @@ _table(
     _name("wished"),
     _name("reported"),
     _number("epoch"),
+    _name("reason"),
     _number("changed"),
 )
 _table(

@@ -8,6 +8,9 @@ broker talks to.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
 
 from plait.clock import Clock
 from plait.limits import MetaLimits
@@ -128,6 +131,7 @@ class MetaService:
         state: State = "RW",
         epoch: int = 0,
         partitions: Sequence[PartitionFacts] = (),
+        reason: str = "",
     ) -> Registered:
         """A broker has started: it says what it has, and learns what it may have missed."""
         newest = max((facts.newest for facts in partitions), default=0)
@@ -135,7 +139,7 @@ class MetaService:
         if newest > self._core.mirror.seen:
             with self._core.noted():
                 self._core.store.advance(newest)
-        self._brokers.register(group, broker, address, state, epoch)
+        self._brokers.register(group, broker, address, state, epoch, reason)
         unrouted = self._subjects.adopt(group, partitions)
         return Registered(self.cluster, self._floors(group), unrouted)
 
@@ -145,9 +149,9 @@ class MetaService:
         keys = ((subject, name) for subject in sorted(subjects) for name in sorted(mirror.groups_of.get(subject, ())))
         return {key: mirror.allocation(key).floors for key in keys if mirror.settings[key].ordered}
 
-    def beat_broker(self, group: str, broker: str, state: State) -> bool:
+    def beat_broker(self, group: str, broker: str, state: State, reason: str = "") -> bool:
         """A broker lives and is in that state; False: it is not known here and has to register again."""
-        return self._brokers.beat(group, broker, state)
+        return self._brokers.beat(group, broker, state, reason)
 
     def settled(self) -> bool:
         """Every broker has been heard of, or is lost: who is chosen now is there."""
@@ -178,6 +182,16 @@ class MetaService:
 
     def update_subject(self, name: str, settings: SubjectSettings) -> None:
         self._subjects.update(name, settings)
+
+    def set_subject(self, name: str, settings: dict[str, Any]) -> None:
+        """Change the settings that are named."""
+        self._core.refresh()
+        self._subjects.update(name, msgspec.structs.replace(self._subjects.settings(name), **settings))
+
+    def forget_group(self, subject: str, group: str) -> None:
+        """A group that has no members is gone; ``GroupBusy`` while it has some."""
+        self._core.refresh()
+        self._members.forget_group(subject, group)
 
     def delete_subject(self, name: str) -> None:
         self._subjects.delete(name)

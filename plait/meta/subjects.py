@@ -8,7 +8,7 @@ from itertools import cycle, islice
 import msgspec
 
 from plait import names
-from plait.errors import InvalidArgument, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
+from plait.errors import InvalidArgument, LimitExceeded, SubjectExists, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
@@ -62,10 +62,7 @@ class Subjects:
             return list(partitions)
         fit = self._brokers.available(groups)
         if not fit:
-            wanted = f"of {', '.join(groups)}" if groups else f"of {len(self._core.mirror.brokers)} that are known"
-            raise NoBroker(
-                f"no broker group is available for subject {subject!r}: {wanted}, none is there to be sent to"
-            )
+            self._brokers.refuse(f"subject {subject!r}", groups)
         count = (len(fit) if groups else min(DEFAULT_GROUPS, len(fit))) if partitions is None else partitions
         check_count(count)
         return new_places(subject, islice(cycle(fit), count), self._core.mirror.is_taken)

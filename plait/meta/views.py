@@ -53,6 +53,8 @@ class BrokerView(msgspec.Struct, frozen=True):
     state: State
     epoch: int
     partitions: int
+    #: Why the broker takes no messages, as it reports: a full disk. Empty where it takes them.
+    reason: str = ""
 
 
 class SubjectView(msgspec.Struct, frozen=True):

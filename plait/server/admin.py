@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 
 from plait import names
+from plait.broker import subjects
 from plait.broker.views import GroupView, SubjectView, group_view, subject_view
 from plait.errors import InvalidArgument
+from plait.retry import Retry
 from plait.server import admin_dead, admin_parked, admin_schedule, admin_spans
 from plait.storage.catalog import SubjectSettings
 
@@ -30,6 +32,14 @@ class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
     #: How it is spread, which without a meta server is not at all.
     partitions: int | None = None
     groups: list[str] | None = None
+
+
+class SetSubject(msgspec.Struct, forbid_unknown_fields=True):
+    """Other settings of a subject: what is unset stays, None is the server's default."""
+
+    subject: str
+    retention_seconds: float | msgspec.UnsetType | None = msgspec.UNSET
+    retention_bytes: int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,6 +69,14 @@ class ResetGroup(msgspec.Struct, forbid_unknown_fields=True):
     start: str | tuple[str, int]
 
 
+class SetGroup(msgspec.Struct, forbid_unknown_fields=True):
+    """How an idle group retries from now on."""
+
+    subject: str
+    group: str
+    retry: Retry
+
+
 class Nothing(msgspec.Struct, forbid_unknown_fields=True):
     """No arguments."""
 
@@ -77,10 +95,7 @@ def _describe_subject(server: Server, request: OfSubject) -> dict[str, Any]:
 
 def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
     names.check("subject", request.subject)
-    for name in ("retention_seconds", "retention_bytes"):
-        value = getattr(request, name)
-        if value is not None and value <= 0:
-            raise InvalidArgument(f"{name} must be more than 0, not {value}")
+    check_retention(set_fields(request))
     here = server.config.group
     if request.partitions not in (None, 1):
         raise InvalidArgument(
@@ -90,6 +105,27 @@ def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
         raise InvalidArgument(f"broker groups {', '.join(request.groups or ())}: without a meta server there is {here}")
     settings = SubjectSettings(request.retention_seconds, request.retention_bytes, order=request.order)
     return subject_view(server.broker, server.broker.create_subject(request.subject, settings))
+
+
+def _set_subject(server: Server, request: SetSubject) -> SubjectView:
+    partition = server.broker.partition_of(request.subject, create=False)
+    changed = set_fields(request)
+    check_retention(changed)
+    subjects.update_subject(server.broker, request.subject, msgspec.structs.replace(partition.row.settings, **changed))
+    return subject_view(server.broker, partition)
+
+
+def set_fields(request: msgspec.Struct) -> dict[str, Any]:
+    """The settings that a request names."""
+    names_of = ("retention_seconds", "retention_bytes")
+    return {name: value for name in names_of if (value := getattr(request, name)) is not msgspec.UNSET}
+
+
+def check_retention(settings: dict[str, Any]) -> None:
+    """``InvalidArgument`` where a limit of what is kept is none."""
+    for name, value in settings.items():
+        if value is not None and value <= 0:
+            raise InvalidArgument(f"{name} must be more than 0, not {value}")
 
 
 def _delete_subject(server: Server, request: OfSubject) -> None:
@@ -110,6 +146,18 @@ def _describe_group(server: Server, request: OfGroup) -> GroupView:
 
 def _reset_group(server: Server, request: ResetGroup) -> int:
     return server.membership.reset(request.subject, request.group, request.start)
+
+
+def _set_group(server: Server, request: SetGroup) -> GroupView:
+    return group_view(server.membership.set_retry(request.subject, request.group, request.retry))
+
+
+def _delete_group(server: Server, request: OfGroup) -> None:
+    server.membership.delete(request.subject, request.group)
+
+
+def _forget_group(server: Server, request: OfGroup) -> None:
+    """What the members of a group agreed on is known to meta servers alone: there is nothing to forget."""
 
 
 def _describe_server(server: Server, _: Nothing) -> dict[str, Any]:
@@ -133,10 +181,14 @@ _OPERATIONS: dict[str, Operation] = {
     "subject.list": Operation(Nothing, _list_subjects),
     "subject.describe": Operation(OfSubject, _describe_subject),
     "subject.create": Operation(CreateSubject, _create_subject, changes=True),
+    "subject.set": Operation(SetSubject, _set_subject, changes=True),
     "subject.delete": Operation(OfSubject, _delete_subject, changes=True),
     "group.list": Operation(ListGroups, _list_groups),
     "group.describe": Operation(OfGroup, _describe_group),
     "group.reset": Operation(ResetGroup, _reset_group, changes=True),
+    "group.set": Operation(SetGroup, _set_group, changes=True),
+    "group.delete": Operation(OfGroup, _delete_group, changes=True),
+    "group.forget": Operation(OfGroup, _forget_group),
     "group.parked": Operation(admin_parked.ListParked, admin_parked.list_parked),
     "group.resume": Operation(admin_parked.Unpark, admin_parked.resume, changes=True),
     "group.skip": Operation(admin_parked.Unpark, admin_parked.skip, changes=True),

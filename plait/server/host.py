@@ -23,6 +23,7 @@ from plait.errors import StorageFailed
 from plait.server.forwarder import Forwarder
 from plait.server.handlers import Handlers
 from plait.server.listener import Listener
+from plait.server.notices import Notice
 from plait.server.standing import Standing
 from plait.server.syncs import Syncs
 from plait.storage.disk import Disk, RealDisk
@@ -60,6 +61,9 @@ class Server(Listener):
         self._tasks: list[asyncio.Task[None]] = []
         self.threads = ThreadPoolExecutor(2, "plait-disk")
         self._syncs = Syncs(self)
+        self._space = Notice("there is space on the disk again; messages are taken")
+        self._next_segments = Notice("log segments can be made again")
+        self._removing = Notice("what has expired is removed again")
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         #: When the first lease is over.
@@ -276,7 +280,7 @@ class Server(Listener):
             try:
                 self.tick()
             except OSError as error:
-                log.warning("the disk does not tell how full it is: %s", error)
+                self._space.begin(f"the disk does not tell how full it is: {error}")
 
     def tick(self) -> None:
         """What is looked at every second; tests on a manual clock call it themselves."""
@@ -290,6 +294,10 @@ class Server(Listener):
         if self.ending:
             return
         self.broker.check_space()
+        if self.broker.low_space:
+            self._space.begin(self.broker.low_space, kind="full")
+        else:
+            self._space.end()
         while self.broker.schedules.damages:
             log.error("%s", self.broker.schedules.damages.pop(0))
         self.broker.producers.forget(self.clock.now())
@@ -343,8 +351,9 @@ class Server(Listener):
                 if await self._in_thread(work.run):
                     self.broker.end_checkpoint(work)
                     self._checkpoint_ended(work.error)
-            for first_hand in self.broker.logs:
-                await self._prepare(first_hand.prepare_next)
+                # Segments that waited for a newer checkpoint can go.
+                self.broker.retention_wanted |= self.broker.snapshots.wanted
+            await self._prepare([first_hand.prepare_next for first_hand in self.broker.logs])
 
     def _checkpoint_ended(self, error: OSError | None) -> None:
         """Log that checkpoints fail when they begin to, and when they succeed again."""
@@ -358,19 +367,30 @@ class Server(Listener):
             log.info("checkpoints are written again")
         self._checkpoints_fail = str(error) if error is not None else ""
 
-    async def _prepare(self, call: Callable[[], None]) -> None:
+    async def _prepare(self, calls: list[Callable[[], None]]) -> None:
         try:
-            await self.loop.run_in_executor(self.threads, call)
+            for call in calls:
+                await self.loop.run_in_executor(self.threads, call)
         except OSError as error:
-            log.warning("the next log segment cannot be made yet: %s", error)
+            self._next_segments.begin(f"the next log segment cannot be made yet: {error}")
+        else:
+            self._next_segments.end()
 
     async def _housekeeping_loop(self) -> None:
+        """Every minute, and within a second where a subject was deleted or keeps less than before."""
+        passed = 0.0
         while True:
-            await asyncio.sleep(HOUSEKEEPING_SECONDS)
+            await asyncio.sleep(TICK_SECONDS)
+            passed += TICK_SECONDS
+            if passed < HOUSEKEEPING_SECONDS and not self.broker.retention_wanted:
+                continue
+            passed = 0.0
             try:
                 self.housekeep()
             except OSError as error:
-                log.warning("what has expired cannot be removed yet: %s", error)
+                self._removing.begin(f"what has expired cannot be removed yet: {error}")
+            else:
+                self._removing.end()
 
     def housekeep(self) -> None:
         """What is looked at every minute; tests on a manual clock call it themselves."""

@@ -19,6 +19,7 @@ from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
 from plait.meta.views import Beaten, PartitionFacts, RouteView, State
+from plait.server.admin import set_fields
 from plait.server.meta_host import MetaHost
 from plait.wire import messages as m
 
@@ -42,6 +43,14 @@ class CreateSubject(msgspec.Struct, forbid_unknown_fields=True):
     partitions: int | None = None
     #: The broker groups they are on; None: any.
     groups: list[str] | None = None
+
+
+class SetSubject(msgspec.Struct, forbid_unknown_fields=True):
+    """Other settings of a subject: what is unset stays, None is the brokers' default."""
+
+    subject: str
+    retention_seconds: float | msgspec.UnsetType | None = msgspec.UNSET
+    retention_bytes: int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class OfSubject(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,6 +82,8 @@ class RegisterBroker(msgspec.Struct, forbid_unknown_fields=True):
     state: State
     epoch: int
     partitions: list[PartitionFacts]
+    #: Why it takes no messages; empty where it does.
+    reason: str = ""
 
 
 class BeatBroker(msgspec.Struct, forbid_unknown_fields=True):
@@ -81,6 +92,8 @@ class BeatBroker(msgspec.Struct, forbid_unknown_fields=True):
     group: str
     broker: str
     state: State
+    #: Why it takes no messages; empty where it does.
+    reason: str = ""
 
 
 class WishState(msgspec.Struct, forbid_unknown_fields=True):
@@ -156,7 +169,9 @@ class MetaHandlers:
         self._stopped = False
         self._operations: dict[str, tuple[type[Any], Callable[[Any], Awaitable[Any]]]] = {
             "subject.create": (CreateSubject, self._create),
+            "subject.set": (SetSubject, self._set),
             "subject.delete": (OfSubject, self._delete),
+            "group.forget": (OfGroup, self._forget_group),
             "subject.names": (Nothing, self._names),
             "subject.route": (OfSubject, self._route),
             "subject.expand": (ExpandSubject, self._expand),
@@ -253,6 +268,13 @@ class MetaHandlers:
         )
         return await self._route(OfSubject(request.subject))
 
+    async def _set(self, request: SetSubject) -> dict[str, Any]:
+        await self._host.set_subject(request.subject, set_fields(request))
+        return await self._route(OfSubject(request.subject))
+
+    async def _forget_group(self, request: OfGroup) -> None:
+        await self._host.change(lambda s: s.forget_group(request.subject, request.group))
+
     async def _delete(self, request: OfSubject) -> None:
         await self._host.delete_subject(request.subject)
 
@@ -289,6 +311,7 @@ class MetaHandlers:
                 state=request.state,
                 epoch=request.epoch,
                 partitions=request.partitions,
+                reason=request.reason,
             )
         )
         return {
@@ -298,7 +321,9 @@ class MetaHandlers:
         }
 
     async def _beat_broker(self, request: BeatBroker) -> bool:
-        return await self._host.call(lambda s: s.beat_broker(request.group, request.broker, request.state))
+        return await self._host.call(
+            lambda s: s.beat_broker(request.group, request.broker, request.state, request.reason)
+        )
 
     async def _wish(self, request: WishState) -> None:
         await self._host.change(lambda s: s.set_broker_state(request.group, request.state))

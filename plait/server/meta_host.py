@@ -163,6 +163,13 @@ class MetaHost:
             self.look_soon()
         return view
 
+    async def set_subject(self, subject: str, settings: dict[str, Any]) -> None:
+        """Change some settings of a subject; its brokers have them before that is told, where they can be reached."""
+        await self.call(lambda s: s.set_subject(subject, settings))
+        makes = await self.call(lambda s: s.pending_makes(subject))
+        await asyncio.gather(*(self._make(make) for make in makes))
+        self.look_soon()
+
     async def delete_subject(self, subject: str) -> None:
         """The subject is gone; its partitions go before that is told, where their brokers can be reached."""
         await self.call(lambda s: s.delete_subject(subject))

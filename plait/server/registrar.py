@@ -96,7 +96,8 @@ class Registrar:
         return "R" if broker.read_only or broker.low_space else "RW"
 
     def _facts(self, state: str) -> dict[str, Any]:
-        return {"group": self._server.config.group, "broker": self._name, "state": state}
+        reason = self._server.broker.low_space
+        return {"group": self._server.config.group, "broker": self._name, "state": state, "reason": reason}
 
     async def _register(self) -> None:
         server = self._server

@@ -1,4 +1,4 @@
-"""An append-only log: frames in preallocated segment files, named by the offset of their first byte.
+"""An append-only log: frames in segment files of a fixed length, named by the offset of their first byte.
 
 Offsets are logical byte positions that only grow. A frame that does not fit into the rest of a segment starts the
 next one, so every frame lies in one file and one mapping. Appends collect until ``write``, which is one system
@@ -10,6 +10,8 @@ Promise: ``end`` is what was appended, ``written`` survives the process, ``durab
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ from collections.abc import Callable, Sequence
 from plait.errors import DamageError
 from plait.frame.builder import FrameParts
 from plait.frame.header import HEADER_SIZE, PREFIX, SIZE_OFFSET
-from plait.limits import FRAME_SIZE_MAX
+from plait.limits import FRAME_SIZE_MAX, KIB, MIB
 from plait.storage.disk import Buffer, Disk, File
 from plait.storage.mark import Mark, read_mark, write_mark
 
@@ -26,6 +28,13 @@ SUFFIX = ".log"
 SECTOR_SIZE = 512
 #: The smallest segment that can hold any frame.
 SEGMENT_SIZE_MIN = FRAME_SIZE_MAX
+#: Space that is reserved for a new segment, which is all that a server needs before its first message...
+ALLOCATE_MIN = 1 * MIB
+#: ...and that is reserved at a time for one that has more: twice what it holds, at most so much.
+ALLOCATE_MAX = 64 * MIB
+#: Space of the active segment that frames of producers leave for the broker's own (deletions, settings): a full disk is
+#: emptied by these.
+MARGIN = 64 * KIB
 
 
 def segment_name(base: int) -> str:
@@ -34,9 +43,9 @@ def segment_name(base: int) -> str:
 
 
 class Segment:
-    """One file of the log: [base, end) in log offsets; ``size`` is its preallocated length."""
+    """One file of the log: [base, end) in log offsets; ``size`` is its length, used or not."""
 
-    __slots__ = ("_view", "base", "end", "file", "size", "synced", "written", "zeroed")
+    __slots__ = ("_view", "allocated", "base", "end", "file", "head_end", "size", "synced", "written", "zeroed")
 
     def __init__(self, base: int, file: File) -> None:
         self.base = base
@@ -47,6 +56,10 @@ class Segment:
         self.written = self.synced = base
         #: Log offset up to which every block has been written, if only with zeros.
         self.zeroed = base
+        #: Log offset up to which the disk has reserved space, as far as this process has asked for it.
+        self.allocated = base
+        #: Log offset at which the frames end that every segment starts with.
+        self.head_end = base
         self._view: memoryview | None = None
 
     @property
@@ -97,6 +110,12 @@ class Log:
         self._zero_ahead = zero_ahead
         self.directory = directory
         self.segment_size = segment_size
+        #: Space that frames of others leave in the active segment, reserved, for the broker's own.
+        self.margin = min(MARGIN, segment_size // 64)
+        #: Space of the disk that frames of others leave for everything else: checkpoints, other logs.
+        self.leave_free = 0
+        #: Space that has to be free before the next reservation succeeds, where one was refused for ``leave_free``.
+        self.lacking = 0
         self.segments: list[Segment] = []
         self._bases: list[int] = []
         self._pending: list[Buffer] = []
@@ -211,16 +230,51 @@ class Log:
             write_mark(self._disk, self.directory, mark, sync=sync)
             self.mark = mark
 
-    def place_for(self, size: int) -> int:
-        """The offset the next frame of ``size`` will get; makes the next segment when it has to."""
+    def place_for(self, size: int, *, own: bool = False) -> int:
+        """The offset the next frame of ``size`` will get; makes the next segment, or reserves space, when it has to.
+
+        ``own``: the frame is the broker's, and may use the space that frames of others leave (``margin``): what frees
+        space on a full disk has to be written first.
+        """
+        end = self.end + size if own else self.end + size + self.margin
         if self.segments:
             active = self.segments[-1]
-            if active.base <= self.end and self.end + size <= active.end:
+            if active.base <= self.end and end <= active.end:
+                if end > active.allocated:
+                    self._reserve(active, end, 0 if own else self.leave_free)
                 return self.end
-        self._roll(size)
+        self._roll(end - self.end, 0 if own else self.leave_free)
         return self.end
 
-    def _roll(self, size: int) -> None:
+    def _reserve(self, segment: Segment, end: int, leave_free: int) -> None:
+        """Reserve space up to ``end`` and as much again as the segment has, so that disk use follows what is stored.
+
+        ENOSPC where less than ``leave_free`` would be left on the disk.
+        """
+        ahead = min(max(end - segment.base, ALLOCATE_MIN), ALLOCATE_MAX)
+        target = min(end + ahead, segment.end)
+        if leave_free and self._disk.space()[0] - (target - segment.allocated) < leave_free:
+            target = end
+            lacking = leave_free + target - segment.allocated
+            if self._disk.space()[0] < lacking:
+                self.lacking = lacking
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
+        self.lacking = 0
+        try:
+            segment.file.allocate(target - segment.base)
+        except OSError as error:
+            if error.errno != errno.ENOSPC or target == end:
+                raise
+            # There is less than that; it may be enough.
+            target = end
+            segment.file.allocate(target - segment.base)
+        segment.allocated = target
+
+    def roll(self) -> None:
+        """Start the next segment, so that this one can be removed."""
+        self._roll(self.margin, 0)
+
+    def _roll(self, size: int, leave_free: int) -> None:
         if self._closed:
             # It knows its segments no more: the new one would lie inside one that is there.
             raise ValueError(f"{self.directory}: the log is closed")
@@ -237,17 +291,30 @@ class Log:
                 if spare is not None:
                     spare[1].close()
                 file = self._create(base, max(self.segment_size, size))
-        self._add(Segment(base, file))
+        segment = Segment(base, file)
+        segment.allocated = base + min(ALLOCATE_MIN, file.size)
+        if size > segment.allocated - base:
+            try:
+                self._reserve(segment, base + size, leave_free)
+            except OSError:
+                file.close()
+                self._disk.remove(f"{self.directory}/{segment_name(base)}")
+                raise
+        self._add(segment)
         self.end = self.written = self._pending_at = base
         for frame in head:
             self._pending.extend(frame.parts)
             self.end += frame.size
+        segment.head_end = self.end
 
     def _create(self, base: int, size: int) -> File:
         path = f"{self.directory}/{segment_name(base)}"
         file = self._disk.open(path, create=True)
         try:
-            file.allocate(size)
+            if size > ALLOCATE_MIN:
+                # The file has its length from the beginning; its space is reserved as it is needed (``_reserve``).
+                file.truncate(size)
+            file.allocate(min(ALLOCATE_MIN, size))
             file.sync()
             self._disk.sync_directory(self.directory)
         except OSError:
@@ -267,7 +334,7 @@ class Log:
 
     def append(self, parts: Sequence[Buffer], size: int) -> int:
         """Take a frame's buffers; its offset. Nothing reaches the disk before ``write``."""
-        offset = self.place_for(size)
+        offset = self.place_for(size, own=True)
         self._pending.extend(parts)
         self.end = offset + size
         return offset
@@ -291,7 +358,7 @@ class Log:
         # What brings much at a time is not held up by a journal.
         if segment.zeroed >= self.end or self.end - self._pending_at >= self._zero_ahead // 8:
             return 0
-        return min(self._zero_ahead, segment.end - self.end)
+        return max(min(self._zero_ahead, segment.allocated - self.end), 0)
 
     def begin_sync(self) -> SyncJob:
         """The work that makes everything written so far durable."""
@@ -324,6 +391,10 @@ class Log:
         self.end_sync(job)
 
     # --- space ----------------------------------------------------------------------------------
+
+    def removable(self, offset: int) -> bool:
+        """Whether a segment ends at or before ``offset`` and is not the active one."""
+        return len(self.segments) > 1 and self.segments[0].end <= offset
 
     def remove_before(self, offset: int) -> list[int]:
         """Delete the segments that end at or before ``offset``, never the active one; their bases."""

@@ -49,6 +49,8 @@ class CachedFile:
 
     def __init__(self, content: bytes = b"") -> None:
         self.size = len(content)
+        #: Bytes from the beginning that have space on the disk; a file that was extended by ``truncate`` has less.
+        self.reserved = self.size
         #: Changes made so far; a sync covers those below the value it saw when it began.
         self.changes = 0
         self._unsynced: list[Change] = []
@@ -82,6 +84,7 @@ class CachedFile:
             if room > 0:
                 buffer[offset : offset + room] = data if room == len(data) else data[:room]
         self.size = max(self.size, end)
+        self.reserved = max(self.reserved, end)
         start = offset - offset % SECTOR_SIZE
         self._record(start, bytes(memoryview(current)[start : _whole_sectors(end)]))
 
@@ -98,6 +101,7 @@ class CachedFile:
                 if end > size:
                     buffer[size:end] = bytes(end - size)
             self.size = size
+            self.reserved = min(self.reserved, size)
             start = size - size % SECTOR_SIZE
             self._record(start, bytes(memoryview(current)[start : _whole_sectors(size)]), cut=True)
 
@@ -123,13 +127,17 @@ class CachedFile:
             content = _all(content, self._unsynced)
         elif self._unsynced and keep == "random":
             content = _survivors(content, self._unsynced, rng)
-        return CachedFile(content)
+        return self._with_space(CachedFile(content))
 
     def copy(self) -> CachedFile:
-        other = CachedFile(self.read())
+        other = self._with_space(CachedFile(self.read()))
         other.changes = self.changes
         other._unsynced = self._unsynced.copy()
         other._medium = self._fold()
+        return other
+
+    def _with_space(self, other: CachedFile) -> CachedFile:
+        other.reserved = min(self.reserved, other.size)
         return other
 
     def flip_bit(self, offset: int, bit: int) -> None:

@@ -18,9 +18,9 @@
 
 - **Kill (the process dies, the machine lives on).** ``copy`` of a crashed disk: the page cache is whole, and
   what was unsynced is unsynced still.
-- **No space.** The sizes of named files count against ``capacity``. A write that lacks space stores what
-  fits and raises ENOSPC; ``allocate`` and a growing ``truncate`` then change nothing; a new file needs a
-  free byte.
+- **No space.** The space of named files counts against ``capacity``: up to the end of what was written or
+  allocated; what ``truncate`` adds is a hole, as on Linux. A write that lacks space stores what fits and raises
+  ENOSPC; ``allocate`` then changes nothing; a new file needs a free byte.
 - **I/O errors.** ``fail`` makes chosen operations raise. A write that fails may have stored a part. A sync
   that fails leaves each unsynced sector on the medium or not, and clean: a later sync succeeds and writes
   none of it, while reads show it until the crash, as on Linux. Other operations that fail change nothing.
@@ -372,7 +372,7 @@ class SimulatedDisk:
 
     def _store(self, cached: CachedFile, data: bytes, offset: int) -> int:
         with self._lock:
-            end = cached.size + self._free()
+            end = cached.reserved + self._free()
             stored = data[: max(0, end - offset)]
             cached.write(stored, offset)
             return len(stored)
@@ -380,10 +380,12 @@ class SimulatedDisk:
     def _resize(self, operation: Literal["allocate", "truncate"], cached: CachedFile, path: str, size: int) -> None:
         self._begin(operation, path, size)
         with self._lock:
-            if size - cached.size > self._free():
+            if operation == "allocate" and size - cached.reserved > self._free():
                 raise _error(errno.ENOSPC, path)
             if operation == "truncate" or size > cached.size:
                 cached.resize(size)
+            if operation == "allocate":
+                cached.reserved = max(cached.reserved, size)
 
     def _sync(self, cached: CachedFile, path: str) -> None:
         until = cached.changes
@@ -403,7 +405,7 @@ class SimulatedDisk:
 
     def _free(self) -> int:
         # A crash can bring removed files back beside new ones: more than there was room for.
-        return max(0, self.capacity - sum(cached.size for cached in self._names.files.values()))
+        return max(0, self.capacity - sum(cached.reserved for cached in self._names.files.values()))
 
     def _refuse_directory(self, path: str) -> None:
         if path in self._directories:

@@ -106,6 +106,10 @@ def test_the_life_of_a_subject(here: Here, subject: str):
     details = json_of(run("describe", subject, "-o", "json"))
     assert (details["subject"], details["groups"]) == (created, [])
     assert "kept for" in run("describe", subject).stdout.decode()
+    changed = json_of(run("set", subject, "--retention", "1h", "-o", "json"))
+    assert (changed["retention_seconds"], changed["retention_bytes"]) == (3600, 1 << 30)
+    assert "3d" in run("set", subject, "--retention", "default", "--retention-size", "default").stdout.decode()
+    assert b"nothing of" in run("set", subject).stderr
     unsure = run("delete", subject)
     assert unsure.returncode == 2
     assert b"--yes" in unsure.stderr
@@ -134,6 +138,13 @@ def test_a_group_is_described_and_moved(node: Serving, here: Here, subject: str)
     assert json_of(group("reset", subject, "readers", "--to", "latest", "-o", "json"))["next"] == 4
     nonsense = group("reset", subject, "readers", "--to", "yesterday")
     assert (nonsense.returncode, nonsense.stderr.count(b"\n")) == (2, 1)
+    changed = json_of(group("set", subject, "readers", "--attempts", "3", "--steps", "1s,5m", "-o", "json"))
+    assert (changed["retry"]["attempts"], changed["retry"]["steps"]) == (3, [1.0, 300.0])
+    assert b"within 86400 s" in group("set", subject, "readers", "--attempts", "unlimited", "--expires", "1d").stdout
+    assert group("set", subject, "readers").returncode == group("set", subject, "readers", "--attempts", "x").returncode
+    assert b"say --yes" in group("delete", subject, "readers").stderr
+    assert group("delete", subject, "readers", "--yes").returncode == 0
+    assert json_of(group("list", subject, "-o", "json")) == []
     unknown = group("describe", subject, "writers")
     assert unknown.returncode == 4
     assert unknown.stderr.endswith(b"(group_not_found)\n")

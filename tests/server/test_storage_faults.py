@@ -54,7 +54,8 @@ async def test_a_full_disk_refuses_sends_serves_readers_and_recovers(serve: Serv
             *(client.send("orders", bytes(100_000)) for _ in range(100)), return_exceptions=True
         )
         refusals = {str(answer) for answer in answers if isinstance(answer, BaseException)}
-        assert refusals == {"the disk is full; nothing was stored"}
+        [refusal] = refusals
+        assert refusal.startswith("the disk is full; nothing was stored; delete subjects,")
         stored = sum(isinstance(answer, plait.Receipt) for answer in answers)
         assert 20 < stored < 100
         # What is stored can be consumed and acked: the action log has its room.
@@ -77,6 +78,7 @@ async def test_a_watermark_refuses_sends_until_there_is_room_again(serve: Serve)
     server = await serve(disk, disk_used_max=0.5, disk_free_min=1 * MIB)
     async with plait.connect(server.address) as client:
         await client.send("orders", b"a")
+        disk.open("ballast", create=True).allocate(4 * MIB)
         used = disk.capacity - disk.space()[0]
         disk.capacity = used * 3 // 2
         server.tick()

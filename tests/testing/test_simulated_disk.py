@@ -198,13 +198,22 @@ def test_a_write_far_beyond_the_space_changes_nothing():
     assert (file.size, disk.read("a")) == (0, b"")
 
 
-def test_allocate_truncate_and_create_need_space():
+def test_allocate_and_create_need_space_and_truncate_leaves_a_hole():
     disk = SimulatedDisk(capacity=1000)
     file = disk.open("a", create=True)
-    for call in (file.allocate, file.truncate):
-        with pytest.raises(OSError, match="No space"):
-            call(1001)
-        assert file.size == 0
+    with pytest.raises(OSError, match="No space"):
+        file.allocate(1001)
+    assert file.size == 0
+    file.truncate(5000)
+    assert (file.size, disk.space()) == (5000, (1000, 1000))
+    file.allocate(400)
+    file.write([b"x"], 500)
+    assert (file.size, disk.space()) == (5000, (499, 1000))
+    assert disk.copy().space() == (499, 1000)
+    with pytest.raises(OSError, match="No space"):
+        file.write([b"x"], 1000)
+    file.truncate(100)
+    assert disk.space() == (900, 1000)
     file.allocate(1000)
     with pytest.raises(OSError, match="No space"):
         disk.open("b", create=True)

@@ -33,7 +33,9 @@ def upgrade() -> None:
         _name("broker_group", key=True),
         _name("broker", key=True),
         *(_name(column) for column in ("address", "wished", "reported")),
-        *(_number(column) for column in ("epoch", "changed")),
+        _number("epoch"),
+        _name("reason"),
+        _number("changed"),
     )
     op.create_table(
         "plait_subjects",
