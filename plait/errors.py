@@ -1,7 +1,8 @@
 """Every error Plait raises, under one root.
 
 Each class has a stable ``code`` that the wire, the CLI and HTTP share, and two facts a caller acts on:
-``retryable`` (the same request may succeed later) and ``exit_code`` (what the CLI ends with).
+``retryable`` (the same request may succeed later) and ``exit_code`` (what the CLI ends with). ``facts`` names what its
+``details`` always hold; a test finds places that leave one out.
 docs/errors.md lists them all; a test keeps that page and this file the same.
 """
 
@@ -16,6 +17,8 @@ class PlaitError(Exception):
     code: ClassVar[str] = "error"
     retryable: ClassVar[bool] = False
     exit_code: ClassVar[int] = 1
+    #: What ``details`` always has.
+    facts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, message: str, **details: Any) -> None:
         super().__init__(message)
@@ -38,6 +41,7 @@ class InvalidName(InvalidArgument):
     """A subject, group, client or tag name breaks the name rules."""
 
     code = "invalid_name"
+    facts = ("kind", "name")
 
 
 class TooLarge(InvalidArgument):
@@ -56,6 +60,7 @@ class SubjectNotFound(PlaitError):
     """The subject does not exist and may not be created by use."""
 
     code = "subject_not_found"
+    facts = ("subject",)
     exit_code = 4
 
 
@@ -63,6 +68,7 @@ class SubjectExists(PlaitError):
     """The subject exists already."""
 
     code = "subject_exists"
+    facts = ("subject",)
     exit_code = 5
 
 
@@ -70,6 +76,7 @@ class GroupNotFound(PlaitError):
     """The group has never consumed that subject."""
 
     code = "group_not_found"
+    facts = ("subject", "group")
     exit_code = 4
 
 
@@ -77,6 +84,7 @@ class DeadLetterNotFound(PlaitError):
     """There is no such dead letter (any more)."""
 
     code = "dead_letter_not_found"
+    facts = ("subject", "group", "sequence")
     exit_code = 4
 
 
@@ -84,6 +92,7 @@ class KeyNotParked(PlaitError):
     """The key is not parked (any more) in that group."""
 
     code = "key_not_parked"
+    facts = ("subject", "group")
     exit_code = 4
 
 
@@ -91,6 +100,7 @@ class NotScheduled(PlaitError):
     """The message is not scheduled (any more): it was delivered or cancelled."""
 
     code = "not_scheduled"
+    facts = ("subject", "number")
     exit_code = 4
 
 
@@ -98,6 +108,7 @@ class GroupMismatch(PlaitError):
     """A member asks for settings that differ from its group's; both values are named."""
 
     code = "group_mismatch"
+    facts = ("subject", "group", "has", "asked")
     exit_code = 5
 
 
@@ -105,6 +116,7 @@ class GroupBusy(PlaitError):
     """The group has live consumers, and the operation needs it idle."""
 
     code = "group_busy"
+    facts = ("subject", "group")
     exit_code = 5
 
 
@@ -112,6 +124,7 @@ class LimitExceeded(PlaitError):
     """A named limit of the server is used up (subjects, connections, groups...)."""
 
     code = "limit_exceeded"
+    facts = ("limit", "value")
     exit_code = 6
 
 
@@ -122,6 +135,7 @@ class BufferFull(PlaitError):
     """``post`` found the send buffer full; wait with ``flush`` or use ``send``."""
 
     code = "buffer_full"
+    facts = ("limit", "value")
     retryable = True
 
 
@@ -191,6 +205,7 @@ class OutOfSequence(PlaitError):
     """A frame does not follow the last one stored for its producer; ``details['last']`` names that one."""
 
     code = "out_of_sequence"
+    facts = ("last",)
 
 
 class UnknownProducer(PlaitError):

@@ -16,21 +16,27 @@ from plait.limits import (
 def check(kind: str, name: object) -> str:
     """A subject, group or client name, or ``InvalidName`` with the rule."""
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not NAME_PATTERN.fullmatch(name):
-        raise InvalidName(f"{kind} name {_shown(name)} is not allowed: use {NAME_RULE}")
+        raise InvalidName(f"{kind} name {_shown(name)} is not allowed: use {NAME_RULE}", kind=kind, name=_shown(name))
     return name
 
 
 def check_partition(name: object) -> str:
     """The name of a partition: that of its subject, or with something behind a #."""
     if not isinstance(name, str) or not 0 < len(name) <= PARTITION_LENGTH_MAX or not PARTITION_PATTERN.fullmatch(name):
-        raise InvalidName(f"partition name {_shown(name)} is not allowed: use {NAME_RULE}, and #")
+        raise InvalidName(
+            f"partition name {_shown(name)} is not allowed: use {NAME_RULE}, and #", kind="partition", name=_shown(name)
+        )
     return name
 
 
 def check_tag(tag: object) -> str:
     """A tag: any text without control characters."""
     if not isinstance(tag, str) or not 0 < len(tag) <= TAG_LENGTH_MAX or not tag.isprintable():
-        raise InvalidName(f"tag {_shown(tag)} is not allowed: use 1 to {TAG_LENGTH_MAX} printable characters")
+        raise InvalidName(
+            f"tag {_shown(tag)} is not allowed: use 1 to {TAG_LENGTH_MAX} printable characters",
+            kind="tag",
+            name=_shown(tag),
+        )
     return tag
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,8 +54,29 @@ def test_every_error_says_what_to_do():
 
 
 def test_every_exit_code_is_explained():
-    explained = [int(row[0]) for row in cells(2)]
+    explained = [int(row[0]) for row in cells(2) if row[0].isdigit()]
     assert explained == sorted({0, *(kind.exit_code for kind in classes())})
+
+
+def test_the_page_lists_the_facts_of_every_error():
+    promised = {kind.__name__: kind.facts for kind in classes() if kind.facts}
+    page = PAGE.read_text().partition("## Details")[2].partition("## Exit codes")[0]
+    lines = re.findall(r"^\| `(\w+)` \| (.+) \|$", page, re.MULTILINE)
+    assert {name: tuple(re.findall(r"`(\w+)`", facts)) for name, facts in lines} == promised
+
+
+def test_every_place_that_makes_an_error_gives_its_facts():
+    promised = {kind.__name__: kind.facts for kind in classes() if kind.facts}
+    missing: list[str] = []
+    for path in sorted((PAGE.parent.parent / "plait").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(node.func, "id", None) if isinstance(node, ast.Call) else None
+            if name in promised:
+                given = {keyword.arg for keyword in node.keywords}
+                missing += [
+                    f"{path}:{node.lineno}: {name}(..., {fact}=)" for fact in promised[name] if fact not in given
+                ]
+    assert missing == []
 
 
 def test_codes_are_unique_and_findable():

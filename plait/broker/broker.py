@@ -139,7 +139,9 @@ class Broker:
             self.checkpoint(clean=False)
         except OSError as error:
             if error.errno == errno.ENOSPC:
-                raise DiskFull("the disk is full, and a start has to write a checkpoint; free some space") from error
+                raise DiskFull(
+                    "the disk is full, and a start has to write a checkpoint; free some space", **self._space()
+                ) from error
             raise StorageFailed(f"the data directory cannot be recovered: {error}") from error
         return report
 
@@ -281,7 +283,7 @@ class Broker:
         if self.read_only:
             raise ReadOnly("this broker is read-only; sends are refused")
         if self.low_space:
-            raise DiskFull(self.low_space)
+            raise DiskFull(self.low_space, **self._space())
 
     def _refuse_when_busy(self) -> None:
         # A checkpoint goes on after its sync, and meanwhile the logs are free.
@@ -420,7 +422,7 @@ class Broker:
         """What a failed write means: a full disk refuses, anything else ends the server."""
         if error.errno == errno.ENOSPC:
             self.check_space()
-            return DiskFull(self.low_space or f"the disk is full; nothing was stored; {SPACE_HELP}")
+            return DiskFull(self.low_space or f"the disk is full; nothing was stored; {SPACE_HELP}", **self._space())
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             self.storage_failed(error)
         return self.failed or FlowControl("too many files are open for a new segment (ulimit -n); nothing was stored")
@@ -432,6 +434,11 @@ class Broker:
         self.message_log.leave_free = floor_of(total, self.config)
         if self._actions_stalled:
             self._mark()
+
+    def _space(self) -> dict[str, int]:
+        """The facts of an error about the disk."""
+        free, total = self.disk.space()
+        return {"free": free, "total": total}
 
     # --- pulls ----------------------------------------------------------------------------------
 
@@ -505,7 +512,7 @@ class Broker:
         if self.failed is not None:
             raise self.failed
         if self._actions_stalled:
-            raise DiskFull("the disk is full: progress cannot be recorded, so nothing is handed out")
+            raise DiskFull("the disk is full: progress cannot be recorded, so nothing is handed out", **self._space())
 
     # --- acks -----------------------------------------------------------------------------------
 

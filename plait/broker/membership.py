@@ -83,7 +83,11 @@ class Membership:
         broker = self._broker
         broker.refuse_when_stalled()
         if len(broker.sessions) >= broker.limits.consumers:
-            raise LimitExceeded(f"this broker has its {broker.limits.consumers} consumers; close some first")
+            raise LimitExceeded(
+                f"this broker has its {broker.limits.consumers} consumers; close some first",
+                limit="consumers",
+                value=broker.limits.consumers,
+            )
         partition = broker.partition_of(subject)
         broadcast = group_name is None
         name = BROADCAST_PREFIX + client if group_name is None else group_name
@@ -99,13 +103,21 @@ class Membership:
         elif group.definition.delivery != delivery:
             raise GroupMismatch(
                 f"group {name!r} of {subject!r} has delivery={group.definition.delivery!r}, "
-                f"this member asks for {delivery!r}; use the same for all members"
+                f"this member asks for {delivery!r}; use the same for all members",
+                subject=subject,
+                group=name,
+                has=group.definition.delivery,
+                asked=delivery,
             )
         elif (group.definition.ordered, group.definition.affinity) != (ordered, affinity):
             raise GroupMismatch(
                 f"group {name!r} of {subject!r} has "
                 f"{names.sharing(group.definition.ordered, group.definition.affinity)}, "
-                f"this member asks for {names.sharing(ordered, affinity)}; use the same for all members"
+                f"this member asks for {names.sharing(ordered, affinity)}; use the same for all members",
+                subject=subject,
+                group=name,
+                has=names.sharing(group.definition.ordered, group.definition.affinity),
+                asked=names.sharing(ordered, affinity),
             )
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
@@ -118,7 +130,10 @@ class Membership:
         elif consumer.connected and now - consumer.heard < broker.limits.consumer_lost_seconds:
             raise GroupBusy(
                 f"client {client!r} is attached to group {name!r} of {subject!r} already; "
-                "give every process a client id of its own"
+                "give every process a client id of its own",
+                subject=subject,
+                group=name,
+                client=client,
             )
         if retry is not None and retry != group.retry:
             self._change_retry(group, client, retry)
@@ -148,7 +163,11 @@ class Membership:
     ) -> Group:
         broker = self._broker
         if broker.group_count >= broker.limits.groups:
-            raise LimitExceeded(f"this broker has its {broker.limits.groups} groups; remove some or raise the limit")
+            raise LimitExceeded(
+                f"this broker has its {broker.limits.groups} groups; remove some or raise the limit",
+                limit="groups",
+                value=broker.limits.groups,
+            )
         if start is None:
             start = "latest" if broadcast else "earliest"
         definition = GroupDefinition(
@@ -176,7 +195,11 @@ class Membership:
         if any(consumer.online for consumer in group.consumers.values() if consumer.client != client):
             raise GroupMismatch(
                 f"group {group.name!r} of {group.partition.row.subject!r} retries by {group.retry}, "
-                f"this member asks for {retry}; use the same for all members"
+                f"this member asks for {retry}; use the same for all members",
+                subject=group.partition.row.subject,
+                group=group.name,
+                has=str(group.retry),
+                asked=str(retry),
             )
         group.definition = msgspec.structs.replace(group.definition, retry=retry)
         self._broker.define(group.definition)
@@ -274,7 +297,9 @@ class Membership:
         group = partition.groups.get(name)
         if group is None:
             known = ", ".join(sorted(partition.groups)[:10]) or "none"
-            raise GroupNotFound(f"subject {subject!r} has no group {name!r}; it has: {known}")
+            raise GroupNotFound(
+                f"subject {subject!r} has no group {name!r}; it has: {known}", subject=subject, group=name
+            )
         return group
 
     def reset(self, subject: str, name: str, start: Any) -> int:
@@ -306,7 +331,10 @@ class Membership:
         if online:
             named = ", ".join(online[:3])
             raise GroupBusy(
-                f"group {name!r} of {subject!r} has {len(online)} online consumers ({named}); stop them first"
+                f"group {name!r} of {subject!r} has {len(online)} online consumers ({named}); stop them first",
+                subject=subject,
+                group=name,
+                consumers=len(online),
             )
         return group
 

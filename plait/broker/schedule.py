@@ -419,4 +419,8 @@ class Schedules:
         """Raise when too many rows that left out of turn are remembered."""
         limit = self._broker.limits.schedule_settled
         if sum(bucket.settled_count for bucket in self.buckets.values()) >= limit:
-            raise LimitExceeded(f"{limit} messages were cancelled before they were near; cancel more later")
+            raise LimitExceeded(
+                f"{limit} messages were cancelled before they were near; cancel more later",
+                limit="schedule_settled",
+                value=limit,
+            )

@@ -68,7 +68,7 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
     chosen = checked(lps)
     partition = broker.subjects.get(name)
     if partition is None:
-        raise SubjectNotFound(f"there is no partition {name!r} here")
+        raise SubjectNotFound(f"there is no partition {name!r} here", subject=name)
     if version < partition.row.route:
         raise StaleRoute(f"partition {name!r} has heard of route {partition.row.route}, this is of {version}")
     # What this turn brought was taken before, and so was a stage that has begun to be published.

@@ -133,7 +133,11 @@ class Stages:
         target = broker.partition_of(name)
         limit = broker.limits.stages
         if len(self._all) >= limit:
-            raise LimitExceeded(f"this broker has its {limit} stages; commit or drop some, or raise the limit")
+            raise LimitExceeded(
+                f"this broker has its {limit} stages; commit or drop some, or raise the limit",
+                limit="stages",
+                value=limit,
+            )
         broker.refuse_when_full()
         row = PartitionRow(broker.next_partition, target.row.subject, name, broker.clock.now(), kind=STAGE, stage=stage)
         return create_partition(broker, row)

@@ -26,14 +26,16 @@ def make(broker: Broker, subject: str, *, create: bool) -> Partition:
         broker.refuse_when_full()
         raise StaleRoute(f"there is no partition {subject!r} here; the meta server knows where its subject is")
     if not (create and broker.config.auto_create):
-        raise SubjectNotFound(f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'")
+        raise SubjectNotFound(
+            f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'", subject=subject
+        )
     return broker.create_subject(subject)
 
 
 def create_subject(broker: Broker, subject: str, settings: SubjectSettings | None) -> Partition:
     """A new subject, defined in the message log before its first row."""
     if subject in broker.subjects:
-        raise SubjectExists(f"subject {subject!r} exists already")
+        raise SubjectExists(f"subject {subject!r} exists already", subject=subject)
     refuse_more(broker)
     broker.refuse_when_full()
     row = PartitionRow(broker.next_partition, subject, subject, broker.clock.now(), settings or SubjectSettings())
@@ -44,7 +46,9 @@ def refuse_more(broker: Broker) -> None:
     """Raise when there are as many partitions as there may be."""
     limit = broker.limits.subjects
     if len(broker.subjects) >= limit:
-        raise LimitExceeded(f"this broker has its {limit} subjects; delete some or raise the limit")
+        raise LimitExceeded(
+            f"this broker has its {limit} subjects; delete some or raise the limit", limit="subjects", value=limit
+        )
 
 
 def create_partition(broker: Broker, row: PartitionRow) -> Partition:

@@ -115,7 +115,11 @@ async def _each(client: Client, subject: str, group: str, which: str | int | Non
     if isinstance(which, int):
         found = [key for key in await admin.parked(subject, group) if key.hash == which]
         if not found:
-            raise KeyNotParked(f"no key with hash {which:016x} is parked in group {group!r} on {subject!r}")
+            raise KeyNotParked(
+                f"no key with hash {which:016x} is parked in group {group!r} on {subject!r}",
+                subject=subject,
+                group=group,
+            )
         await go_on(subject, group, found[0])
     else:
         await go_on(subject, group, which)

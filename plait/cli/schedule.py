@@ -105,7 +105,11 @@ def cancel(
 
     async def work(client: Client) -> None:
         if not await client.admin.cancel_scheduled(subject, number, at, partition=partition):
-            raise NotScheduled(f"number {number} of {subject!r} is not scheduled for {exactly(at)} (any more)")
+            raise NotScheduled(
+                f"number {number} of {subject!r} is not scheduled for {exactly(at)} (any more)",
+                subject=subject,
+                number=number,
+            )
 
     with_client(server, work)
     if output == "json":

@@ -267,7 +267,12 @@ class DeadAdmin(Calls):
         """One dead letter with its body; ``DeadLetterNotFound`` when there is none."""
         found = await self.dead_letters(subject, group, partition=partition, limit=1, bodies=True, sequences=[sequence])
         if not found:
-            raise DeadLetterNotFound(f"message {sequence} of {subject!r} is no dead letter of group {group!r}")
+            raise DeadLetterNotFound(
+                f"message {sequence} of {subject!r} is no dead letter of group {group!r}",
+                subject=subject,
+                group=group,
+                sequence=sequence,
+            )
         return found[0]
 
     async def dead_reasons(self, subject: str, group: str, *, partition: Partition | None = None) -> list[DeadReason]:

@@ -36,7 +36,12 @@ def encode_body(body: Any) -> bytes:
         except (TypeError, ValueError) as error:
             raise CodecError(f"a body of type {type(body).__name__} cannot be encoded: {error}") from None
     if len(encoded) > BODY_SIZE_MAX:
-        raise TooLarge(f"a body of {len(encoded)} bytes is over the limit of {BODY_SIZE_MAX}; store it elsewhere")
+        raise TooLarge(
+            f"a body of {len(encoded)} bytes is over the limit of {BODY_SIZE_MAX}; store it elsewhere",
+            limit="BODY_SIZE_MAX",
+            value=BODY_SIZE_MAX,
+            size=len(encoded),
+        )
     return encoded
 
 
@@ -55,7 +60,12 @@ def encode_key(key: Any) -> str:
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"key {text!r} cannot be encoded: {error}") from None
     if size > KEY_SIZE_MAX:
-        raise TooLarge(f"a key of {size} bytes is over the limit of {KEY_SIZE_MAX}")
+        raise TooLarge(
+            f"a key of {size} bytes is over the limit of {KEY_SIZE_MAX}",
+            limit="KEY_SIZE_MAX",
+            value=KEY_SIZE_MAX,
+            size=size,
+        )
     return text
 
 
@@ -65,7 +75,9 @@ def encode_tags(tags: Iterable[str] | str | None) -> bytes:
         return b""
     tags = [tags] if isinstance(tags, str) else list(tags)
     if len(tags) > TAGS_MAX:
-        raise TooLarge(f"{len(tags)} tags are over the limit of {TAGS_MAX}")
+        raise TooLarge(
+            f"{len(tags)} tags are over the limit of {TAGS_MAX}", limit="TAGS_MAX", value=TAGS_MAX, size=len(tags)
+        )
     for tag in tags:
         names.check_tag(tag)
     return (TAG_SEPARATOR + TAG_SEPARATOR.join(tags) + TAG_SEPARATOR).encode()
@@ -92,7 +104,12 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"headers cannot be encoded: {error}") from None
     if len(encoded) > HEADERS_SIZE_MAX:
-        raise TooLarge(f"headers of {len(encoded)} bytes are over the limit of {HEADERS_SIZE_MAX}")
+        raise TooLarge(
+            f"headers of {len(encoded)} bytes are over the limit of {HEADERS_SIZE_MAX}",
+            limit="HEADERS_SIZE_MAX",
+            value=HEADERS_SIZE_MAX,
+            size=len(encoded),
+        )
     return encoded
 
 

@@ -110,7 +110,9 @@ class Inbox:
             waiting = self._producer.buffered + self._size
             if waiting >= self._limit:
                 raise BufferFull(
-                    f"{waiting} bytes wait to be stored (limit {self._limit}); call client.flush() or use send()"
+                    f"{waiting} bytes wait to be stored (limit {self._limit}); call client.flush() or use send()",
+                    limit="buffer_bytes",
+                    value=self._limit,
                 )
             self._rows.append((subject, body, key, tags, headers, due, size, ticket))
             self._size += size

@@ -497,7 +497,9 @@ class Lane:
         trouble = self.outlet.trouble or (node.last_error if node.link is None else None)
         detail = f": {trouble}" if trouble else ""
         limit = self.producer.limits.send_seconds
-        return Timeout(f"no answer for a send to {self.subject!r} within {limit:g} s{detail}")
+        return Timeout(
+            f"no answer for a send to {self.subject!r} within {limit:g} s{detail}", subject=self.subject, seconds=limit
+        )
 
     # --- waiting --------------------------------------------------------------------------------
 

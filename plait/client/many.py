@@ -173,7 +173,12 @@ def _size(array: pa.Array) -> int:
 
 def _refuse_large(array: pa.Array, size: int) -> None:
     if size > BODY_SIZE_MAX and len(array) == 1:
-        raise TooLarge(f"a body of {size} bytes is over the limit of {BODY_SIZE_MAX}; store it elsewhere")
+        raise TooLarge(
+            f"a body of {size} bytes is over the limit of {BODY_SIZE_MAX}; store it elsewhere",
+            limit="BODY_SIZE_MAX",
+            value=BODY_SIZE_MAX,
+            size=size,
+        )
 
 
 def _key(key: str | int | None) -> str:

@@ -100,7 +100,9 @@ class Node:
     def _unreachable(self) -> PlaitError:
         if self.last_error is not None:
             return type(self.last_error)(self.last_error.message, **self.last_error.details)
-        return Unavailable(f"no server could be reached at {', '.join(self._addresses)}")
+        return Unavailable(
+            f"no server could be reached at {', '.join(self._addresses)}", addresses=list(self._addresses)
+        )
 
     async def request(self, message: m.Message, seconds: float | None = None) -> Any:
         """One request with its answer, over whatever link is up; not repeated when the link is lost meanwhile."""
@@ -110,7 +112,7 @@ class Node:
             async with asyncio.timeout(limit):
                 return await link.request(message)
         except TimeoutError:
-            raise Timeout(f"no answer from the server within {limit:g} s") from None
+            raise Timeout(f"no answer from the server within {limit:g} s", seconds=limit) from None
 
     async def close(self) -> None:
         """Hang up."""

@@ -171,7 +171,11 @@ class OrderedConsumer(Consumer):
             self._fail(
                 GroupMismatch(
                     f"group {self.group!r} of {self.subject!r} is not ordered: its members share messages, "
-                    f"this one asks for {names.sharing(True, self._terms.affinity)}"
+                    f"this one asks for {names.sharing(True, self._terms.affinity)}",
+                    subject=self.subject,
+                    group=self.group,
+                    has="shared",
+                    asked=names.sharing(True, self._terms.affinity),
                 )
             )
             return

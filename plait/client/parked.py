@@ -108,7 +108,9 @@ class ParkedAdmin(Calls):
         number = key.hash if isinstance(key, ParkedKey) else xxh3_64_intdigest(shown.encode())
         found = [each for each in await self._parked(subject, group, None) if each.parked.hash == number]
         if not await self._go_on(found, group, operation):
-            raise KeyNotParked(f"key {shown!r} is not parked in group {group!r} on {subject!r}")
+            raise KeyNotParked(
+                f"key {shown!r} is not parked in group {group!r} on {subject!r}", subject=subject, group=group
+            )
 
     async def _go_on(self, found: list[_Found], group: str, operation: str) -> int:
         """Tell each partition, page by page; how many keys were still parked."""

@@ -140,7 +140,9 @@ class Producer:
         if self.buffered >= self.limits.buffer_bytes:
             raise BufferFull(
                 f"{self.buffered} bytes wait to be stored (limit {self.limits.buffer_bytes}); "
-                "await client.flush() or use send()"
+                "await client.flush() or use send()",
+                limit="buffer_bytes",
+                value=self.limits.buffer_bytes,
             )
 
     async def room(self) -> None:

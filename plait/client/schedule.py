@@ -185,7 +185,11 @@ class ScheduleAdmin(Calls):
         )
         if new is None:
             at = to_datetime(due)
-            raise NotScheduled(f"number {number} of {place.name.name!r} is not scheduled for {at} (any more)")
+            raise NotScheduled(
+                f"number {number} of {place.name.name!r} is not scheduled for {at} (any more)",
+                subject=place.name.name,
+                number=number,
+            )
         return new
 
     async def _of(self, name: PartitionName) -> Place:

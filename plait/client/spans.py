@@ -226,7 +226,7 @@ def _pages(members: Sequence[T]) -> Iterable[Sequence[T]]:
 def _not_found(subject: str, known: Sequence[str]) -> SubjectNotFound:
     more = "" if len(known) <= SHOWN_MAX else f" and {len(known) - SHOWN_MAX} more"
     there = f"there are {', '.join(known[:SHOWN_MAX])}{more}" if known else "there are no subjects"
-    return SubjectNotFound(f"subject {subject!r} does not exist; {there}")
+    return SubjectNotFound(f"subject {subject!r} does not exist; {there}", subject=subject)
 
 
 def _named(error: PlaitError, addresses: Sequence[str]) -> PlaitError:

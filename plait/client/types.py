@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Generator, Iterator, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import msgspec
@@ -14,12 +15,13 @@ from plait.errors import PlaitError
 from plait.reason import Reason
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     import numpy as np
     import numpy.typing as npt
 
     from plait.client.delivered import Delivered
+else:
+    # Its module needs this one. A name that type hints can be made of: ``help`` and frameworks look at them.
+    Delivered = Any
 
 HeaderValue = str | int | float | bool
 #: Why a message failed, as users say it.

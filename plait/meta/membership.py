@@ -191,7 +191,11 @@ class Members:
         self._told.pop(client, None)
         wanted = said.settings()
         if len(wanted) > limit:
-            raise LimitExceeded(f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}")
+            raise LimitExceeded(
+                f"client {client!r} is a member of {len(wanted)} groups, the limit is {limit}",
+                limit="groups_per_client",
+                value=limit,
+            )
         refused: dict[GroupKey, PlaitError] = {}
         if mirror.memberships.get(client, set()) != wanted.keys() or not self._agree(wanted):
             refused = self._core.decide(lambda: self._join(client, wanted))
@@ -300,19 +304,31 @@ class Members:
         names.check("group", name)
         if mirror.subject(subject) is None:
             raise SubjectNotFound(
-                f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'"
+                f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'", subject=subject
             )
         group = mirror.groups.get(key)
         if group is None or group.deleted:
             if len(mirror.groups) + founded >= limits.groups:
-                raise LimitExceeded(f"this cluster has its {limits.groups} groups; delete some or raise the limit")
+                raise LimitExceeded(
+                    f"this cluster has its {limits.groups} groups; delete some or raise the limit",
+                    limit="groups",
+                    value=limits.groups,
+                )
             return False
         if mirror.settings[key] != settings:
             raise GroupMismatch(
-                f"group {name!r} of subject {subject!r} has {mirror.settings[key]}, this member {settings}"
+                f"group {name!r} of subject {subject!r} has {mirror.settings[key]}, this member {settings}",
+                subject=subject,
+                group=name,
+                has=str(mirror.settings[key]),
+                asked=str(settings),
             )
         if joins and len(mirror.members.get(key, ())) >= limits.members_per_group:
-            raise LimitExceeded(f"group {name!r} of subject {subject!r} has its {limits.members_per_group} members")
+            raise LimitExceeded(
+                f"group {name!r} of subject {subject!r} has its {limits.members_per_group} members",
+                limit="members_per_group",
+                value=limits.members_per_group,
+            )
         return True
 
     def _found(self, change: Change, groups: Sequence[Group]) -> None:
@@ -338,7 +354,10 @@ class Members:
             if members := sorted(mirror.members.get(key, ())):
                 named = ", ".join(members[:3])
                 raise GroupBusy(
-                    f"group {name!r} of {subject!r} has {len(members)} online consumers ({named}); stop them first"
+                    f"group {name!r} of {subject!r} has {len(members)} online consumers ({named}); stop them first",
+                    subject=subject,
+                    group=name,
+                    consumers=len(members),
                 )
             with self._core.change() as change:
                 change.replace((row, msgspec.structs.replace(row, deleted=True)))
@@ -457,7 +476,7 @@ class Members:
         mirror, key = self._core.mirror, (subject, name)
         group = mirror.groups.get(key)
         if group is None or group.deleted:
-            raise GroupNotFound(f"group {name!r} has never consumed subject {subject!r}")
+            raise GroupNotFound(f"group {name!r} has never consumed subject {subject!r}", subject=subject, group=name)
         clients = sorted(mirror.members.get(key, ()))
         if not mirror.settings[key].ordered:
             return AllocationView(subject, name, "shared", 0, {client: [] for client in clients})

@@ -50,7 +50,7 @@ class Subjects:
             if self._core.mirror.subject(name) is None:
                 self._create(name, settings, self._places(name, partitions, groups), self._core.clock.now())
             elif not may_exist:
-                raise SubjectExists(f"subject {name!r} exists already")
+                raise SubjectExists(f"subject {name!r} exists already", subject=name)
 
         self._core.decide(decision)
 
@@ -70,7 +70,9 @@ class Subjects:
     def _create(self, name: str, settings: SubjectSettings, places: Sequence[Place], created: int) -> None:
         mirror, limit = self._core.mirror, self._core.limits.subjects
         if len(mirror.subjects) >= limit:
-            raise LimitExceeded(f"this cluster has its {limit} subjects; delete some or raise the limit")
+            raise LimitExceeded(
+                f"this cluster has its {limit} subjects; delete some or raise the limit", limit="subjects", value=limit
+            )
         check_places(places)
         row, before = Subject(name, text_of(settings), created), mirror.subjects.get(name)
         with self._core.change() as change:
@@ -178,7 +180,9 @@ class Subjects:
         """The subject, or ``SubjectNotFound``."""
         row = self._core.mirror.subject(name)
         if row is None:
-            raise SubjectNotFound(f"subject {name!r} does not exist; create it with 'plait subject create {name}'")
+            raise SubjectNotFound(
+                f"subject {name!r} does not exist; create it with 'plait subject create {name}'", subject=name
+            )
         return row
 
     def settings(self, name: str) -> SubjectSettings:

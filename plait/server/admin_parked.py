@@ -115,7 +115,11 @@ def _go_on(server: Server, request: Unpark, *, skip: bool) -> int:
     owners = {parked[key] for key in request.keys if key in parked}
     count = sum(group.resume(key, broker, skip=skip) for key in dict.fromkeys(request.keys))
     if not count:
-        raise KeyNotParked(f"no such key is parked in group {request.group!r} on {request.subject!r}")
+        raise KeyNotParked(
+            f"no such key is parked in group {request.group!r} on {request.subject!r}",
+            subject=request.subject,
+            group=request.group,
+        )
     for owner in sorted(owners):
         # Where the route has led on, it looks at what is to be done first.
         broker.leases.news(group, owner)

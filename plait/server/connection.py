@@ -76,7 +76,14 @@ class Connection(asyncio.BufferedProtocol):
             self.abort()
             return
         if len(self.server.connections) >= self.server.limits.connections:
-            self.fail(0, LimitExceeded(f"this server has its {self.server.limits.connections} connections"))
+            self.fail(
+                0,
+                LimitExceeded(
+                    f"this server has its {self.server.limits.connections} connections",
+                    limit="connections",
+                    value=self.server.limits.connections,
+                ),
+            )
             self.close()
             return
         self.server.connections[self] = None
@@ -160,7 +167,14 @@ class Connection(asyncio.BufferedProtocol):
     def give_up_partial(self) -> None:
         """Its unfinished packet takes memory that others need."""
         limit = self.server.limits.partial_bytes_total
-        self.fail(0, LimitExceeded(f"{limit} bytes of unfinished packets are on this server; send faster, or later"))
+        self.fail(
+            0,
+            LimitExceeded(
+                f"{limit} bytes of unfinished packets are on this server; send faster, or later",
+                limit="partial_bytes_total",
+                value=limit,
+            ),
+        )
         self._count_partial(0)
         self._receiver = Receiver(self.server.shared_buffer)
         self.close()
@@ -202,7 +216,11 @@ class Connection(asyncio.BufferedProtocol):
         """A pull or read may have to wait."""
         limit = self.server.limits.polls_per_connection
         if len(self._polls) >= limit:
-            raise LimitExceeded(f"this connection has its {limit} long polls; wait for their answers")
+            raise LimitExceeded(
+                f"this connection has its {limit} long polls; wait for their answers",
+                limit="polls_per_connection",
+                value=limit,
+            )
         poll = Poll(correlation, session)
         self._polls[poll] = None
         return poll

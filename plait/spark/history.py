@@ -312,7 +312,7 @@ class History:
         where = ", ".join([f"the archive {self._archive.place!r}", *map(repr, self._directories)])
         if self._server is not None:
             where += f" or {self._server}"
-        return SubjectNotFound(f"subject {subject!r} is not in {where}; of the archive: {archived}")
+        return SubjectNotFound(f"subject {subject!r} is not in {where}; of the archive: {archived}", subject=subject)
 
 
 def _place_of(piece: Piece) -> tuple[bool, int]:

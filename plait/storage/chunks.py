@@ -350,7 +350,9 @@ def check_names(place: str, wanted: Wanted, there: Iterable[str]) -> None:
     if missing:
         more = "" if len(known) <= SHOWN_MAX else f" and {len(known) - SHOWN_MAX} more"
         known_ones = f"there are {', '.join(known[:SHOWN_MAX])}{more}" if known else "there are no subjects"
-        raise SubjectNotFound(f"subject {', '.join(map(repr, missing))} is not in {place}; {known_ones}")
+        raise SubjectNotFound(
+            f"subject {', '.join(map(repr, missing))} is not in {place}; {known_ones}", subject=missing[0]
+        )
 
 
 class _PartitionPlace(msgspec.Struct, array_like=True):

@@ -193,10 +193,13 @@ async def dial(address: str, client: str, seconds: float) -> Link:
     except TimeoutError:
         if link is not None:
             link.abort()
-        raise Unavailable(f"no answer from {SCHEME}{host}:{port} within {seconds:g} s") from None
+        raise Unavailable(
+            f"no answer from {SCHEME}{host}:{port} within {seconds:g} s", addresses=[f"{SCHEME}{host}:{port}"]
+        ) from None
     except OSError as error:
         raise Unavailable(
-            f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?"
+            f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?",
+            addresses=[f"{SCHEME}{host}:{port}"],
         ) from None
     except Unavailable as lost:
         if link is None:

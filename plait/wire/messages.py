@@ -413,7 +413,7 @@ def decode(kind: int, head: memoryview) -> Message:
 
 def failure_of(error: PlaitError) -> Failure:
     """The packet that tells of an error."""
-    details = {k: v for k, v in error.details.items() if _plain(v)}
+    details = {name: value for name, value in error.details.items() if _plain(value)}
     message = error.message
     if len(message) > MESSAGE_LENGTH_MAX:
         message = message[: MESSAGE_LENGTH_MAX - 3] + "..."
@@ -423,8 +423,12 @@ def failure_of(error: PlaitError) -> Failure:
 def _plain(value: Any) -> bool:
     """What says the same on the other side."""
     if isinstance(value, list):
-        return all(isinstance(each, int) for each in value)
-    return isinstance(value, int | str | float | None)
+        return all(isinstance(each, int) or _short(each) for each in value)
+    return _short(value) if isinstance(value, str) else isinstance(value, int | float | None)
+
+
+def _short(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= MESSAGE_LENGTH_MAX
 
 
 def error_of(failure: Failure) -> PlaitError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -53,7 +55,7 @@ def test_blocking_code_changes_them_too():
 # --- a full disk ---------------------------------------------------------------------------------
 
 
-async def test_a_new_subject_is_refused_at_once_with_the_cause_where_every_disk_is_full(tmp_path):
+async def test_a_new_subject_is_refused_at_once_with_the_cause_where_every_disk_is_full(tmp_path: Path):
     config = msgspec.structs.replace(TEST_CONFIG, disk_free_min=1 << 60)
     async with EmbeddedBroker(tmp_path, config=config) as broker, broker.connect() as client:
         with pytest.raises(plait.DiskFull, match=r"subject 'new': g1: \d+ MiB of disk are free \(floor"):

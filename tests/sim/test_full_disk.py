@@ -1,4 +1,4 @@
-"""A server whose disk fills up: the cause is named, and a deletion or a shorter retention frees space within a minute."""
+"""A server whose disk fills up: the cause is named, and a deletion or a shorter retention frees space soon."""
 
 from __future__ import annotations
 

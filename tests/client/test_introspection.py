@@ -1,0 +1,57 @@
+"""What users ask Python itself: ``help``, signatures and type hints of every public name work."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+import typing
+from collections.abc import Iterator
+
+import pytest
+
+import plait
+import plait.sync
+import plait.testing
+
+
+def public() -> Iterator[tuple[str, object]]:
+    """Every public name."""
+    for module in (plait, plait.sync, plait.testing):
+        for name in module.__all__:
+            yield f"{module.__name__}.{name}", getattr(module, name)
+
+
+def members(kind: type) -> Iterator[tuple[str, object]]:
+    for name, value in inspect.getmembers(kind):
+        if not name.startswith("_"):
+            yield name, value.fget if isinstance(value, property) else value
+
+
+NAMES = {name: value for name, value in public() if not isinstance(value, str)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_works_on(name: str):
+    assert pydoc.render_doc(NAMES[name])
+
+
+def test_type_hints_of_every_public_name_are_known():
+    unknown: list[str] = []
+    for name, value in NAMES.items():
+        found = [(name, value)]
+        if inspect.isclass(value):
+            found += [(f"{name}.{member}", each) for member, each in members(value) if inspect.isroutine(each)]
+        for path, each in found:
+            if not inspect.isclass(each) and not inspect.isfunction(each):
+                continue
+            try:
+                typing.get_type_hints(each)
+            except NameError as error:
+                unknown.append(f"{path}: {error}")
+    assert unknown == []
+
+
+def test_what_a_message_and_a_receipt_have_is_told():
+    assert typing.get_type_hints(plait.Message)["key"] == str | None
+    assert "deliver_at" in typing.get_type_hints(plait.Receipt)
+    assert "send_time" in pydoc.plain(pydoc.render_doc(plait.Message))
