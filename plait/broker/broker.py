@@ -15,11 +15,10 @@ import errno
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from plait.broker import sealing, subjects
+from plait.broker import flow, sealing, subjects
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.dead_letters import DeadLetters
-from plait.broker.flow import SPACE_HELP, floor_of, low_space, refuse_when_busy
 from plait.broker.forwards import Forwards
 from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
 from plait.broker.heads import Heads
@@ -33,7 +32,7 @@ from plait.broker.snapshot import CheckpointWork, Snapshots
 from plait.broker.staging import Stages
 from plait.broker.waiting import Deadlines, Waiter
 from plait.clock import Clock
-from plait.errors import DiskFull, FlowControl, FrameError, PlaitError, ReadOnly, StorageFailed
+from plait.errors import DiskFull, FrameError, PlaitError, ReadOnly, StorageFailed
 from plait.frame.builder import FrameParts
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
@@ -140,7 +139,7 @@ class Broker:
         except OSError as error:
             if error.errno == errno.ENOSPC:
                 raise DiskFull(
-                    "the disk is full, and a start has to write a checkpoint; free some space", **self._space()
+                    "the disk is full, and a start has to write a checkpoint; free some space", **flow.space(self)
                 ) from error
             raise StorageFailed(f"the data directory cannot be recovered: {error}") from error
         return report
@@ -242,14 +241,6 @@ class Broker:
         self._mark()
         return self.message_log.append(frame.parts, frame.size)
 
-    def roll(self) -> None:
-        """Start the next segment of the message log."""
-        try:
-            self.message_log.roll()
-        except OSError as error:
-            raise self.disk_error(error) from error
-        self._mark()
-
     # --- sends ----------------------------------------------------------------------------------
 
     def submit(self, partition: Partition, frame: FrameView, reply: SendReply | None) -> None:
@@ -283,14 +274,14 @@ class Broker:
         if self.read_only:
             raise ReadOnly("this broker is read-only; sends are refused")
         if self.low_space:
-            raise DiskFull(self.low_space, **self._space())
+            raise DiskFull(self.low_space, **flow.space(self))
 
     def _refuse_when_busy(self) -> None:
         # A checkpoint goes on after its sync, and meanwhile the logs are free.
         begun = min((begun for work, begun in self._syncs.items() if not work.done), default=None)
         if begun is not None:
             oldest = self._unsynced[0].since if self._unsynced else begun
-            refuse_when_busy(begun, oldest, self.clock.monotonic(), self.limits)
+            flow.refuse_when_busy(begun, oldest, self.clock.monotonic(), self.limits)
 
     # --- the end of a loop turn -----------------------------------------------------------------
 
@@ -419,26 +410,13 @@ class Broker:
         self.failed = StorageFailed(f"a log could not be written or synced ({error}); the server stops and recovers")
 
     def disk_error(self, error: OSError) -> PlaitError:
-        """What a failed write means: a full disk refuses, anything else ends the server."""
-        if error.errno == errno.ENOSPC:
-            self.check_space()
-            return DiskFull(self.low_space or f"the disk is full; nothing was stored; {SPACE_HELP}", **self._space())
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            self.storage_failed(error)
-        return self.failed or FlowControl("too many files are open for a new segment (ulimit -n); nothing was stored")
+        return flow.disk_error(self, error)
 
     def check_space(self) -> None:
         """Look at the watermarks; between looks their last state holds."""
-        free, total = self.disk.space()
-        self.low_space = low_space(free, total, self.config, self.message_log.lacking)
-        self.message_log.leave_free = floor_of(total, self.config)
+        flow.check_space(self)
         if self._actions_stalled:
             self._mark()
-
-    def _space(self) -> dict[str, int]:
-        """The facts of an error about the disk."""
-        free, total = self.disk.space()
-        return {"free": free, "total": total}
 
     # --- pulls ----------------------------------------------------------------------------------
 
@@ -512,7 +490,9 @@ class Broker:
         if self.failed is not None:
             raise self.failed
         if self._actions_stalled:
-            raise DiskFull("the disk is full: progress cannot be recorded, so nothing is handed out", **self._space())
+            raise DiskFull(
+                "the disk is full: progress cannot be recorded, so nothing is handed out", **flow.space(self)
+            )
 
     # --- acks -----------------------------------------------------------------------------------
 

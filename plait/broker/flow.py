@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+from typing import TYPE_CHECKING
+
 from plait.broker.config import BrokerConfig
-from plait.errors import FlowControl
+from plait.errors import DiskFull, FlowControl, PlaitError
 from plait.limits import ServerLimits
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
 
 SPACE_HELP = "delete subjects, keep less of them (plait subject set), or add space"
 
@@ -39,3 +45,27 @@ def refuse_when_busy(begun: float, oldest: float, now: float, limits: ServerLimi
     # How long it waited before its sync began: the time a sync takes is the disk's.
     if begun - oldest > limits.queue_head_seconds:
         raise FlowControl("the send queue is too long; nothing was stored, send again later")
+
+
+def check_space(broker: Broker) -> None:
+    """Look at the watermarks."""
+    free, total = broker.disk.space()
+    broker.low_space = low_space(free, total, broker.config, broker.message_log.lacking)
+    broker.message_log.leave_free = floor_of(total, broker.config)
+
+
+def space(broker: Broker) -> dict[str, int]:
+    """The facts of an error about the disk."""
+    free, total = broker.disk.space()
+    return {"free": free, "total": total}
+
+
+def disk_error(broker: Broker, error: OSError) -> PlaitError:
+    """What a failed write means: a full disk refuses, anything else ends the server."""
+    if error.errno == errno.ENOSPC:
+        broker.check_space()
+        text = broker.low_space or f"the disk is full; nothing was stored; {SPACE_HELP}"
+        return DiskFull(text, **space(broker))
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        broker.storage_failed(error)
+    return broker.failed or FlowControl("too many files are open for a new segment (ulimit -n); nothing was stored")

@@ -8,7 +8,6 @@ not finished is copied to the kept log first. Groups that had not come to what e
 
 from __future__ import annotations
 
-import contextlib
 import logging
 
 import numpy as np
@@ -82,9 +81,13 @@ class Retention:
         if not messages.segments:
             return
         if messages.end - messages.segments[-1].head_end >= min(ROLL_SIZE, messages.segment_size // 2):
-            # On a full disk the next run tries again: by then there may be room.
-            with contextlib.suppress(DiskFull, FlowControl):
-                broker.roll()
+            try:
+                messages.roll()
+            except OSError as error:
+                # On a full disk the next run tries again: by then there may be room.
+                broker.disk_error(error)
+            else:
+                broker.answer_after_commit(None)
                 broker.retention_wanted = True
 
     def _archived(self) -> Archived:

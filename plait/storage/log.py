@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -258,7 +257,7 @@ class Log:
             lacking = leave_free + target - segment.allocated
             if self._disk.space()[0] < lacking:
                 self.lacking = lacking
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.directory)
+                raise OSError(errno.ENOSPC, "No space left for messages", self.directory)
         self.lacking = 0
         try:
             segment.file.allocate(target - segment.base)

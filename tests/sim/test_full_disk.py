@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import msgspec
@@ -124,7 +123,7 @@ def test_a_server_without_messages_uses_little_space_and_so_does_the_first_messa
         async def main() -> None:
             async with plait.connect(ADDRESS, client_id="c") as client:
                 await client.send("s", b"the first")
-                await asyncio.sleep(5.0)
+                await sim.sleep(5.0)
                 assert full.used < 4 * MIB, "segments of 16, 1 and 1 MiB"
 
         sim.run(main())
