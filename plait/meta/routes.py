@@ -212,7 +212,7 @@ def retire(route: Route, partition: int, below: int) -> Route:
             first += 1
         return History(history.first, history.end, history.spans[first:])
 
-    histories = _joined([kept(history) for history in route.histories])
+    histories = joined([kept(history) for history in route.histories])
     if histories == route.histories:
         return route
     return _delisted(msgspec.structs.replace(route, version=route.version + 1, histories=histories))
@@ -235,10 +235,10 @@ def _with_spans(route: Route, fence: Numbers, there: Numbers, version: int) -> t
             closed = Span(before[-1].partition, int(fence[first]))
             before = (*before[:-1], closed, Span(int(there[first]), None, version))
         made.append(History(first, end, before))
-    return _joined(made)
+    return joined(made)
 
 
-def _joined(histories: Sequence[History]) -> tuple[History, ...]:
+def joined(histories: Sequence[History]) -> tuple[History, ...]:
     """Neighbours with the same spans as one."""
     joined: list[History] = []
     for history in histories:

@@ -12,6 +12,7 @@ from plait.errors import InvalidArgument, LimitExceeded, SubjectExists, SubjectN
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
+from plait.meta.rebuild import check, missing, rebuilt
 from plait.meta.routes import Place, Route, announced, check_places, default_route
 from plait.meta.schema import Partition, StoredRoute, Subject
 from plait.meta.settings import SubjectSettings, group_settings, subject_settings, text_of
@@ -30,6 +31,8 @@ class Subjects:
     def __init__(self, core: Core, brokers: Brokers) -> None:
         self._core = core
         self._brokers = brokers
+        #: Partitions that brokers have of subjects that are not known, until they take all logical partitions.
+        self._found: dict[str, dict[Place, PartitionFacts]] = {}
 
     def create(
         self,
@@ -48,11 +51,24 @@ class Subjects:
 
         def decision() -> None:
             if self._core.mirror.subject(name) is None:
+                if may_exist:
+                    self._refuse_found(name)
                 self._create(name, settings, self._places(name, partitions, groups), self._core.clock.now())
             elif not may_exist:
                 raise SubjectExists(f"subject {name!r} exists already", subject=name)
 
         self._core.decide(decision)
+
+    def _refuse_found(self, name: str) -> None:
+        """A subject that exists, and whose route is lost in part, is not made again by use."""
+        found = self._found.get(name)
+        if found:
+            lost, groups = missing(found), ", ".join(sorted({place.group for place in found}))
+            raise NoBroker(
+                f"the route of subject {name!r} was lost, and its partitions on broker group {groups} take "
+                f"{LOGICAL_PARTITIONS - lost} of {LOGICAL_PARTITIONS} logical partitions: start the brokers that have "
+                f"the others, or give those up with 'plait subject create {name}'"
+            )
 
     def _places(
         self, subject: str, partitions: int | Sequence[Place] | None, groups: Sequence[str] | None
@@ -138,14 +154,16 @@ class Subjects:
         self._core.decide(decision)
 
     def adopt(self, group: str, partitions: Sequence[PartitionFacts]) -> list[str]:
-        """Take over what a broker has and nobody knows of: subjects with that one partition.
+        """Take over subjects that are not known, with the routes that their partitions' brokers know.
 
-        A data directory may be older than the meta database. The names of partitions whose subject has a route that
-        leads elsewhere are returned.
+        A data directory may be older than the meta database, or the database was lost. A subject is taken over once
+        partitions of it that take all logical partitions are found, on any brokers. The names of partitions that no
+        route leads to are returned.
         """
         for facts in partitions:
             names.check("subject", facts.subject)
             names.check_partition(facts.name)
+            check(facts)
         for first in range(0, len(partitions), ADOPTED_AT_ONCE):
             some = partitions[first : first + ADOPTED_AT_ONCE]
             self._core.decide(lambda some=some: self._adopt(group, some))  # type: ignore[misc]
@@ -153,26 +171,34 @@ class Subjects:
 
     def _adopt(self, group: str, partitions: Sequence[PartitionFacts]) -> None:
         mirror = self._core.mirror
-        found: dict[str, PartitionFacts] = {}
+        touched = set()
         for facts in partitions:
-            unknown = Place(facts.name, group) not in mirror.partitions and mirror.subject(facts.subject) is None
-            # Of several, the one that is named as the subject.
-            if unknown and (facts.subject not in found or facts.name == facts.subject):
-                found[facts.subject] = facts
-        if not found:
+            place = Place(facts.name, group)
+            if place not in mirror.partitions and mirror.subject(facts.subject) is None:
+                if len(self._found) < self._core.limits.subjects:
+                    self._found.setdefault(facts.subject, {})[place] = facts
+                touched.add(facts.subject)
+        whole = {name: self._found[name] for name in sorted(touched & self._found.keys()) if not self._lost(name)}
+        if not whole:
             return
+        first = {name: min(found.values(), key=lambda facts: facts.created) for name, found in whole.items()}
         rows = [
             Subject(name, text_of(facts.settings), facts.created or self._core.clock.now())
-            for name, facts in found.items()
+            for name, facts in first.items()
         ]
         again = [(mirror.subjects[row.name], row) for row in rows if row.name in mirror.subjects]
         with self._core.change() as change:
             change.replace(*again)
             change.insert(*(row for row in rows if row.name not in mirror.subjects))
-            made = [default_route(name, [Place(each.name, group)], change.number) for name, each in found.items()]
-            stored = [_stored(route) for route in made]
-            change.put(*stored)
-            change.insert(*(Partition(group, each.name, name) for name, each in found.items()))
+            for name, found in whole.items():
+                route = rebuilt(name, found, change.number)
+                change.put(_stored(route))
+                change.insert(*(Partition(place.group, place.name, name) for place in route.partitions))
+        for name in whole:
+            del self._found[name]
+
+    def _lost(self, name: str) -> int:
+        return missing(self._found[name])
 
     # --- views ----------------------------------------------------------------------------------
 

@@ -29,6 +29,13 @@ class PartitionFacts(msgspec.Struct, frozen=True):
     #: The highest route version or epoch that the broker has heard of there: all that are given out are to be higher,
     #: even by a meta server whose database was lost.
     newest: int = 0
+    #: The version of the route that it knows, the logical partitions that it takes by that (None: all), those that it
+    #: took once with the sequences at which their rows end, and those that it took later than from its beginning on
+    #: with the sequence and the route version of that. A lost route is rebuilt from these.
+    route: int = 0
+    lps: list[Run] | None = None
+    fences: list[NumberedRun] = []
+    reopened: list[tuple[int, int, int, int]] = []
 
 
 class Registered(msgspec.Struct, frozen=True):

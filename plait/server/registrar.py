@@ -128,4 +128,8 @@ class Registrar:
             "settings": {key: value for key, value in settings.items() if value is not None},
             "created": row.created,
             "newest": max([row.route, *epochs]),
+            "route": row.route,
+            "lps": row.lps,
+            "fences": row.fences,
+            "reopened": row.reopened,
         }

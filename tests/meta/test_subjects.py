@@ -199,6 +199,52 @@ def test_a_meta_server_whose_database_was_lost_gives_out_higher_numbers_than_bro
     assert service.allocation("s", "g").epoch > 5_000
 
 
+def test_a_lost_route_is_rebuilt_from_what_brokers_have(service: MetaService):
+    """g1 had everything, gave [512, 1024) to g2 at 6, took [768, 1024) back at 9 when g2 had 3 rows of it."""
+    left = PartitionFacts(
+        "s", "s", route=9, lps=[(0, 512), (768, 1024)], fences=[(512, 768, 6)], reopened=[(768, 1024, 8, 9)], created=5
+    )
+    right = PartitionFacts("s", "s", route=8, lps=[(512, 768)], fences=[(768, 1024, 3)], created=7)
+    assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[left]).unrouted == ["s"]
+    with pytest.raises(NoBroker, match=r"route of subject 's' was lost, .* on broker group g2 take 768 of 1024"):
+        service.route("s")
+    with pytest.raises(SubjectNotFound):
+        service.route("s", create=False)
+    assert service.register_broker("g3", "g3-1", "plait://g3:1", partitions=[right]).unrouted == []
+    route = service.route("s").route
+    found = [
+        (each.first, each.end, [(str(route.partitions[span.partition]), span.fence) for span in each.spans])
+        for each in route.histories
+    ]
+    assert found == [
+        (0, 512, [("s@g2", None)]),
+        (512, 768, [("s@g2", 6), ("s@g3", None)]),
+        (768, 1024, [("s@g2", 8), ("s@g3", 3), ("s@g2", None)]),
+    ]
+
+
+def test_what_is_missing_of_a_lost_route_can_be_given_up(service: MetaService):
+    service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[PartitionFacts("s", "s", lps=[(0, 512)])])
+    service.create_subject("s")
+    assert service.route("s").route.partitions
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        PartitionFacts("s", "s", lps=[(0, 1025)]),
+        PartitionFacts("s", "s", lps=[(5, 5)]),
+        PartitionFacts("s", "s", fences=[(0, 5, -1)]),
+        PartitionFacts("s", "s", reopened=[(0, 5, 1, 2**63)]),
+        PartitionFacts("s", "s", lps=[(0, 1)] * 20_000),
+    ],
+)
+def test_runs_that_are_none_are_refused(service: MetaService, facts: PartitionFacts):
+    with pytest.raises(InvalidArgument, match=r"partition 's': .*runs? of logical partitions"):
+        service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[facts])
+    assert service.subjects() == []
+
+
 def test_many_subjects_are_taken_over(service: MetaService):
     facts = [PartitionFacts(f"s{number}", f"s{number}") for number in range(2_500)]
     assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts).unrouted == []

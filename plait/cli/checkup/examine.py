@@ -14,21 +14,26 @@ from plait.cli.checkup.consume_logs import ConsumeCheck
 from plait.cli.checkup.findings import Finding, LogFacts, Report
 from plait.cli.checkup.kept_log import KeptCheck
 from plait.cli.checkup.message_log import MessageCheck
+from plait.cli.checkup.meta_database import FILES as META
+from plait.cli.checkup.meta_database import SHARED, MetaCheck
 from plait.cli.checkup.segments import Walk
+from plait.cli.groups import DIRECTORY as GROUPS
 from plait.errors import DataDirError
 from plait.storage.action_log import DIRECTORY as ACTION
+from plait.storage.archived import PATH as ARCHIVED
 from plait.storage.buckets import DIRECTORY as SCHEDULE
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
 from plait.storage.consume_log import DIRECTORY as CONSUME
 from plait.storage.disk import LOCK, RealDisk
+from plait.storage.identity import PATH as IDENTITY
 from plait.storage.kept import DIRECTORY as KEPT
 from plait.storage.mark import mark_path
 from plait.storage.recovery import QUARANTINE
 
 MESSAGE = "message"
 OURS = {MESSAGE, KEPT, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE}
-OURS |= {mark_path(MESSAGE), mark_path(KEPT), mark_path(ACTION)}
+OURS |= {mark_path(MESSAGE), mark_path(KEPT), mark_path(ACTION), IDENTITY, ARCHIVED, GROUPS, SHARED, *META}
 
 #: Called with the name of a step, and how many bytes of how many are done.
 OnStep = Callable[[str, int, int], None]
@@ -75,7 +80,8 @@ def _examine(path: Path, on_step: OnStep) -> Report:
     report.message_log = messages.facts
     covered = manifest.message_offset if manifest else 0
     consume = ConsumeCheck(disk, partitions, covered, messages.start, report)
-    MessageCheck(messages, partitions, consume, report).run()
+    message_check = MessageCheck(messages, partitions, consume, report)
+    message_check.run()
     consume.finish(messages.damages)
     kept = walk(KEPT, manifest.kept_offset if manifest else 0)
     report.kept_log = kept.facts
@@ -83,9 +89,11 @@ def _examine(path: Path, on_step: OnStep) -> Report:
     actions = walk(ACTION, manifest.action_offset if manifest else 0)
     report.action_log = actions.facts
     ActionCheck(actions, (messages.end, kept.end), report).run()
+    MetaCheck(path, message_check.catalog, report).run()
     examine_buckets(disk, newest.buckets if newest else [], report)
     report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
     _note_strangers(set(entries) - OURS, report)
+    _note_groups(disk, report)
     for each in (messages, kept, actions):
         each.close()
     return report
@@ -109,6 +117,20 @@ def in_use(path: Path) -> bool:
         finally:
             os.close(fd)
     return False
+
+
+def _note_groups(disk: RealDisk, report: Report) -> None:
+    for name in disk.list(GROUPS):
+        report.add(
+            Finding(
+                severity="note",
+                part="data directory",
+                file=f"{GROUPS}/{name}",
+                what="the data directory of another broker group of this node, which was not looked at",
+                harm="none",
+                advice=f"check it by itself: plait doctor {disk.root / GROUPS / name}",
+            )
+        )
 
 
 def _note_strangers(names: set[str], report: Report) -> None:

@@ -41,6 +41,8 @@ class MessageCheck:
         self._consume = consume
         self._report = report
         self._subjects = {entry.row.id: entry.row.subject for entry in partitions.values()}
+        #: The newest row of each partition, of the checkpoint or of the log.
+        self.catalog = {entry.row.id: entry.row for entry in partitions.values()}
         #: Partitions that the log says were deleted: nobody misses their messages.
         self._deleted: set[int] = set()
         self._next: dict[int, int] = {}
@@ -104,6 +106,7 @@ class MessageCheck:
             )
             return
         for row in rows:
+            self.catalog[row.id] = row
             if row.deleted:
                 self._deleted.add(row.id)
                 self._subjects.pop(row.id, None)
