@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from datetime import datetime
 from functools import partial
@@ -25,10 +24,12 @@ from typing import Any, Literal, TypeVar
 from plait import names, tasks
 from plait.client.arguments import Duration, Start, seconds_of, start_of, wait_of
 from plait.client.client import DEFAULT_ADDRESS, Client
+from plait.client.closing import end_of
 from plait.client.consumer import Consumer
 from plait.client.delay import Delay
+from plait.client.handler_threads import HandlerThreads
 from plait.client.loops import new_event_loop
-from plait.client.ordered_consumer import check_ordered
+from plait.client.ordered_consumer import OrderedConsumer, check_ordered
 from plait.client.outgoing import Outgoing, SendHook
 from plait.client.signature import Handler
 from plait.client.subscription import HandleHook, Settings, Subscription
@@ -42,6 +43,8 @@ log = logging.getLogger("plait.app")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+#: How long an ``async def`` handler that was cancelled at the end of the drain time is waited for.
+CANCEL_SECONDS = 2.0
 
 
 class App:
@@ -337,7 +340,7 @@ class App:
 
     async def _serve(self, client: Client, stopping: asyncio.Event, hurry: asyncio.Event) -> None:
         threads = sum(s.settings.concurrency for s in self._subscriptions if not s.handler.is_async)
-        pool = ThreadPoolExecutor(max(threads, 1), "plait-handler")
+        pool = HandlerThreads(max(threads, 1))
         workers: list[asyncio.Task[None]] = []
         self._consumers = consumers = []
         try:
@@ -355,23 +358,34 @@ class App:
                     await asyncio.wait([*workers, stopped], return_when=asyncio.FIRST_COMPLETED)
                 finally:
                     stopped.cancel()
-                    await self._drain(workers, hurry)
+                    await self._drain(workers, stopping, hurry)
         finally:
-            for worker in workers:
-                worker.cancel()
-            pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False)
         for worker in workers:
-            if not worker.cancelled() and (error := worker.exception()) is not None:
+            if worker.done() and not worker.cancelled() and (error := worker.exception()) is not None:
                 raise error
 
-    async def _drain(self, workers: list[asyncio.Task[None]], hurry: asyncio.Event) -> None:
-        """No new messages; finish what is being handled, within limits. The consumers' closing does the rest."""
+    async def _drain(self, workers: list[asyncio.Task[None]], stopping: asyncio.Event, hurry: asyncio.Event) -> None:
+        """No new messages; finish what is being handled, within limits. The consumers' closing does the rest.
+
+        A cancellation meanwhile does what a second signal does: what is being handled is given up at once, in order.
+        """
         log.info("draining: no new messages, %d workers finish", sum(not worker.done() for worker in workers))
-        if self._stopping is not None:
-            self._stopping.set()
+        stopping.set()
         # Also after ``stop``, which may have come before they were there.
         for consumer in self._consumers:
             consumer._stop()
+        draining = tasks.child(self._finish(workers, hurry), "plait-drain")
+        cancelled = await end_of(draining, hurry.set)
+        for subscription, consumer in zip(self._subscriptions, self._consumers, strict=True):
+            if subscription.unfinished and isinstance(consumer, OrderedConsumer):
+                consumer._keep_locks()
+        if cancelled is not None:
+            raise cancelled
+        draining.result()
+
+    async def _finish(self, workers: list[asyncio.Task[None]], hurry: asyncio.Event) -> None:
+        """Wait for the workers, then cancel those that are left."""
         loop = asyncio.get_running_loop()
         hurried = tasks.child(hurry.wait(), "plait-hurry")
         deadline = loop.time() + self.limits.drain_seconds
@@ -386,7 +400,8 @@ class App:
             hurried.cancel()
             for worker in workers:
                 worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        # A handler may need a moment to end, or ignore that it is cancelled.
+        await asyncio.wait(workers, timeout=CANCEL_SECONDS)
 
 
 def _check_hook(name: str, function: Callable[..., Any]) -> None:

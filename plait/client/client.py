@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from datetime import datetime
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -18,6 +20,7 @@ import pyarrow as pa
 from plait import chance, names
 from plait.client.admin import Admin
 from plait.client.arguments import Duration, Start, seconds_of, start_of, to_datetime
+from plait.client.closing import Closing, all_of
 from plait.client.consumer import Consumer
 from plait.client.delay import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.keeper import Background, BackgroundThread, Keeper
@@ -107,7 +110,7 @@ class Client:
         self._node = Node(addresses, self.client_id, self.limits)
         self._router = Router(self._node, self.client_id, self.limits)
         self._producer = Producer(self._router, self.limits, _now, _next_now, compression)
-        #: In the order they were made, which is that of their closing.
+        #: In the order they were made.
         self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
         #: What leases are measured with.
         self._clock: Clock = SystemClock()
@@ -116,6 +119,11 @@ class Client:
         self._background: Callable[[], Background] = BackgroundThread
         self._keeper: Keeper | None = None
         self._opened = False
+        #: Several tasks may open a client: the second waits for the first.
+        self._open_lock = asyncio.Lock()
+        self._closing = Closing(self.client_id, self._close_all)
+        #: What went wrong with posted messages, found while closing.
+        self._failure: PlaitError | None = None
         #: What "-5m" is counted from, in microseconds.
         self._now = _now
         #: Management of subjects and groups.
@@ -123,35 +131,51 @@ class Client:
         _clients.add(self)
 
     async def open(self) -> Self:
-        """Connect; ``async with`` does it for you."""
-        if not self._opened:
-            self._opened = True
-            self._producer.open()
-            try:
+        """Connect; ``async with`` does it for you. After a failure it may be called again."""
+        async with self._open_lock:
+            self._check_not_closed()
+            if not self._opened:
+                self._producer.open()
                 await self._node.open()
-            except BaseException:
-                await self._node.close()
-                raise
+                self._opened = True
         return self
 
     async def close(self) -> None:
-        """Send what is buffered and hang up; raises the first error of posted messages since the last flush."""
+        """Send what is buffered and hang up; raises the first error of posted messages since the last flush.
+
+        A caller that is cancelled meanwhile waits for the end of it all the same: closing is never interrupted.
+        """
         error = await self._close()
         if error is not None:
             raise error
 
     async def _close(self) -> PlaitError | None:
+        """Close; what went wrong with posted messages, for the first caller."""
         if isinstance(self._producer.closed, ForkedClient):
             return None
-        for consumer in list(self._consumers):
-            await consumer.close()
-        self._consumers.clear()
-        if self._keeper is not None:
-            await self._keeper.close()
-        error = await self._producer.close()
-        await self._router.close()
-        await self._node.close()
-        return error
+        try:
+            await self._closing()
+        except asyncio.CancelledError:
+            if self._failure is not None:
+                log.error("posted messages failed: %s", self._failure)
+            raise
+        failure, self._failure = self._failure, None
+        return failure
+
+    async def _close_all(self) -> None:
+        async with AsyncExitStack() as stack:
+            # The last one first. What fails keeps none of the others from closing.
+            stack.push_async_callback(self._node.close)
+            stack.push_async_callback(self._router.close)
+            stack.push_async_callback(self._end_sending)
+            if self._keeper is not None:
+                stack.push_async_callback(self._keeper.close)
+            await all_of([consumer.close() for consumer in list(self._consumers)])
+            self._consumers.clear()
+
+    async def _end_sending(self) -> None:
+        if self._producer.closed is None:
+            self._failure = await self._producer.close()
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -176,6 +200,12 @@ class Client:
     def _go_by(self, now: Callable[[], int]) -> None:
         """Take the time from another clock than the machine's, for all that is sent and asked for."""
         self._now = self._producer.now = self._producer.next_now = now
+
+    def _check_not_closed(self) -> None:
+        if self._producer.closed is not None:
+            raise self._producer.closed
+        if self._closing.begun:
+            raise Closed("the client is closed")
 
     def _check_open(self) -> None:
         if self._producer.closed is not None:
@@ -356,6 +386,7 @@ class Client:
     ) -> Consumer:
         """``consumer``, whose messages may be acked from ``any_thread``."""
         self._check_open()
+        self._check_not_closed()
         names.check("subject", subject)
         if broadcast:
             group = None
@@ -377,6 +408,7 @@ class Client:
         begin = start_of(start, self._now())
         terms = Terms(subject, group, member, begin, delivery, retry, owns, affinity is not None)
         spools = functools.partial(self._spool_of, terms)
+        after = [c for c in self._consumers if (c.subject, c.group, c.client_id) == (subject, group, member)]
         consumer: Consumer
         if owns:
             consumer = OrderedConsumer(
@@ -389,9 +421,10 @@ class Client:
                 handling=limits.handling_seconds if handling is None else seconds_of(handling),
                 any_thread=any_thread,
                 spools=spools,
+                after=after,
             )
         else:
-            consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools)
+            consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools, after=after)
         self._consumers[consumer] = None
         return consumer
 
@@ -406,8 +439,12 @@ class Client:
         return Spool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
 
     def _member_id(self, subject: str, group: str | None) -> str:
-        """The client id; a second consumer of the same group in one client is a member of its own."""
-        taken = {c.client_id for c in self._consumers if (c.subject, c.group) == (subject, group) and not c._closed}
+        """The client id; a second consumer of the same group in one client is a member of its own.
+
+        The id of a consumer that is closing is free: its successor waits for the end of that.
+        """
+        members = [c for c in self._consumers if (c.subject, c.group) == (subject, group)]
+        taken = {c.client_id for c in members if not c._closing.begun}
         number, member = 1, self.client_id
         while member in taken:
             number += 1
@@ -417,5 +454,6 @@ class Client:
     def reader(self, subject: str, *, start: Start = "latest") -> Reader:
         """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
         self._check_open()
+        self._check_not_closed()
         names.check("subject", subject)
         return Reader(self._router, self.limits, subject, start_of(start, self._now()))

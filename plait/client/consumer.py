@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +18,7 @@ from plait import tasks
 from plait.client.arguments import Duration, seconds_of
 from plait.client.batch import ArrowBatch, Batch
 from plait.client.buffer import ITERATION_COUNT, Buffer, Rows
+from plait.client.closing import Closing, all_of
 from plait.client.delivered import Delivered, SharedDelivered
 from plait.client.handed_over import HandedOver
 from plait.client.prefetch import Prefetch
@@ -52,6 +53,7 @@ class Consumer:
         any_thread: bool = False,
         spools: Spools = lambda _: None,
         buffer: Rows | None = None,
+        after: Sequence[Consumer] = (),
     ) -> None:
         self.subject = terms.subject
         self.group = terms.group
@@ -81,22 +83,30 @@ class Consumer:
         self._error: PlaitError | None = None
         self._stopping = False
         self._closed = False
+        #: Consumers with the same member id that are closing: they end before this one attaches.
+        self._after = after
+        self._opening: asyncio.Task[None] | None = None
+        self._closing = Closing(self.subject, self._close)
 
     # --- opening and closing --------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        if self._closed or self._loop is not None:
+        if self._closing.begun or self._loop is not None:
             raise Closed("a consumer is opened once; ask the client for another one")
         loop = self._loop = asyncio.get_running_loop()
         self._router.on_route.append(self._routed)
+        self._opening = tasks.child(self._open(loop), f"plait-open-{self.subject}")
         try:
-            await self._open(loop)
-        except BaseException:
-            self._halt()
-            self._closed = True
-            self._router.on_route.remove(self._routed)
-            # Some may have got as far as having rows.
-            await asyncio.gather(*(client.leave() for client in self._clients))
+            await self._opening
+            if self._closing.begun:
+                raise self._closed_while_opening()
+        except BaseException as error:
+            closed = self._closing.begun
+            # Some partitions may be attached, and have rows.
+            await self.close()
+            task = asyncio.current_task()
+            if closed and isinstance(error, asyncio.CancelledError) and not (task is not None and task.cancelling()):
+                raise self._closed_while_opening() from None
             raise
         for client in self._clients:
             client.start()
@@ -105,7 +115,13 @@ class Consumer:
         self._follow(self._router.known(self.subject))
         return self
 
+    def _closed_while_opening(self) -> Closed:
+        return Closed(f"the consumer of {self.subject!r} was closed while it was opened")
+
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        for consumer in self._after:
+            await consumer._closing.wait()
+        self._after = ()
         deadline = loop.time() + self._limits.request_seconds
         route = await self._first_route(loop, deadline)
         for partition in route.partitions:
@@ -152,15 +168,23 @@ class Consumer:
         await self.close()
 
     async def close(self) -> None:
-        """Send the acks that are left, give back the rest, and leave the group."""
-        if self._closed:
-            return
+        """Send the acks that are left, give back the rest, and leave the group.
+
+        A caller that is cancelled meanwhile waits for the end of it all the same: closing is never interrupted.
+        """
+        await self._closing()
+
+    async def _close(self) -> None:
         self._halt()
+        if self._opening is not None and not self._opening.done():
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
         if self._routed in self._router.on_route:
             self._router.on_route.remove(self._routed)
-        await asyncio.gather(*(client.settling.close() for client in self._clients))
+        # What was never opened has nobody to tell anything to.
+        await all_of([client.settling.close(tell=self._following) for client in self._clients])
         self._closed = True
-        await asyncio.gather(*(client.leave() for client in self._clients), *self._leaving)
+        await all_of([*(client.leave() for client in self._clients), *self._leaving])
         self._wake()
 
     def _halt(self) -> None:

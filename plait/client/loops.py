@@ -17,7 +17,9 @@ T = TypeVar("T")
 class Run(Protocol):
     """Runs a coroutine on a loop in another thread and waits for its result."""
 
-    def __call__(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T: ...
+    def __call__(
+        self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None, *, cancel: bool = True
+    ) -> T: ...
 
 
 #: How long the interpreter waits for a loop thread when it ends.
@@ -59,10 +61,10 @@ class LoopThread:
     def running(self) -> bool:
         return self._thread.is_alive()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None, *, cancel: bool = True) -> T:
         """Run a coroutine over there and wait for its result; ``TimeoutError`` if it takes longer than ``timeout``.
 
-        Whatever interrupts the waiting, control-C above all, cancels the coroutine.
+        Whatever interrupts the waiting, control-C above all, cancels the coroutine, unless ``cancel`` is False.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -75,7 +77,8 @@ class LoopThread:
         try:
             return future.result(timeout)
         except BaseException:
-            future.cancel()
+            if cancel:
+                future.cancel()
             raise
 
     def stop(self, seconds: float | None = None) -> None:

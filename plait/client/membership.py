@@ -67,17 +67,23 @@ class Membership:
             async with asyncio.timeout(limit):
                 await beats.join(member)
         except TimeoutError:
+            # No meta server is waited for a second time, to leave.
+            beats.forget(member)
             raise Unavailable(f"no meta server answered within {limit:g} s") from None
 
     async def leave(self, member: Member) -> None:
-        """Stop being one; returns when the meta server knows, or when it takes too long."""
+        """Stop being one; returns when the meta server knows, or when it takes too long.
+
+        A member that left before, or never joined, changes nothing for another one in its place.
+        """
         beats = self._beats.get(member.client_id)
         if beats is not None:
             with contextlib.suppress(TimeoutError, PlaitError):
                 async with asyncio.timeout(self._limits.request_seconds):
                     await beats.leave(member)
-            if not beats.members:
-                self._beats.pop(member.client_id, None)
+            await beats.stop_without_members()
+            if not beats.members and self._beats.get(member.client_id) is beats:
+                del self._beats[member.client_id]
 
     def late(self) -> list[m.Beat]:
         """Heartbeats that are overdue because the user's loop is busy. From any thread."""
@@ -118,23 +124,28 @@ class _Beats:
         self._refreshing: set[asyncio.Task[None]] = set()
 
     async def join(self, member: Member) -> None:
+        self.members[member.subject, member.group_name] = member
+        await self._known()
+
+    def forget(self, member: Member) -> bool:
+        """Name this member no longer; whether it was named. Another one in its place stays."""
         key = (member.subject, member.group_name)
-        self.members[key] = member
-        try:
-            await self._known()
-        except BaseException:
-            self.members.pop(key, None)
-            raise
+        if self.members.get(key) is not member:
+            return False
+        del self.members[key]
+        return True
 
     async def leave(self, member: Member) -> None:
-        known = self.members.pop((member.subject, member.group_name), None)
-        try:
-            if known is not None:
-                await self._known()
-        finally:
-            if not self.members and self._task is not None:
-                self._task.cancel()
-                await asyncio.gather(self._task, return_exceptions=True)
+        if self.forget(member):
+            await self._known()
+
+    async def stop_without_members(self) -> None:
+        """End the heartbeats, unless there is a member. One that joins meanwhile starts others."""
+        task = self._task
+        if not self.members and task is not None:
+            self._task = None
+            task.cancel()
+            await asyncio.wait([task])
 
     async def _known(self) -> None:
         """Until the meta server knows of the members as they are."""
@@ -142,7 +153,7 @@ class _Beats:
         future: asyncio.Future[None] = loop.create_future()
         self.poke()
         self._waiting.append((self._changes, future))
-        if self._task is None or self._task.done():
+        if self._task is None or self._task.done() or self._task.cancelling():
             self._task = tasks.keep(self._run, "plait-membership")
         await future
 

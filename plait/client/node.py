@@ -67,9 +67,15 @@ class Node:
         self._task = tasks.keep(self._run, "plait-connect")
 
     async def open(self) -> None:
-        """Connect for the first time; raises when no address answers in time."""
+        """Connect for the first time; raises when no address answers in time, and can be called again then."""
+        if self.closed is not None:
+            raise self.closed
         self.start()
-        await self.ready(self._limits.request_seconds)
+        try:
+            await self.ready(self._limits.request_seconds)
+        except BaseException:
+            await self._hang_up()
+            raise
 
     def move(self, addresses: list[str]) -> None:
         """The next link is made to one of these."""
@@ -118,6 +124,11 @@ class Node:
         """Hang up."""
         if self.closed is None:
             self.closed = Closed("the client is closed")
+        await self._hang_up()
+        self._fail_waiting(self.closed)
+
+    async def _hang_up(self) -> None:
+        """End the link and connect no more."""
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._task is not None:
@@ -125,7 +136,6 @@ class Node:
             await asyncio.gather(self._task, return_exceptions=True)
         if self._link is not None:
             self._link.close()
-        self._fail_waiting(self.closed)
 
     def _fail_waiting(self, error: PlaitError) -> None:
         up, self._up = self._up, None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -89,9 +90,18 @@ class OrderedConsumer(Consumer):
         handling: float,
         any_thread: bool = False,
         spools: Spools = lambda _: None,
+        after: Sequence[Consumer] = (),
     ) -> None:
         self._ordered_buffer = OrderedBuffer(self._wake)
-        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, buffer=self._ordered_buffer)
+        super().__init__(
+            router,
+            limits,
+            terms,
+            any_thread=any_thread,
+            spools=spools,
+            buffer=self._ordered_buffer,
+            after=after,
+        )
         self._handed_over = HandedOver(_may_go)
         # A stuck key costs nothing but itself.
         self._prefetch = Prefetch(limits, spans=False)
@@ -112,30 +122,28 @@ class OrderedConsumer(Consumer):
     # --- opening and closing --------------------------------------------------------------------
 
     async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            await super()._open(loop)
-            await self._membership.join(self._member)
-            if self._error is not None:
-                raise self._error
-        except BaseException:
-            await self._resign()
-            raise
+        await super()._open(loop)
+        await self._membership.join(self._member)
+        if self._error is not None:
+            raise self._error
 
-    async def _resign(self) -> None:
-        """Be no member any more, and keep no lease."""
+    async def _close(self) -> None:
+        """Give back what nobody began with, send the acks that are left, and leave the group with all its locks."""
+        self._halt()
+        if self._following and not any(client.settling.closed for client in self._clients):
+            nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
+        await super()._close()
         for holder in self._holders.values():
             self._keeper.remove(holder)
         await self._membership.leave(self._member)
 
-    async def close(self) -> None:
-        """Give back what nobody began with, send the acks that are left, and leave the group with all its locks."""
-        if self._closed:
-            return
-        self._halt()
-        if not any(client.settling.closed for client in self._clients):
-            nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
-        await super().close()
-        await self._resign()
+    def _keep_locks(self) -> None:
+        """Close without releasing the locks: handlers run that cannot be ended. The locks end with their lease."""
+        log.warning(
+            "%s: a handler did not end; what this consumer has is for others when its lease is over", self.subject
+        )
+        for client in self._clients:
+            client.detaches = False
 
     def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
         kind: type[Delivered] = SharedOrderedDelivered if self._any_thread else OrderedDelivered

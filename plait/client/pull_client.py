@@ -121,6 +121,8 @@ class PullClient:
         self._link: Link | None = None
         self._session = 0
         self.attached = False
+        #: Leaving ends the session at the broker at once; otherwise it ends with the lease.
+        self.detaches = True
         self._detached: asyncio.Future[None] | None = None
         self._stale = False
         self._lost_at = 0.0
@@ -172,7 +174,8 @@ class PullClient:
                 async with asyncio.timeout(self._limits.request_seconds):
                     with contextlib.suppress(PlaitError):
                         await self._give_back(link)
-                    await link.request(m.Detach(self._session))
+                    if self.detaches:
+                        await link.request(m.Detach(self._session))
             except (PlaitError, TimeoutError):
                 # The broker notices by itself.
                 pass

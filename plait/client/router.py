@@ -19,7 +19,7 @@ import numpy.typing as npt
 from plait import tasks
 from plait.client.node import Node
 from plait.client.types import PartitionName
-from plait.errors import InvalidArgument, PlaitError, SubjectNotFound
+from plait.errors import Closed, InvalidArgument, PlaitError, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, ClientLimits
 from plait.wire import messages as m
 
@@ -101,7 +101,14 @@ class Router:
             asking = tasks.child(self._ask(subject, create), f"plait-ask-{subject}")
             self._asking[subject, create] = asking
             asking.add_done_callback(lambda _: self._asking.pop((subject, create), None))
-        return await asyncio.shield(asking)
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if asking.cancelled() and not (task is not None and task.cancelling()):
+                # ``close`` cancelled the question, not the caller.
+                raise Closed("the client is closed") from None
+            raise
 
     async def find(self, subject: str, create: bool) -> m.RouteFound:
         """Ask a meta server."""

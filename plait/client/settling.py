@@ -253,8 +253,12 @@ class Settling:
             if self._unsent and not self._running:
                 self._start()
             if self._running:
-                assert self._task is not None
-                await asyncio.shield(self._task)
+                task = self._task
+                assert task is not None
+                # Not by its result: ``close`` cancels the task, not those who wait for it.
+                await asyncio.wait([task])
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    raise error
                 continue
             if not self._pending and not self._unsent:
                 return
@@ -285,14 +289,15 @@ class Settling:
     def _running(self) -> bool:
         return self._task is not None and not self._task.done()
 
-    async def close(self) -> None:
-        """Send what is left, within a request's time; afterwards every word raises ``Closed``."""
-        try:
-            async with asyncio.timeout(self._limits.request_seconds):
-                await self.flush()
-        except (PlaitError, TimeoutError):
-            # What was not acked is delivered again: that is the promise.
-            pass
+    async def close(self, *, tell: bool = True) -> None:
+        """Send what is left (``tell``), within a request's time; afterwards every word raises ``Closed``."""
+        if tell and not self._closed:
+            try:
+                async with asyncio.timeout(self._limits.request_seconds):
+                    await self.flush()
+            except (PlaitError, TimeoutError):
+                # What was not acked is delivered again: that is the promise.
+                pass
         self._closed = True
         if self._running:
             assert self._task is not None

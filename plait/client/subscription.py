@@ -8,7 +8,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from typing import Any, Literal
 
 import msgspec
@@ -56,13 +56,20 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Call:
-    """One call of a handler; a ``def`` has a thread, which may go on when nobody waits for it any more."""
+    """One call of a handler; a ``def`` has a thread, which may run on after its time-out."""
 
-    __slots__ = ("arguments", "thread")
+    __slots__ = ("arguments", "awaited", "thread")
 
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments
         self.thread: asyncio.Future[Any] | None = None
+        #: Its worker waits for it.
+        self.awaited = True
+
+    @property
+    def running(self) -> bool:
+        """It has not ended, or its thread has not."""
+        return self.awaited or (self.thread is not None and not self.thread.done())
 
     async def ended(self) -> None:
         """Until its thread is free: the next call of this worker needs one."""
@@ -81,6 +88,18 @@ class Subscription:
         #: On the loop's clock: until then no worker begins anything.
         self._suspended_until = 0.0
         self._resuming: asyncio.TimerHandle | None = None
+        #: Calls that no worker has seen the end of.
+        self._calls: set[Call] = set()
+
+    @property
+    def unfinished(self) -> bool:
+        """A handler runs that was given up: it did not end in its time, or when it was cancelled."""
+        return any(call.running for call in self._calls)
+
+    @property
+    def _one_at_a_time(self) -> bool:
+        """A key's messages are handled one after another."""
+        return self.settings.ordered or self.settings.affinity is not None
 
     def consumer(self, client: Client) -> Consumer:
         """The consumer that feeds the handler."""
@@ -99,7 +118,7 @@ class Subscription:
             any_thread=not self.handler.is_async,
         )
 
-    async def work(self, consumer: Consumer, pool: ThreadPoolExecutor, stopping: asyncio.Event) -> None:
+    async def work(self, consumer: Consumer, pool: Executor, stopping: asyncio.Event) -> None:
         """One worker: handle what comes until the consumer stops."""
         if self.settings.batch is None:
             async for message in consumer:
@@ -122,7 +141,7 @@ class Subscription:
             elif len(batch):
                 self._suspend(consumer, await self._handle_batch(batch, pool))
 
-    async def _handle(self, message: Message, pool: ThreadPoolExecutor) -> BaseException | None:
+    async def _handle(self, message: Message, pool: Executor) -> BaseException | None:
         """Why it failed."""
         try:
             arguments = self.handler.arguments(self.handler.decode(message), message)
@@ -136,9 +155,10 @@ class Subscription:
         else:
             message._delivered.nack_row(message._row, self._failed(failure))
         await call.ended()
+        self._calls.discard(call)
         return failure
 
-    async def _handle_batch(self, batch: Batch, pool: ThreadPoolExecutor) -> BaseException | None:
+    async def _handle_batch(self, batch: Batch, pool: Executor) -> BaseException | None:
         """Why it failed, or some of its messages did."""
         failure: BaseException | None = None
         bodies: list[Any] = []
@@ -156,7 +176,9 @@ class Subscription:
             if broken is not None:
                 batch._nack_soon(self._failed(broken))
                 await call.ended()
+                self._calls.discard(call)
                 return broken
+            self._calls.discard(call)
         batch._ack_soon()
         return failure
 
@@ -174,7 +196,7 @@ class Subscription:
             return Failed(failure.seconds, counted=False)
         return Failed(failure.seconds if isinstance(failure, RetryLater) else None, reason_of(failure, name))
 
-    async def _invoke(self, call: Call, pool: ThreadPoolExecutor) -> None:
+    async def _invoke(self, call: Call, pool: Executor) -> None:
         """The handler itself; raises what it raises."""
         if self.handler.is_async:
             await self.handler.function(*call.arguments)
@@ -190,8 +212,9 @@ class Subscription:
             # A plain function around an asynchronous one.
             await result
 
-    async def _call(self, call: Call, pool: ThreadPoolExecutor, messages: list[Message]) -> BaseException | None:
+    async def _call(self, call: Call, pool: Executor, messages: list[Message]) -> BaseException | None:
         """Why the handler failed; None: it returned."""
+        self._calls.add(call)
         failure: BaseException | None = None
         invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, pool)
         for hook in reversed(self._hooks):
@@ -213,6 +236,11 @@ class Subscription:
                 failure = TimeoutError(f"{self.handler.name} did not return within {self.settings.timeout:g} s")
         except Exception as error:  # noqa: BLE001 - whatever it is, it is logged and the message is tried again
             failure = error
+        finally:
+            call.awaited = False
+        if self._one_at_a_time:
+            # The next of its key, or this one again, may be handled as soon as the broker knows of the failure.
+            await call.ended()
         if isinstance(failure, RetryLater | Suspend):
             log.info("%s: %s, %s", self.handler.name, _place(messages), failure)
         elif isinstance(failure, Reject):

@@ -92,17 +92,23 @@ class Client:
         return self
 
     def close(self) -> None:
-        """Send what is posted and hang up; raises the first error of posted messages since the last flush."""
-        if self._thread is not None and self._client._producer.closed is None:
-            self._thread.run(self._close())
+        """Send what is posted and hang up; raises the first error of posted messages since the last flush.
+
+        Control-C ends the waiting, not the closing: that goes on in the background, and the end of the program waits
+        for it for a moment.
+        """
+        if self._thread is not None and self._thread.running:
+            self._thread.run(self._close(), cancel=False)
+            _open.discard(self)
 
     async def _close(self) -> None:
-        self._take_posted()
+        if not self._client._closing.begun:
+            self._take_posted()
         await self._client.close()
 
     def _close_at_exit(self) -> None:
         """The program ends without having closed: what it posted still gets a moment."""
-        if self._thread is None or self._client._producer.closed is not None or not self._thread.running:
+        if self._thread is None or not self._thread.running:
             return
         try:
             self._thread.run(self._close(), EXIT_SECONDS)
@@ -124,13 +130,13 @@ class Client:
 
     # --- running --------------------------------------------------------------------------------
 
-    def _run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def _run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None, *, cancel: bool = True) -> T:
         """Run on the loop and wait."""
         if self._thread is None or self._client._producer.closed is not None:
             coroutine.close()
             self._client._check_open()
         assert self._thread is not None
-        return self._thread.run(coroutine, timeout)
+        return self._thread.run(coroutine, timeout, cancel=cancel)
 
     def _take_posted(self) -> None:
         """On the loop: what was posted before this call goes before it."""

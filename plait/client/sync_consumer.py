@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
@@ -18,6 +19,7 @@ from plait.client.consumer import Consumer as LoopConsumer
 from plait.client.loops import Run
 from plait.client.settling import Piece
 from plait.client.types import Message, Why
+from plait.errors import Closed, ForkedClient
 
 #: How long one wait of an iteration is; the next one follows at once.
 ITERATION_SECONDS = 3600.0
@@ -118,10 +120,13 @@ class Consumer:
         self.close()
 
     def close(self) -> None:
-        """Send the acks that are left, give back the rest, and leave the group."""
-        # Closed with its client, or its parent's: there is nothing left to say.
-        if not self._inner._closed and self._inner._router.meta.closed is None:
-            self._run(self._inner.close())
+        """Send the acks that are left, give back the rest, and leave the group.
+
+        Control-C ends the waiting, not the closing: that goes on in the background.
+        """
+        # Closed with its client, or its parent's: nothing is left to do.
+        with contextlib.suppress(Closed, ForkedClient):
+            self._run(self._inner.close(), cancel=False)
 
     def flush(self) -> None:
         """Until the broker has every ack and nack so far."""

@@ -473,6 +473,43 @@ def test_an_interrupted_call_leaves_the_client_usable(client: plait.sync.Client)
         signal.signal(signal.SIGUSR1, previous)
 
 
+@pytest.mark.parametrize("ordered", [False, True], ids=["shared", "ordered"])
+@pytest.mark.parametrize("what", ["consumer", "client"])
+def test_control_c_ends_the_waiting_for_a_close_and_not_the_close(
+    plait_broker: BlockingBroker, what: str, ordered: bool
+) -> None:
+    def interrupt(number: int, frame: object) -> None:
+        raise Interrupted
+
+    with plait.sync.connect(plait_broker.address) as client, plait.sync.connect(plait_broker.address) as other:
+        send(client, 10)
+        consumer = client.consumer("s", group="g", ordered=ordered).__enter__()
+        assert len(consumer.fetch(5)) == 5
+        link = client._client._node.link
+        assert link is not None
+        # Its broker's answers do not come: the close waits for them.
+        shared_loop().run(_call(link._transport.pause_reading))  # type: ignore[union-attr]
+        previous = signal.signal(signal.SIGUSR1, interrupt)
+        try:
+            interrupter = threading.Thread(target=_interrupt_when_waiting)
+            interrupter.start()
+            with pytest.raises(Interrupted):
+                (consumer if what == "consumer" else client).close()
+            interrupter.join()
+        finally:
+            signal.signal(signal.SIGUSR1, previous)
+        shared_loop().run(_call(link._transport.resume_reading))  # type: ignore[union-attr]
+        with other.consumer("s", group="g", ordered=ordered) as successor:
+            got: list[int] = []
+            while len(got) < 10:
+                got += numbers(successor.fetch(10, wait=20))
+        assert sorted(got) == list(range(10))
+
+
+async def _call(function: Callable[[], object]) -> None:
+    function()
+
+
 def _interrupt_when_waiting() -> None:
     """Send the signal once the main thread waits for the loop.
 

@@ -1,0 +1,185 @@
+"""Opening and closing beside each other: no task gets an error that is not its own, no consumer costs its successor."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.support import EAGER, PATIENCE_SECONDS, fetch_all, numbers, send, until
+
+KINDS: list[Any] = [pytest.param({}, id="shared"), pytest.param({"ordered": True}, id="ordered")]
+
+
+@asynccontextmanager
+async def silent_server() -> AsyncIterator[str]:
+    """Takes connections and says nothing."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield f"plait://127.0.0.1:{listening.getsockname()[1]}"
+
+
+# --- successors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_consumer_that_opens_while_its_predecessor_closes_gets_everything(
+    client: plait.Client, kind: dict[str, Any]
+) -> None:
+    for turns in (0, 1, 2, 3, 5, 8, 13, 21, 34, 55):
+        subject = f"s{turns}"
+        await send(client, 20, subject)
+        first = await client.consumer(subject, group="g", **kind).__aenter__()
+        for message in (await fetch_all(first, 10))[:5]:
+            message.ack()
+        closing = asyncio.ensure_future(first.close())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with client.consumer(subject, group="g", **kind) as second:
+            assert sorted(numbers(await fetch_all(second, 15))) == list(range(5, 20))
+            await closing
+            # It stays a member after its predecessor has left.
+            await send(client, 5, subject, first=20)
+            assert sorted(numbers(await fetch_all(second, 5))) == list(range(20, 25))
+
+
+async def test_a_successor_has_the_member_id_of_its_predecessor(client: plait.Client) -> None:
+    first = await client.consumer("s", group="g", ordered=True).__aenter__()
+    closing = asyncio.ensure_future(first.close())
+    await asyncio.sleep(0)
+    second = client.consumer("s", group="g", ordered=True)
+    third = client.consumer("s", group="g", ordered=True)
+    assert (second.client_id, third.client_id) == (client.client_id, f"{client.client_id}:2")
+    await closing
+
+
+# --- other tasks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_flush_that_a_close_overtakes_says_that_the_consumer_is_closed(
+    timed_broker: EmbeddedBroker, kind: dict[str, Any]
+) -> None:
+    limits = msgspec.structs.replace(EAGER, request_seconds=0.1)
+    async with timed_broker.connect(limits=limits) as client:
+        await send(client, 2)
+        consumer = await client.consumer("s", group="g", **kind).__aenter__()
+        messages = await fetch_all(consumer, 2)
+        # The broker answers nothing more.
+        link = consumer._clients[0]._link
+        assert link is not None
+        assert link._transport is not None
+        link._transport.pause_reading()
+        messages[0].ack()
+        flushing = asyncio.ensure_future(consumer.flush())
+        await until(lambda: consumer._clients[0].settling._saying)
+        await consumer.close()
+        with pytest.raises(plait.Closed, match="the consumer is closed"):
+            await flushing
+        link.abort()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_consumer_that_is_closed_while_it_opens_says_so(
+    broker: EmbeddedBroker, client: plait.Client, kind: dict[str, Any]
+) -> None:
+    async with client.consumer("s", group="g", **kind):
+        pass
+    for turns in (*range(20), *range(20, 300, 9)):
+        consumer = client.consumer("s", group="g", **kind)
+        opening = asyncio.ensure_future(consumer.__aenter__())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await consumer.close()
+        [outcome] = await asyncio.gather(opening, return_exceptions=True)
+        assert outcome is consumer or (
+            isinstance(outcome, plait.Closed) and ("while it was opened" in str(outcome) or "once" in str(outcome))
+        )
+    assert (await client.admin.group("s", "g")).online == 0
+
+
+async def test_closing_a_client_ends_the_opening_of_its_consumers(broker: EmbeddedBroker) -> None:
+    client = await broker.connect().open()
+    asked = asyncio.Event()
+
+    async def never(subject: str, create: bool) -> Any:
+        asked.set()
+        await asyncio.Event().wait()
+
+    client._router.find = never  # type: ignore[method-assign]
+    opening = asyncio.ensure_future(client.consumer("s", group="g").__aenter__())
+    sending = asyncio.ensure_future(client.admin.subject("s"))
+    await asked.wait()
+    await client.close()
+    for waiting in (opening, sending):
+        with pytest.raises(plait.Closed):
+            await waiting
+
+
+async def test_a_client_that_closes_takes_no_new_consumers_and_readers(client: plait.Client) -> None:
+    closing = asyncio.ensure_future(client.close())
+    await asyncio.sleep(0)
+    with pytest.raises(plait.Closed):
+        client.consumer("s", group="g")
+    with pytest.raises(plait.Closed):
+        client.reader("s")
+    await closing
+    with pytest.raises(plait.Closed, match="the client is closed"):
+        await client.open()
+
+
+# --- opening ---------------------------------------------------------------------------------------------------------
+
+
+async def test_an_open_after_a_failed_one_connects_or_fails_again() -> None:
+    limits = plait.ClientLimits(request_seconds=0.05)
+    async with silent_server() as address:
+        client = plait.connect(address, limits=limits)
+        for _ in range(2):
+            with pytest.raises(plait.Unavailable):
+                await client.open()
+            with pytest.raises(plait.Closed, match="not connected"):
+                await client.send("s", b"body")
+        await client.close()
+
+
+async def test_a_client_that_could_not_connect_is_opened_when_its_server_is_there(broker: EmbeddedBroker) -> None:
+    await broker.stop()
+    client = broker.connect(limits=plait.ClientLimits(request_seconds=0.05))
+    with pytest.raises(plait.Unavailable):
+        await client.open()
+    await broker.start()
+    client._node._limits = plait.ClientLimits()
+    async with client:
+        await client.send("s", b"body")
+
+
+async def test_two_tasks_that_open_a_client_both_find_it_connected(broker: EmbeddedBroker) -> None:
+    client = broker.connect()
+
+    async def use() -> None:
+        await client.open()
+        await client.send("s", b"body")
+
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await asyncio.gather(use(), use())
+    await client.close()
+
+
+async def test_everybody_who_closes_a_client_waits_for_the_end_and_one_is_told_of_the_error(
+    broker: EmbeddedBroker,
+) -> None:
+    client = await broker.connect(limits=plait.ClientLimits(send_seconds=0.05)).open()
+    await broker.stop()
+    client.post("s", b"body")
+    outcomes = await asyncio.gather(client.close(), client.close(), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes if outcome is not None] == [plait.Timeout]
+    await broker.start()

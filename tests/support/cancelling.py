@@ -1,0 +1,158 @@
+"""Cancellation of a call at any of its steps.
+
+A step is one suspension of the call's task, or of a task that the call started, directly or not: so a step is reached
+while the caller waits for several tasks at once, too. The steps of one call are the same in every run, where what it
+waits for answers in the same order.
+
+``async for at in every_step()`` repeats a scenario, which cancels its call by ``at.cancel(call)``, at one step after
+another, until the call ends before its step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from contextvars import ContextVar
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+#: More than any call has: one that takes more does not end.
+STEPS_MAX = 500
+
+_counting: ContextVar[Steps | None] = ContextVar("_counting", default=None)
+
+
+class Steps:
+    """Counts the suspensions of a call's tasks, and calls ``reached`` at one of them."""
+
+    def __init__(self, at: int, reached: Callable[[], None]) -> None:
+        self.count = 0
+        self._at = at
+        self._reached = reached
+
+    def suspended(self) -> None:
+        self.count += 1
+        if self.count == self._at:
+            self._reached()
+
+
+class _Counted(Coroutine[Any, Any, T]):
+    """A coroutine whose suspensions count."""
+
+    def __init__(self, inner: Coroutine[Any, Any, T] | Generator[Any, Any, T], steps: Steps) -> None:
+        self._inner = inner
+        self._steps = steps
+
+    def send(self, value: Any) -> Any:
+        waiting = self._inner.send(value)
+        self._steps.suspended()
+        return waiting
+
+    def throw(self, *error: Any) -> Any:
+        waiting = self._inner.throw(*error)
+        self._steps.suspended()
+        return waiting
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        raise TypeError("a counted coroutine is run by its task")
+
+
+class Outcome(Generic[T]):
+    """What came of a call that was to be cancelled."""
+
+    def __init__(self, steps: int, *, reached: bool, result: T | None, error: BaseException | None) -> None:
+        #: Suspensions in all.
+        self.steps = steps
+        #: The call had the step at which it was cancelled.
+        self.reached = reached
+        self.result = result
+        self.error = error
+
+    @property
+    def cancelled(self) -> bool:
+        return isinstance(self.error, asyncio.CancelledError)
+
+
+async def cancel_at(step: int, call: Coroutine[Any, Any, T], *, everything: bool = False) -> Outcome[T]:
+    """Run a call in a task of its own and cancel it at its ``step``-th suspension.
+
+    With ``everything`` all tasks that the call started are cancelled with it, as the end of ``asyncio.run`` does.
+    """
+    loop = asyncio.get_running_loop()
+    family: list[asyncio.Task[Any]] = []
+    before = loop.get_task_factory()
+    reached = False
+
+    def cancel() -> None:
+        nonlocal reached
+        reached = True
+        for task in family if everything else family[:1]:
+            task.cancel()
+
+    steps = Steps(step, cancel)
+
+    def make(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        counting = _counting.get()
+        task: asyncio.Task[Any] = asyncio.Task(
+            coroutine if counting is None else _Counted(coroutine, counting), loop=loop, **options
+        )
+        if counting is steps:
+            family.append(task)
+        return task
+
+    loop.set_task_factory(make)
+    token = _counting.set(steps)
+    try:
+        task = loop.create_task(call)
+    finally:
+        _counting.reset(token)
+    result: T | None = None
+    error: BaseException | None = None
+    try:
+        result = await asyncio.shield(task)
+    except BaseException as raised:
+        if not task.done():
+            # This task was cancelled, not the call.
+            raise
+        error = raised
+    finally:
+        loop.set_task_factory(before)
+    return Outcome(steps.count, reached=reached, result=result, error=error)
+
+
+async def every_step(stride: int = 1) -> AsyncIterator[Stepping]:
+    """One step after another (of each ``stride`` steps one), until a call ended before its step."""
+    for step in range(1, STEPS_MAX, stride):
+        stepping = Stepping(step)
+        yield stepping
+        if not stepping.reached:
+            return
+    raise AssertionError(f"the call has more than {STEPS_MAX} steps")
+
+
+class Stepping:
+    """One step of ``every_step``: ``cancel`` the call in question at it, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.reached = False
+
+    async def cancel(self, call: Coroutine[Any, Any, T], *, everything: bool = False) -> Outcome[T]:
+        """Run the call and cancel it at this step."""
+        outcome = await cancel_at(self.step, call, everything=everything)
+        self.reached = outcome.reached
+        return outcome
+
+
+@contextlib.contextmanager
+def no_new_tasks() -> Generator[None, None, None]:
+    """No task of Plait's that was started in this block runs when it is over."""
+    before = asyncio.all_tasks()
+    yield
+    left = sorted(task.get_name() for task in asyncio.all_tasks() - before if task.get_name().startswith("plait-"))
+    assert not left, f"left running: {left}"
