@@ -94,6 +94,7 @@ class DeadLetters:
                         continue
                     self._broker.event(Action.BURY, group, consumer, start, end, attempt)
                     group.buried(consumer, start, end, attempt, now)
+                    group.died_count += end - start
         return rest
 
     def keep(self, group: Group, pieces: list[Range]) -> list[Range] | None:

@@ -136,6 +136,7 @@ class Group:
     __slots__ = (
         "consumers",
         "definition",
+        "died_count",
         "expected",
         "kept",
         "limits",
@@ -161,6 +162,8 @@ class Group:
         self.expected = 0
         #: Messages handed out again, and messages that retention or damage took first.
         self.redelivered_count = 0
+        #: Messages that became dead letters since the start of the broker.
+        self.died_count = 0
         self.lost_count = 0
         #: Wall time of the last attach or pull.
         self.used = definition.created

@@ -6,6 +6,7 @@ may come back under the same client id; then it names what is still in its hands
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,8 @@ from plait.broker.partition import Partition
 from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
 from plait.retry import Retry
 from plait.storage.action_log import Action, ConsumerDefinition, GroupDefinition
+
+log = logging.getLogger("plait.broker")
 
 Delivery = Literal["at_least_once", "at_most_once"]
 
@@ -266,7 +269,16 @@ class Membership:
         self._broker.sessions.pop(consumer.session, None)
         self._online.discard(consumer)
         consumer.connected = False
+        before = group.died_count
         returned = group.lost(consumer, self._broker, self._broker.clock.now())
+        if group.died_count > before:
+            log.warning(
+                "%d messages of %s went to the dead letters of group %s: consumer %s was lost at their last attempt",
+                group.died_count - before,
+                group.partition.row.name,
+                group.name,
+                consumer.client,
+            )
         self._broker.wake_group(group)
         return returned
 

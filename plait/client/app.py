@@ -110,6 +110,7 @@ class App:
         ordered: bool = False,
         affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
+        undecodable: Literal["reject", "retry"] = "reject",
     ) -> Callable[[Function], Function]:
         """Decorates a handler, ``def`` (run in a thread) or ``async def``.
 
@@ -118,7 +119,9 @@ class App:
         lists of up to n. ``concurrency`` is how many calls run at a time. A call that takes longer than ``timeout`` has
         failed; an ``async def`` is cancelled then. With ``suspend`` any failure keeps the handler from messages for
         that long, as ``plait.Suspend`` does. With ``ordered`` or ``affinity`` messages of one key are handled one after
-        another, however many calls run. The other arguments are those of ``client.consumer``.
+        another, however many calls run. A body that does not decode into the annotation goes to the dead letters at
+        once, with ``undecodable="retry"`` only after the attempts that the group's policy gives any failure. The other
+        arguments are those of ``client.consumer``.
         """
         names.check("subject", subject)
         group = None if broadcast else group or self.group
@@ -134,6 +137,8 @@ class App:
         if delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         check_ordered(ordered, affinity, group, delivery, handling)
+        if undecodable not in ("reject", "retry"):
+            raise InvalidArgument(f"undecodable {undecodable!r} is not known; use 'reject' or 'retry'")
         start_of(start, 0)
         if retry is not None and not isinstance(retry, Retry):
             raise InvalidArgument(f"retry is {retry!r}; use plait.Retry(...)")
@@ -159,6 +164,7 @@ class App:
             ordered=ordered,
             affinity=affinity,
             handling=None if handling is None else seconds_of(handling),
+            undecodable=undecodable,
         )
         # Types that a function defined for its own handlers are found too.
         local_names = dict(sys._getframe(1).f_locals)

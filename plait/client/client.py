@@ -408,7 +408,6 @@ class Client:
         begin = start_of(start, self._now())
         terms = Terms(subject, group, member, begin, delivery, retry, owns, affinity is not None)
         spools = functools.partial(self._spool_of, terms)
-        after = [c for c in self._consumers if (c.subject, c.group, c.client_id) == (subject, group, member)]
         consumer: Consumer
         if owns:
             consumer = OrderedConsumer(
@@ -421,10 +420,10 @@ class Client:
                 handling=limits.handling_seconds if handling is None else seconds_of(handling),
                 any_thread=any_thread,
                 spools=spools,
-                after=after,
             )
         else:
-            consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools, after=after)
+            consumer = Consumer(self._router, limits, terms, any_thread=any_thread, spools=spools)
+        consumer._after = [c for c in self._consumers if (c.subject, c.group, c.client_id) == (subject, group, member)]
         self._consumers[consumer] = None
         return consumer
 

@@ -53,7 +53,6 @@ class Consumer:
         any_thread: bool = False,
         spools: Spools = lambda _: None,
         buffer: Rows | None = None,
-        after: Sequence[Consumer] = (),
     ) -> None:
         self.subject = terms.subject
         self.group = terms.group
@@ -84,7 +83,7 @@ class Consumer:
         self._stopping = False
         self._closed = False
         #: Consumers with the same member id that are closing: they end before this one attaches.
-        self._after = after
+        self._after: Sequence[Consumer] = ()
         self._opening: asyncio.Task[None] | None = None
         self._closing = Closing(self.subject, self._close)
 

@@ -52,6 +52,8 @@ class Owner(Protocol):
 
     #: From this attempt on reasons are wanted.
     reasons_from: int
+    #: How many attempts the group gives a message; 0: no limit.
+    attempts: int
 
 
 class Delivered:

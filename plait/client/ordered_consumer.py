@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -90,18 +89,9 @@ class OrderedConsumer(Consumer):
         handling: float,
         any_thread: bool = False,
         spools: Spools = lambda _: None,
-        after: Sequence[Consumer] = (),
     ) -> None:
         self._ordered_buffer = OrderedBuffer(self._wake)
-        super().__init__(
-            router,
-            limits,
-            terms,
-            any_thread=any_thread,
-            spools=spools,
-            buffer=self._ordered_buffer,
-            after=after,
-        )
+        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, buffer=self._ordered_buffer)
         self._handed_over = HandedOver(_may_go)
         # A stuck key costs nothing but itself.
         self._prefetch = Prefetch(limits, spans=False)

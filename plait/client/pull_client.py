@@ -19,11 +19,12 @@ from plait.client.node import Node
 from plait.client.settling import Piece, Settling
 from plait.client.spool import Spool
 from plait.client.types import PartitionName
-from plait.client.words import UNBEGUN, EpochRange
+from plait.client.words import UNBEGUN, EpochRange, Failed
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
 from plait.frame.lp import LpSet
 from plait.frame.view import frames_in
 from plait.limits import ClientLimits
+from plait.reason import Reason
 from plait.retry import Retry
 from plait.wire import messages as m
 from plait.wire.dial import Link
@@ -244,7 +245,7 @@ class PullClient:
         self._link = link
         self.attached = True
         self.pulls = self.asked = 0
-        self.settling.attached(link, attached.session, attached.reasons_from)
+        self.settling.attached(link, attached.session, attached.reasons_from, attached.attempts)
         self._attached_as(attached, link)
         self.pull()
 
@@ -423,6 +424,17 @@ class PullClient:
 
     def told(self) -> None:
         """The broker knows what was said."""
+
+    def died(self, count: int, failed: Failed) -> None:
+        """So many of the rows that failed in this way are dead letters."""
+        log.warning(
+            "%d message%s of %s went to the dead letters of group %s: %s",
+            count,
+            "" if count == 1 else "s",
+            self.partition,
+            self._terms.group,
+            failed.reason or Reason(),
+        )
 
     def lost(self, *, stale: bool) -> None:
         """The link is gone, or the broker has given the session up."""

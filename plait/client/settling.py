@@ -39,6 +39,9 @@ class Listener(Protocol):
     def told(self) -> None:
         """The broker knows what was said."""
 
+    def died(self, count: int, failed: Failed) -> None:
+        """So many of the rows that failed in this way are dead letters."""
+
     def lost(self, *, stale: bool) -> None:
         """The link is gone, or the broker has given the session up (``stale``)."""
 
@@ -59,6 +62,8 @@ class Settling:
         self.partition = 0
         #: From this attempt on the broker wants to know why a message failed.
         self.reasons_from = 1
+        #: How many attempts the group gives a message; 0: no limit.
+        self.attempts = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._session = 0
@@ -98,12 +103,13 @@ class Settling:
             else:
                 self._spool.clear()
 
-    def attached(self, link: Link, session: int, reasons_from: int = 1) -> None:
+    def attached(self, link: Link, session: int, reasons_from: int = 1, attempts: int = 0) -> None:
         """The way to the broker is open, for the first time or again."""
         self._link = link
         self._session = session
         self._pending.new_session()
         self.reasons_from = reasons_from
+        self.attempts = attempts
         assert self._attached is not None
         self._attached.set()
         if self._pending or self._unsent:
@@ -240,6 +246,8 @@ class Settling:
             for failed, answer in zip(some, answers, strict=True):
                 if not isinstance(answer, BaseException):
                     saying.told(failed)
+                    if answer.dead:
+                        self._listener.died(answer.dead, failed)
             for answer in answers:
                 if isinstance(answer, BaseException):
                     raise answer

@@ -29,6 +29,10 @@ log = logging.getLogger("plait.app")
 #: Called around each call of a handler, with its messages and with what goes on.
 HandleHook = Callable[[list[Message], Callable[[], Awaitable[None]]], Awaitable[None]]
 
+#: Raised in a task from outside: control-C where the loop does not handle it, and the end of the interpreter. Whatever
+#: else a decoder or a handler raises is a failure of its message alone.
+_NOT_THE_HANDLERS = (KeyboardInterrupt, GeneratorExit)
+
 #: How long one wait for a batch is; the next one follows at once.
 BATCH_WAIT_SECONDS = 3600.0
 
@@ -53,18 +57,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     timeout: float | None
     #: Seconds for which any failure suspends the handler; None: only ``Suspend`` does.
     suspend: float | None
+    #: A body that does not decode is a dead letter at once ("reject"), or fails as any message does ("retry").
+    undecodable: Literal["reject", "retry"]
 
 
 class Call:
     """One call of a handler; a ``def`` has a thread, which may run on after its time-out."""
 
-    __slots__ = ("arguments", "awaited", "thread")
+    __slots__ = ("arguments", "awaited", "failure", "thread")
 
     def __init__(self, arguments: list[Any]) -> None:
         self.arguments = arguments
         self.thread: asyncio.Future[Any] | None = None
         #: Its worker waits for it.
         self.awaited = True
+        #: What its thread raised.
+        self.failure: BaseException | None = None
 
     @property
     def running(self) -> bool:
@@ -145,9 +153,10 @@ class Subscription:
         """Why it failed."""
         try:
             arguments = self.handler.arguments(self.handler.decode(message), message)
-        except CodecError as error:
-            self._refuse(message, error)
-            return error
+        except _NOT_THE_HANDLERS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see above
+            return self._refuse(message, error)
         call = Call(arguments)
         failure = await self._call(call, pool, [message])
         if failure is None:
@@ -167,9 +176,10 @@ class Subscription:
             try:
                 bodies.append(self.handler.decode(message))
                 messages.append(message)
-            except CodecError as error:
-                self._refuse(message, error)
-                failure = error
+            except _NOT_THE_HANDLERS:
+                raise
+            except BaseException as error:  # noqa: BLE001 - see above
+                failure = self._refuse(message, error)
         if messages:
             call = Call(self.handler.arguments(bodies, messages))
             broken = await self._call(call, pool, messages)
@@ -182,19 +192,48 @@ class Subscription:
         batch._ack_soon()
         return failure
 
-    def _refuse(self, message: Message, error: CodecError) -> None:
-        log.error("%s cannot take %s, which is tried again: %s", self.handler.name, _place([message]), error)
-        message.nack(reason=reason_of(error, self.handler.name))
+    def _refuse(self, message: Message, error: BaseException) -> BaseException:
+        """The body could not be decoded, which is no call of the handler."""
+        if isinstance(error, CodecError) and self.settings.undecodable == "reject":
+            # It will not decode the next time either.
+            log.error("%s cannot take %s: %s", self.handler.name, self._fate([message], rejected=True), error)
+            failed = Failed(None, reason_of(error, self.handler.name), reject=True)
+        elif isinstance(error, CodecError):
+            log.error("%s cannot take %s: %s", self.handler.name, self._fate([message]), error)
+            failed = self._failed(error)
+        else:
+            # The decoder itself failed: another attempt may succeed.
+            log.error("%s cannot decode %s", self.handler.name, self._fate([message]), exc_info=error)
+            failed = self._failed(error)
+        message._delivered.nack_row(message._row, failed)
+        return error
+
+    def _fate(self, messages: list[Message], *, rejected: bool = False) -> str:
+        """Where messages are that failed, and what happens to them now."""
+        place = _place(messages)
+        if self.settings.delivery == "at_most_once":
+            return f"{place}, which is gone"
+        if rejected:
+            return f"{place}, which goes to the dead letters"
+        owner, attempt = messages[0]._delivered.owner, max(message.attempt for message in messages)
+        shown = f"{place} (attempt {attempt}{f' of {owner.attempts}' if owner is not None and owner.attempts else ''})"
+        # From ``reasons_from`` on the broker decides: it reports what died (``PullClient.died``).
+        return f"{shown}, which is tried again" if owner is not None and attempt < owner.reasons_from else shown
 
     def _failed(self, failure: BaseException) -> Failed:
-        """What becomes of the message, and what is told of it."""
+        """What happens to the message, and what is reported of it."""
         name = self.handler.name
-        if isinstance(failure, Reject):
-            return Failed(None, failure.told(name), reject=True)
-        if isinstance(failure, Suspend):
-            # Nothing is wrong with the message: it keeps its attempts.
-            return Failed(failure.seconds, counted=False)
-        return Failed(failure.seconds if isinstance(failure, RetryLater) else None, reason_of(failure, name))
+        try:
+            if isinstance(failure, Reject):
+                return Failed(None, failure.told(name), reject=True)
+            if isinstance(failure, Suspend):
+                # Nothing is wrong with the message: it keeps its attempts.
+                return Failed(failure.seconds, counted=False)
+            if isinstance(failure, RetryLater):
+                return Failed(failure.seconds, reason_of(failure, name))
+        except Exception:
+            log.exception("%s raised a %s that is not complete", name, type(failure).__qualname__)
+        return Failed(None, reason_of(failure, name))
 
     async def _invoke(self, call: Call, pool: Executor) -> None:
         """The handler itself; raises what it raises."""
@@ -205,9 +244,9 @@ class Subscription:
         work = functools.partial(_outcome, context, self.handler.function, call.arguments)
         call.thread = asyncio.get_running_loop().run_in_executor(pool, work)
         # A thread cannot be stopped: after the time-out it goes on, and its worker waits for it.
-        result, failure = await asyncio.shield(call.thread)
-        if failure is not None:
-            raise failure
+        result, call.failure = await asyncio.shield(call.thread)
+        if call.failure is not None:
+            raise call.failure
         if inspect.isawaitable(result):
             # A plain function around an asynchronous one.
             await result
@@ -234,7 +273,9 @@ class Subscription:
             failure = error
             if limit.expired():
                 failure = TimeoutError(f"{self.handler.name} did not return within {self.settings.timeout:g} s")
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is logged and the message is tried again
+        except BaseException as error:
+            if isinstance(error, _NOT_THE_HANDLERS) and error is not call.failure:
+                raise
             failure = error
         finally:
             call.awaited = False
@@ -246,14 +287,13 @@ class Subscription:
         elif isinstance(failure, Reject):
             log.warning("%s rejected %s: %s", self.handler.name, _place(messages), failure)
         elif failure is not None:
-            fate = "is tried again" if self.settings.delivery == "at_least_once" else "is gone"
-            log.error("%s failed on %s, which %s", self.handler.name, _place(messages), fate, exc_info=failure)
+            log.error("%s failed on %s", self.handler.name, self._fate(messages), exc_info=failure)
         return failure
 
     def _suspend(self, consumer: Consumer, failure: BaseException | None) -> None:
         """Begin nothing for a while, if that is what the failure means; what was pulled ahead is for others."""
         if isinstance(failure, Suspend):
-            seconds = failure.seconds
+            seconds = getattr(failure, "seconds", 0.0)
         elif failure is not None and self.settings.suspend is not None and not isinstance(failure, RetryLater | Reject):
             seconds = self.settings.suspend
         else:
@@ -280,11 +320,11 @@ class Subscription:
 
 def _outcome(
     context: contextvars.Context, function: Callable[..., Any], arguments: list[Any]
-) -> tuple[Any, Exception | None]:
-    """Result or error of a call: a StopIteration cannot pass through a future."""
+) -> tuple[Any, BaseException | None]:
+    """Result or error of a call: a StopIteration cannot pass through a future, a SystemExit ends the loop."""
     try:
         return context.run(function, *arguments), None
-    except Exception as error:  # noqa: BLE001 - told to the caller
+    except BaseException as error:  # noqa: BLE001 - the caller looks at it
         return None, error
 
 

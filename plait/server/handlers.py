@@ -202,6 +202,7 @@ class Handlers:
                 self._broker.leases.seconds if attach.ordered else 0.0,
                 consumer.token,
                 partition.row.settings.order == "strict" and not attach.affinity,
+                retry.attempts or 0,
             ),
         )
 
@@ -243,7 +244,13 @@ class Handlers:
         ranges, tags = _with_tags(nack.ranges, nack.tags)
         if nack.lp_ranges:
             self._broker.leases.give_back(consumer, nack.lps, *_with_tags(nack.lp_ranges, nack.lp_tags))
-        self._broker.nack(consumer, ranges, lambda: connection.answer(correlation, m.Done()), failure, tags)
+        group, dead = consumer.group, consumer.group.died_count
+
+        def reply() -> None:
+            connection.answer(correlation, m.Nacked(died))
+
+        self._broker.nack(consumer, ranges, reply, failure, tags)
+        died = group.died_count - dead
         self._server.arm_timer()
 
     def _lease(self, connection: Connection, correlation: int, lease: m.Lease, _: memoryview) -> None:

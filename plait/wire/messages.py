@@ -80,6 +80,13 @@ class Done(Message, frozen=True):
     KIND: ClassVar[int] = 4
 
 
+class Nacked(Message, frozen=True):
+    """The answer to ``Nack``: how many messages of these ranges are dead letters by it."""
+
+    KIND: ClassVar[int] = 32
+    dead: int = 0
+
+
 class Heartbeat(Message, frozen=True):
     """Sent every second; keeps the connection and all its consumers alive."""
 
@@ -143,7 +150,8 @@ class Attached(Message, frozen=True):
 
     From attempt number ``reasons_from`` on a failure may be the last, and its reason is wanted. Who is ``ordered`` has
     its locks for ``lease_seconds`` from the sending of a request that renews them; ``token`` is what proves to
-    another connection that it may (``Renew``). ``strict``: a failed message holds its key.
+    another connection that it may (``Renew``). ``strict``: a failed message holds its key. ``attempts`` is how many the
+    group gives a message; 0: no limit.
     """
 
     KIND: ClassVar[int] = 21
@@ -155,6 +163,7 @@ class Attached(Message, frozen=True):
     lease_seconds: float = 0.0
     token: int = 0
     strict: bool = False
+    attempts: int = 0
 
 
 class Pull(Message, frozen=True):

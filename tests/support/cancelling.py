@@ -21,6 +21,12 @@ T = TypeVar("T")
 #: More than any call has: one that takes more does not end.
 STEPS_MAX = 500
 
+#: Names of tasks that belong to clients, consumers and apps.
+_CLIENTS = tuple(
+    f"plait-{kind}"
+    for kind in ("acks", "beat", "close", "connect", "consumer", "drain", "leave", "membership", "open", "poked")
+)
+
 _counting: ContextVar[Steps | None] = ContextVar("_counting", default=None)
 
 
@@ -151,8 +157,8 @@ class Stepping:
 
 @contextlib.contextmanager
 def no_new_tasks() -> Generator[None, None, None]:
-    """No task of Plait's that was started in this block runs when it is over."""
+    """No task of a client that was started in this block runs when it is over; a broker's may."""
     before = asyncio.all_tasks()
     yield
-    left = sorted(task.get_name() for task in asyncio.all_tasks() - before if task.get_name().startswith("plait-"))
+    left = sorted(task.get_name() for task in asyncio.all_tasks() - before if task.get_name().startswith(_CLIENTS))
     assert not left, f"left running: {left}"

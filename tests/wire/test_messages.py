@@ -26,6 +26,7 @@ GOLDEN: list[tuple[m.Message, str]] = [
     (m.Welcome(1, "0.1.0", "g1", 7, 5.0, 64, []), "9701a5302e312e30a2673107cb40140000000000004090"),
     (m.Failure("disk_full", "no room", {"last": 5}), "93a96469736b5f66756c6ca76e6f20726f6f6d81a46c61737405"),
     (m.Done(), "90"),
+    (m.Nacked(3), "9103"),
     (m.Heartbeat(), "90"),
     (m.Route("order.book", delayed=True), "92aa6f726465722e626f6f6bc3"),
     (m.Routed(5, "order.book"), "9205aa6f726465722e626f6f6b"),
@@ -35,7 +36,7 @@ GOLDEN: list[tuple[m.Message, str]] = [
         m.Attach("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
         "9aa173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0c2c2",
     ),
-    (m.Attached(1, 2, "s", "g", 16), "980102a173a16710cb000000000000000000c2"),
+    (m.Attached(1, 2, "s", "g", 16), "990102a173a16710cb000000000000000000c200"),
     (m.Pull(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
     (m.Pulled([(0, 10, 1)], more=True), "949193000a01c30090"),
     (m.Ack(1, [(0, 10, 1)]), "93019193000a0190"),
@@ -148,7 +149,7 @@ def test_bytes_are_frozen(message: m.Message, frozen: str):
 
 def test_every_kind_has_a_number_of_its_own_and_frozen_bytes():
     assert {kind.KIND for kind in KINDS.values()} == {
-        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 40, 41, 50, 51, 52, 53
+        1, 2, 3, 4, 5, 10, 11, 12, 13, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 40, 41, 50, 51, 52, 53
     }  # fmt: skip
     assert len({kind.KIND for kind in KINDS.values()}) == len(KINDS)
     assert {type(message) for message, _ in GOLDEN} == set(KINDS.values())
