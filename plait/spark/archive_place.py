@@ -81,6 +81,8 @@ class _Part:
 class ArchivePlace:
     """An archive. It may be asked again and again: a manifest is read once."""
 
+    expires = False
+
     def __init__(self, options: ReadOptions, wanted: Wanted) -> None:
         self._options = options
         self._wanted = wanted

@@ -48,6 +48,8 @@ class LogTask:
 class LogPlace:
     """A directory."""
 
+    expires = True
+
     def __init__(self, options: ReadOptions, wanted: Wanted) -> None:
         self._options = options
         self._wanted = wanted

@@ -32,6 +32,7 @@ EACH: Final = "each"
 
 #: An offset of one partition as Spark keeps it; the order of the names is that of their texts.
 OffsetJson = dict[str, int]
+_FIELDS: Final = frozenset(("epoch", "from", "id", "sequence"))
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,9 @@ class Position:
     epoch: int | None = None
     #: The partition's number; None: whatever it is.
     number: int | None = None
+    #: Where a batch that ends here begins, if the offset that it starts from does not say: that one does not know the
+    #: partition, or is the query's first, which Spark does not keep.
+    since: int | None = None
 
     @classmethod
     def of(cls, span: PartitionSpan, sequence: int) -> Position:
@@ -51,14 +55,14 @@ class Position:
 
     def to_json(self) -> OffsetJson:
         """Sorted by name."""
-        found = {"epoch": self.epoch, "id": self.number, "sequence": self.sequence}
+        found = {"epoch": self.epoch, "from": self.since, "id": self.number, "sequence": self.sequence}
         return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
     def from_json(cls, place: str, given: Any) -> Position:
         """A sequence, or one with its epoch and the partition's number."""
         fields = {"sequence": given} if isinstance(given, int) else given
-        if not isinstance(fields, dict) or "sequence" not in fields or fields.keys() - {"sequence", "epoch", "id"}:
+        if not isinstance(fields, dict) or "sequence" not in fields or fields.keys() - _FIELDS:
             raise InvalidArgument(
                 f"offset {given!r} of {place!r} is not understood; use a sequence or "
                 '{"sequence": 5, "epoch": 2}, or "earliest" or "latest"'
@@ -66,7 +70,7 @@ class Position:
         for name, value in fields.items():
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= SEQUENCE_MAX:
                 raise InvalidArgument(f"{name} {value!r} of {place!r} is not a number of 0 or more")
-        return cls(fields["sequence"], fields.get("epoch"), fields.get("id"))
+        return cls(fields["sequence"], fields.get("epoch"), fields.get("id"), fields.get("from"))
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,10 @@ class Task(Protocol):
 class Place(Protocol):
     """Something to read from."""
 
+    #: Retention removes messages of it: a partition that begins behind sequence 0 has lost some. What an archive never
+    #: had is noted in its manifest.
+    expires: bool
+
     def spans(self, times: Sequence[int] = ()) -> list[PartitionSpan]:
         """Every partition of the subjects, as it is now; where it has several lives, one after another."""
         ...

@@ -90,18 +90,20 @@ def _shares(amounts: Sequence[int], limit: int) -> list[int]:
 def stream_ranges(
     spans: Sequence[PartitionSpan], start: Mapping[str, Position], end: Mapping[str, Position], *, fail: bool
 ) -> list[SpanRange]:
-    """What lies between two offsets of a stream; a partition that the first does not know begins at its start."""
+    """What lies between two offsets of a stream: the same messages as when the batch was planned, or what is lost."""
     known = lives_of(spans)
     losses: list[str] = []
     ranges = []
     for name, last in end.items():
         lives = known.get(name)
-        first = start.get(name)
+        first = start.get(name, last)
+        if last.since is not None and start.get(name) != last:
+            first = Position(last.since, number=last.number)
         if lives is None:
-            if first is None or first.sequence < last.sequence:
+            if first.sequence < last.sequence:
                 losses.append(f"{name} is gone, with what it had up to sequence {last.sequence}")
             continue
-        for span, begin, finish in checked(lives, first or Position.of(lives[0], lives[0].start), last, losses):
+        for span, begin, finish in checked(lives, first, last, losses):
             if begin < finish:
                 ranges.append(span.range(begin, finish))
     report(losses, fail=fail)

@@ -102,6 +102,8 @@ async def _close(pieces: AsyncIterator[ScanPiece] | None, surveyor: Surveyor) ->
 class ServerPlace:
     """Brokers. The links stay up between two questions, as a stream asks often."""
 
+    expires = True
+
     def __init__(self, options: ReadOptions, wanted: Wanted) -> None:
         self._options = options
         self._wanted = wanted

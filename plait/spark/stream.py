@@ -1,14 +1,17 @@
 """``spark.readStream.format("plait")``: messages as they come, with offsets that Spark keeps in its checkpoint.
 
 An offset names the next sequence of every partition, with the epoch of the message before it and the partition's
-number, as JSON with sorted names: Spark compares offsets as texts. Between two offsets lie the same messages whenever
-they are asked for, or the query fails with what was lost; so a sink that Spark writes once for each batch has every
-message once, whatever was killed in between. Nothing is ever acked: Spark's checkpoint alone says how far a query is.
+number, as JSON with sorted names: Spark compares offsets as texts. Where the offset that a batch starts from does not
+say where a partition begins, the one that it ends with does: in the first batch of a query, and of a partition.
+Between two offsets lie the same messages whenever they are asked for, or the query fails with what was lost; so a sink
+that Spark writes once for each batch has every message once, whatever was killed in between. Nothing is ever acked:
+Spark's checkpoint alone says how far a query is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -49,6 +52,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._gone: set[str] = set()
         #: What there was at the last look.
         self._latest: Offset | None = None
+        #: Where this query began. Spark asks for it again when it reads the first batch again.
+        self._initial: Offset | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Links and what is known of files stay where they are."""
@@ -76,7 +81,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             losses += [lost] if lost is not None else []
             positions[name] = Position.of(span, first)
         report(losses, fail=self.options.fail_on_loss)
-        return _offset(positions)
+        self._initial = _offset(positions)
+        return self._initial
 
     def getDefaultReadLimit(self) -> ReadLimit:
         """What the options say; where both do, bytes are looked at in ``latestOffset``, as Spark passes one on."""
@@ -104,19 +110,25 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             name = str(each.place)
             # What is lost is left behind at once, though nothing follows it yet: it is said once, not at every look.
             if each.end > each.start or name not in positions or check_start(spans[name], positions[name])[1]:
-                positions[name] = Position.of(spans[name], each.end)
+                position = Position.of(spans[name], each.end)
+                if each.end > each.start and (name not in positions or start == self._initial):
+                    position = replace(position, since=each.start)
+                positions[name] = position
         return _offset(positions)
 
     def _unread(self, spans: Mapping[str, PartitionSpan], positions: Mapping[str, Position]) -> list[SpanRange]:
-        """What each partition has from its position on; partitions that are new have all of it to be read."""
+        """What each partition has from its position on; partitions that are new from their first message on."""
         # Their places are kept: should they come back, they are not read from the start.
         gone = positions.keys() - spans.keys() - self._gone
         losses = [
             f"{name} is gone, with what it had from sequence {positions[name].sequence} on" for name in sorted(gone)
         ]
         ranges = []
+        expires = self._there().expires
         for name, span in spans.items():
-            first, lost = check_start(span, positions.get(name, Position(span.start)))
+            # A partition that is new was made since the query began: it is read from its first message on.
+            new = Position(0 if expires else span.start)
+            first, lost = check_start(span, positions.get(name, new))
             losses += [lost] if lost is not None else []
             end = span.end if self._target is None else min(self._target.get((name, span.number), first), span.end)
             ranges.append(span.range(first, max(first, end)))

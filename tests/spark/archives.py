@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 
+from plait import chance
 from plait.broker.group import Consumer
 from plait.client.rows import hash_keys
 from plait.errors import from_code
@@ -114,6 +116,16 @@ def log_rows(root: Path) -> list[dict[str, Any]]:
         frames = read_chunk(reader.disk, str(root), chunk, wanted)
         rows += pa.Table.from_batches(record_batches(frames, SCHEMA, "g1"), SCHEMA).to_pylist()
     return sorted(rows, key=place)
+
+
+def commit_next(archive: Archive, **changes: Any) -> Manifest:
+    """Commit a manifest that differs from the newest one."""
+    newest = archive.open()
+    following = msgspec.structs.replace(
+        newest, number=newest.number + 1, writer=chance.token(8), previous=newest.writer, **changes
+    )
+    archive.commit(following)
+    return following
 
 
 def archived_rows(to: Path | str, manifest: Manifest | None = None) -> list[dict[str, Any]]:

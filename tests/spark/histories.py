@@ -18,7 +18,7 @@ from plait.spark import archiving, files
 from plait.spark import history as history_module
 from plait.spark.history import History
 from plait.storage.disk import RealDisk
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here, commit_next, run_here
 from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS
 
 
@@ -88,8 +88,7 @@ def replaced_once(history: History, patch: pytest.MonkeyPatch) -> None:
                 moved = file.path.replace(".parquet", "-new.parquet")
                 (place / file.path).rename(place / moved)
                 renamed.append(msgspec.structs.replace(file, path=moved))
-            newer = msgspec.structs.replace(history._manifest, number=history._manifest.number + 1, files=renamed)
-            history._archive.commit(newer)
+            commit_next(history._archive, files=renamed)
         return pieces
 
     patch.setattr(history_module, "plan_archived", plan_then_replace)

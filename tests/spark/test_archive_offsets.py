@@ -23,7 +23,7 @@ from pyspark.sql.datasource import EqualTo, GreaterThan, LessThanOrEqual
 
 from plait.spark import archiving
 from plait.spark.manifest import Archive
-from tests.spark.archives import DAY, Filler, archive_here, damage_frames, run_here
+from tests.spark.archives import DAY, Filler, archive_here, commit_next, damage_frames, run_here
 from tests.spark.growing import Growing
 from tests.spark.support import Stream, batch_reader, rows_of
 from tests.spark.test_intake import expire
@@ -285,7 +285,7 @@ def test_an_archive_that_does_not_tell_lives_apart_is_read_whole_alone(growing: 
     archive = Archive.at(growing.to)
     manifest = archive.open()
     sources = {name: msgspec.structs.replace(source, lives={}) for name, source in manifest.sources.items()}
-    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, sources=sources))
+    commit_next(archive, sources=sources)
     assert bodies(**growing.place) == SENT
     with pytest.raises(ArchiveError, match="does not say which sequences of orders@g1 it has: an earlier Plait"):
         bodies(startingOffsets=at(3), **growing.place)

@@ -81,7 +81,7 @@ def test_offsets_are_those_of_the_log_and_a_stream_may_go_on_with_either(growing
         }
         before = Stream(maxMessagesPerTrigger=5, **places[first])
         assert step(before) == rows(5)
-        assert before.offset == {"orders@g1": {"epoch": 2, "id": 1, "sequence": 5}}
+        assert before.offset == {"orders@g1": {"epoch": 2, "from": 0, "id": 1, "sequence": 5}}
         assert step(Stream(before.offset, **places[second])) == rows(2, 5)
     # The log is ahead of its archive.
     ahead = Stream(server=growing.broker.address)

@@ -34,6 +34,7 @@ from tests.spark.archives import (
     archive_here,
     archived_deaths,
     archived_events,
+    commit_next,
     damage,
     death_rows,
     files_below,
@@ -329,7 +330,7 @@ def test_deaths_that_an_earlier_plait_archived_are_merged_with_later_ones(tmp_pa
         "deaths", old.date, batch, (old.start, old.end)
     )
     files = [written if file == old else file for file in manifest.files]
-    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, files=files))
+    commit_next(archive, files=files)
     archive_here(None, to, compact=True, verify=True)
     assert len(archive.open().find("deaths")) == 1
     assert [row["store_time"] is None for row in death_rows(to)] == [True] * old.count + [False] * new.count
@@ -344,9 +345,7 @@ def forget_deaths(to: Path) -> None:
         for name, source in manifest.sources.items()
     }
     files = [file for file in manifest.files if file.kind != "deaths"]
-    archive.commit(
-        msgspec.structs.replace(manifest, version=1, number=manifest.number + 1, sources=sources, files=files)
-    )
+    commit_next(archive, version=1, sources=sources, files=files)
 
 
 def test_a_loss_of_power_takes_no_death_that_is_archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

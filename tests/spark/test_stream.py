@@ -55,6 +55,7 @@ def test_each_batch_has_what_came_since_the_last(place: dict[str, Any], client: 
     send(client, b"c")
     assert stream.bodies() == [b"c"]
     assert stream.offset == {"orders@g1": {"epoch": 1, "id": 1, "sequence": 3}}
+    assert offset == {"orders@g1": {"epoch": 1, "from": 0, "id": 1, "sequence": 2}}, "of the first batch"
     assert json.dumps(stream.offset) == json.dumps(stream.offset, sort_keys=True)
 
 
@@ -158,7 +159,7 @@ def test_a_reader_travels_to_its_tasks_without_its_links(place: dict[str, Any], 
     (partition,) = pickle.loads(pickle.dumps(list(stream.reader.partitions(stream.offset, end))))
     reader = pickle.loads(pickle.dumps(stream.reader))
     assert [row["body"] for batch in reader.read(partition) for row in batch.to_pylist()] == [b"a"]
-    assert stream.reader.reportLatestOffset() == end
+    assert stream.reader.reportLatestOffset() == {"orders@g1": {"epoch": 1, "id": 1, "sequence": 1}}
     stream.reader.stop()
 
 
@@ -255,6 +256,62 @@ def test_what_expired_before_it_was_read_fails_the_query_or_is_passed_over(tmp_p
         with pytest.raises(DataLost, match="expired"):
             stream.reader.partitions(stream.offset, end)
         assert lenient.bodies() == [b"b"]
+
+
+def send_to_new_partitions(client: Client, count: int) -> None:
+    """Messages with keys, of which some go to partitions other than the first."""
+    keys = [f"k{number}" for number in range(count)]
+    while {str(r.partition) for r in client.send_many("orders", [b"new"] * count, keys=keys)} == {"orders@g1"}:
+        pass
+
+
+def test_what_expired_of_a_partition_that_the_offset_does_not_know_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """It was made while the query was stopped: all of it was to be read."""
+    with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
+        client.admin.create_subject("orders", retention=60.0)
+        client.send("orders", b"a")
+        stream = Stream(server=broker.address)
+        assert stream.bodies() == [b"a"]
+        client.admin.expand_subject("orders", 3)
+        send_to_new_partitions(client, 20)
+        lenient = Stream(stream.offset, server=broker.address, failOnDataLoss=False)
+        broker.advance(100.0)
+        client.send_many("orders", [b"later"] * 20, keys=[f"k{number}" for number in range(20)])
+        with pytest.raises(DataLost, match=r"orders#\d@g1 starts at \d+: sequences 0 to \d+ are expired"):
+            Stream(stream.offset, server=broker.address).step()
+        assert {*lenient.bodies()} == {b"later"}
+        assert lenient.bodies() == []
+        # Once for each partition, by the look and by the batch.
+        assert caplog.text.count("sequences 0 to") == 2
+
+
+@pytest.mark.parametrize("begun", ["with the query", "later"])
+def test_a_batch_that_was_planned_is_read_again_or_lost_never_empty(tmp_path: Path, begun: str):
+    """Spark keeps where a batch ends; where the first one begins it asks for again."""
+    with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
+        client.admin.create_subject("orders", retention=60.0)
+        if begun == "later":
+            first = Stream(server=broker.address)
+            start: Any = first.offset
+            client.admin.expand_subject("orders", 3)
+            send_to_new_partitions(client, 20)
+            end = first.reader.latestOffset(start, ReadAllAvailable())
+        else:
+            client.send_many("orders", [b"a", b"b"])
+            first = Stream(server=broker.address)
+            end = first.reader.latestOffset(first.offset, ReadAllAvailable())
+            start = None
+        rows = first.read(first.offset, end)
+        again = Stream(start, server=broker.address)
+        assert again.read(again.offset, json.loads(json.dumps(end))) == rows != []
+        broker.advance(100.0)
+        after = Stream(start, server=broker.address)
+        with pytest.raises(DataLost, match=r"sequences 0 to \d+ are expired"):
+            after.reader.partitions(after.offset, end)
+        lenient = Stream(start, server=broker.address, failOnDataLoss=False)
+        assert lenient.read(lenient.offset, end) == []
 
 
 @pytest.mark.parametrize("option", [{"endingOffsets": "latest"}, {"maxMessagesPerTrigger": "0"}])

@@ -16,7 +16,7 @@ from plait.spark import archiving
 from plait.spark.manifest import Archive, Settings
 from plait.storage.action_log import EVENTS, read_events
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here, commit_next, run_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, copied, frames_of, is_ack, undurable, with_actions, write
 from tests.spark.auditing.test_archived import counts
@@ -151,7 +151,7 @@ async def test_where_the_order_of_one_partition_is_not_known_that_of_the_group_i
     manifest = archive.open()
     ((name, source),) = manifest.sources.items()
     del source.settings[f"{partition}@g1"]
-    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, sources={name: source}))
+    commit_next(archive, sources={name: source})
     assert one_group(audit(archive=to)).order == "not_known"
 
 
@@ -244,7 +244,7 @@ def change_source(to: Path, **fields: object) -> None:
     manifest = archive.open()
     ((name, source),) = manifest.sources.items()
     changed = msgspec.structs.replace(source, **fields)
-    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, sources={name: changed}))
+    commit_next(archive, sources={name: changed})
 
 
 async def test_an_archive_that_tells_settings_by_name_alone_does_not_know_the_order(tmp_path: Path, audit: Audit):

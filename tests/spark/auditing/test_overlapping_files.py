@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from plait.clock import ManualClock
@@ -14,7 +13,7 @@ from plait.spark.files import FileWriter
 from plait.spark.manifest import Archive, ArchivedFile
 from plait.spark.tasks import CompactTask
 from plait.testing import EmbeddedBroker
-from tests.spark.archives import archive_here, run_here
+from tests.spark.archives import archive_here, commit_next, run_here
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.test_archived import counts
 from tests.spark.auditing.test_live import SUBJECT, consume, send
@@ -35,7 +34,7 @@ def merge_every_other(to: Path, kind: str) -> None:
     rest: list[ArchivedFile] = [file for file in manifest.files if file.kind != kind]
     for some in (files[::2], files[1::2]):
         rest += CompactTask(tuple(some)).run(FileWriter(archive, manifest.number + 1, some[0].source)).files
-    archive.commit(msgspec.structs.replace(manifest, number=manifest.number + 1, files=rest))
+    commit_next(archive, files=rest)
 
 
 async def in_runs(data: Path, to: Path, *, ordered: bool, runs: int = 5) -> None:
