@@ -113,7 +113,7 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     subjects: int = 100_000
     #: Groups over all subjects.
     groups: int = 300_000
-    #: Consumers attached at once.
+    #: Consumers attached at once, and those that lost their connection and are not lost yet.
     consumers: int = 100_000
     #: Separate unacked ranges of one consumer; it gets nothing new above it.
     consumer_ranges: int = 10_000
@@ -154,8 +154,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     pull_wait_seconds: float = 60.0
     #: A consumer not heard from for this is lost: its unacked messages go to the others.
     consumer_lost_seconds: float = 5.0
-    #: Lost consumers and idle broadcast groups are forgotten after 2 days.
-    consumer_forget_seconds: float = 2 * 86400.0
+    #: Idle broadcast groups are forgotten after 2 days: a client that was away for a weekend continues.
+    group_forget_seconds: float = 2 * 86400.0
     #: Sends are refused while the oldest waiting one is older than this.
     queue_head_seconds: float = 0.2
     #: Sends are refused while one log write or sync has taken longer than this.

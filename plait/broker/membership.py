@@ -85,12 +85,6 @@ class Membership:
         """
         broker = self._broker
         broker.refuse_when_stalled()
-        if len(broker.sessions) >= broker.limits.consumers:
-            raise LimitExceeded(
-                f"this broker has its {broker.limits.consumers} consumers; close some first",
-                limit="consumers",
-                value=broker.limits.consumers,
-            )
         partition = broker.partition_of(subject)
         broadcast = group_name is None
         name = BROADCAST_PREFIX + client if group_name is None else group_name
@@ -125,6 +119,13 @@ class Membership:
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
         if consumer is None:
+            if len(self._online) >= broker.limits.consumers:
+                raise LimitExceeded(
+                    f"consumer limit reached ({broker.limits.consumers} per broker, attached or lost a moment ago): "
+                    "close idle consumers, or raise the limit 'consumers'",
+                    limit="consumers",
+                    value=broker.limits.consumers,
+                )
             consumer = Consumer(broker.next_consumer, group, client, now)
             broker.next_consumer += 1
             group.consumers[client] = consumer
@@ -224,9 +225,14 @@ class Membership:
         self._online.discard(consumer)
         consumer.connected = False
         group.offline(consumer, self._broker, self._broker.clock.now())
-        group.consumers.pop(consumer.client, None)
-        self._broker.event(Action.FORGET_CONSUMER, group, consumer.id, 0, 0, 0)
+        self._forget(consumer)
         self._broker.wake_group(group)
+
+    def _forget(self, consumer: Consumer) -> None:
+        """A consumer that holds nothing is not remembered: every segment of the action log begins with all of them."""
+        if consumer.group.consumers.get(consumer.client) is consumer:
+            del consumer.group.consumers[consumer.client]
+        self._broker.event(Action.FORGET_CONSUMER, consumer.group, consumer.id, 0, 0, 0)
 
     def disconnected(self, consumer: Consumer, session: int) -> None:
         """The connection is gone; the consumer has until the lost time to come back."""
@@ -279,21 +285,22 @@ class Membership:
                 group.name,
                 consumer.client,
             )
+        self._forget(consumer)
         self._broker.wake_group(group)
         return returned
 
     def forget_idle(self) -> int:
-        """Drop long gone consumers and unused broadcast groups; how many. Call it every few minutes."""
+        """Drop consumers that a start found and that did not return, and unused broadcast groups; how many."""
         broker = self._broker
-        limit = broker.limits.consumer_forget_seconds
+        limit = broker.limits.group_forget_seconds
         now, wall = broker.clock.monotonic(), broker.clock.now()
+        deadline = now - broker.limits.consumer_lost_seconds
         forgotten = 0
         for partition in broker.partitions.values():
             for group in list(partition.groups.values()):
                 for consumer in list(group.consumers.values()):
-                    if not consumer.online and now - consumer.heard > limit:
-                        del group.consumers[consumer.client]
-                        broker.event(Action.FORGET_CONSUMER, group, consumer.id, 0, 0, 0)
+                    if not consumer.online and consumer.heard < deadline:
+                        self._forget(consumer)
                         forgotten += 1
                 idle = (wall - group.used) / 1_000_000 > limit
                 if group.definition.broadcast and not group.consumers and idle:

@@ -8,7 +8,7 @@ from itertools import cycle, islice
 import msgspec
 
 from plait import names
-from plait.errors import InvalidArgument, LimitExceeded, SubjectExists, SubjectNotFound
+from plait.errors import InvalidArgument, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core

@@ -120,6 +120,8 @@ class Log:
         self._pending: list[Buffer] = []
         self._pending_at = 0
         self._spare: tuple[int, File] | None = None
+        #: Bytes of the frames that the last new segment began with.
+        self._head_size = 0
         # The next segment may be made by a thread while the loop needs it.
         self._making = threading.Lock()
         self._syncing = threading.Lock()
@@ -281,7 +283,9 @@ class Log:
         # Recovery may have set the end beyond the last segment, over bytes that were durable and are gone.
         base = max(self.segments[-1].end, self.end) if self.segments else self.end
         head = self.on_segment(self.end) if self.on_segment is not None else []
-        size += sum(frame.size for frame in head)
+        self._head_size = sum(frame.size for frame in head)
+        # At least half of a segment is left for what it is made for, or the log would consist of heads.
+        size = self._head_size + max(size, self._head_size)
         with self._making:
             spare, self._spare = self._spare, None
             if spare is not None and spare[0] == base and spare[1].size >= size:
@@ -329,7 +333,9 @@ class Log:
                 return
             active = self.segments[-1]
             if self.end - active.base > active.size // 2:
-                self._spare = (active.end, self._create(active.end, self.segment_size))
+                # The next head takes about as much as the last one.
+                size = max(self.segment_size, 3 * self._head_size)
+                self._spare = (active.end, self._create(active.end, size))
 
     def append(self, parts: Sequence[Buffer], size: int) -> int:
         """Take a frame's buffers; its offset. Nothing reaches the disk before ``write``."""

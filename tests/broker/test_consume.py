@@ -299,7 +299,7 @@ def test_there_are_only_so_many_consumers_and_groups():
     node = Node(limits=ServerLimits(consumers=2, groups=3))
     node.attach("orders", "g", "c1")
     node.attach("orders", "g", "c2")
-    with pytest.raises(LimitExceeded, match="its 2 consumers"):
+    with pytest.raises(LimitExceeded, match=r"consumer limit reached \(2 per broker"):
         node.attach("orders", "g", "c3")
     node = Node(limits=ServerLimits(groups=2))
     node.attach("orders", "g1")
@@ -308,16 +308,17 @@ def test_there_are_only_so_many_consumers_and_groups():
         node.attach("orders", "g3")
 
 
-def test_long_gone_consumers_and_idle_broadcast_groups_are_forgotten():
+def test_lost_consumers_and_idle_broadcast_groups_are_forgotten():
     node = filled(3)
     shared = node.attach("orders", "g", "c1")
     broadcast = node.attach("orders", None, "b1", start="earliest")
     node.pull(shared)
     node.clock.advance(LOST)
     node.membership.lose_silent()
+    assert shared.group.consumers == broadcast.group.consumers == {}
     assert node.membership.forget_idle() == 0
     node.clock.advance(2 * 86400 + 1)
-    assert node.membership.forget_idle() == 3
+    assert node.membership.forget_idle() == 1
     node.turn()
     assert shared.group.consumers == {}
     assert set(node.partition("orders").groups) == {"g"}
@@ -525,3 +526,65 @@ def test_rows_that_came_back_from_a_large_frame_go_out_together():
     node.pull(consumer, size=4 << 20)
     node.nack(consumer, *((n, n + 1) for n in range(0, 100, 10)))
     assert [r[:2] for r in node.pull(consumer, size=1 << 20).ranges] == [(n, n + 1) for n in range(0, 100, 10)]
+
+
+def head_size(node: Node) -> int:
+    return sum(frame.size for frame in node.broker.heads.of_action_segment(0))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_clients_that_come_under_ever_new_names_leave_nothing_behind(ordered: bool):
+    node = filled(3)
+    bare = head_size(node)
+    for number in range(200):
+        consumer = node.membership.attach("orders", "g", f"c{number:03d}", ordered=ordered)
+        node.membership.disconnected(consumer, consumer.session)
+    assert head_size(node) > bare + 200 * 10
+    node.turn()
+    again = node.killed()
+    for each in (node, again):
+        each.later(60)
+        each.membership.lose_silent()
+        each.membership.forget_idle()
+        each.turn()
+        assert each.group("orders", "g").consumers == {}
+        assert head_size(each) < bare + 300
+        assert not each.killed().group("orders", "g").consumers
+
+
+def test_consumers_without_a_connection_count_until_they_are_lost():
+    node = Node(limits=ServerLimits(consumers=2))
+    for client in ("c1", "c2"):
+        consumer = node.attach("orders", "g", client)
+        node.membership.disconnected(consumer, consumer.session)
+    with pytest.raises(LimitExceeded, match="attached or lost a moment ago"):
+        node.attach("orders", "g", "c3")
+    # One that returns is no new one.
+    node.attach("orders", "g", "c1")
+    node.clock.advance(LOST)
+    node.membership.lose_silent()
+    node.attach("orders", "g", "c3")
+
+
+@pytest.mark.parametrize("log", ["action", "message"])
+def test_at_least_half_of_every_segment_is_left_for_what_comes_after_its_head(log: str):
+    node = Node(message_segment_size=4096, action_segment_size=4096, limits=ServerLimits(consumers=1000))
+    for number in range(120):
+        if log == "action":
+            node.membership.attach("orders", "g", f"client-with-a-long-name-{number}")
+        else:
+            node.partition(f"subject-with-a-long-name-{number}")
+        node.turn()
+    grown = getattr(node.broker, f"{log}_log")
+    before = grown.end
+    consumer = node.attach("orders", "g")
+    for number in range(100):
+        node.send("orders", b"x" * 50, producer=Producer(number + 10))
+        node.pull(consumer)
+        node.ack(consumer, (number, number + 1))
+        grown.prepare_next()
+    written = 100 * 400
+    assert grown.end - before < 3 * written, "what is written is not mostly heads"
+    head = grown._head_size
+    assert head > 4096
+    assert all(segment.size >= 2 * head for segment in grown.segments[-1:])

@@ -342,6 +342,7 @@ class Trace:
             if consumer is not silent:
                 consumer.heard = self.clock.monotonic()
         for lost, _ in self.node.membership.lose_silent():
+            assert lost.client not in lost.group.consumers, "who is lost holds nothing, and is remembered"
             if lost in self._consumers:
                 self._consumers.remove(lost)
 
