@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -11,6 +11,11 @@ from plait import names
 from plait.errors import CodecError, InvalidArgument, TooLarge
 from plait.frame.columns import TAG_SEPARATOR
 from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
+
+#: The name of the header that stands for headers which do not decode; its value is their bytes as hexadecimal text, the
+#: first few of them.
+UNREADABLE: Final = "plait-unreadable"
+UNREADABLE_SHOWN: Final = 256
 
 _json = msgspec.json.Encoder()
 _headers = msgspec.msgpack.Encoder()
@@ -114,10 +119,19 @@ def encode_headers(headers: Mapping[str, Any] | None) -> bytes:
 
 
 def decode_headers(encoded: bytes) -> dict[str, str | int | float | bool]:
-    """What ``encode_headers`` made."""
+    """What ``encode_headers`` made. Brokers do not look into headers, so a sender may have stored anything in their
+    place: that is shown as one header, ``UNREADABLE``, and the message is like any other."""
     if not encoded:
         return {}
+    headers = read_headers(encoded)
+    return {UNREADABLE: encoded[:UNREADABLE_SHOWN].hex()} if headers is None else headers
+
+
+def read_headers(encoded: bytes) -> dict[str, str | int | float | bool] | None:
+    """The headers; None: the bytes are not what ``encode_headers`` makes."""
     try:
-        return _decode_headers.decode(encoded)
-    except msgspec.MsgspecError as error:
-        raise CodecError(f"headers do not decode: {error}") from None
+        headers = _decode_headers.decode(encoded)
+    except ValueError:
+        # Of msgspec, or of text that is not UTF-8.
+        return None
+    return None if "" in headers else headers

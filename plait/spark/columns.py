@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from plait.client.encoding import UNREADABLE, read_headers
 from plait.errors import FrameError
 from plait.frame import check
 from plait.frame.columns import FIXED_TYPES, TAG_SEPARATOR, Codec, Column, label
@@ -49,7 +49,8 @@ _CONST: Final = int(Codec.CONST)
 #: Two hexadecimal digits for each byte value.
 _HEX: Final = np.frombuffer("".join(f"{byte:02x}" for byte in range(256)).encode(), "<u2")
 _Headers = dict[str, str | bool | int | float]
-_decode_headers = msgspec.msgpack.Decoder(_Headers).decode
+#: Headers that do not decode are ``UNREADABLE`` and their bytes.
+_Row = _Headers | dict[str, bytes]
 
 _Offsets = npt.NDArray[np.int32]
 
@@ -71,7 +72,7 @@ class Frames:
         if self.selected is not None and len(members) > 1:
             raise FrameError("a selection of rows is among other frames")
         self._keys: tuple[_Offsets, memoryview] | None = None
-        self._headers: list[_Headers | None] | None = None
+        self._headers: list[_Row | None] | None = None
 
     def has(self, column: int) -> bool:
         """Some frame has it."""
@@ -88,7 +89,7 @@ class Frames:
             check.text(*self._keys, Column.KEY)
         return self._keys
 
-    def headers(self) -> list[_Headers | None] | None:
+    def headers(self) -> list[_Row | None] | None:
         """Headers, decoded once for all columns that are made of them; None: no row has any."""
         if self._headers is None and self.has(Column.HEADERS):
             self._headers = _decoded(encoded_headers(self))
@@ -253,19 +254,27 @@ def header_maps(encoded: pa.Array) -> pa.Array:
     return _maps(_decoded(encoded))
 
 
-def _decoded(encoded: pa.Array) -> list[_Headers | None]:
-    try:
-        return [None if row is None else _decode_headers(row) for row in encoded.to_pylist()]
-    except msgspec.MsgspecError as error:
-        raise FrameError(f"headers do not decode: {error}") from None
+def _decoded(encoded: pa.Array) -> list[_Row | None]:
+    return [None if row is None else _decoded_row(row) for row in encoded.to_pylist()]
 
 
-def _maps(rows: list[_Headers | None]) -> pa.Array:
+def _decoded_row(encoded: bytes) -> _Row:
+    headers = read_headers(encoded)
+    return {UNREADABLE: encoded} if headers is None else headers
+
+
+def _maps(rows: list[_Row | None]) -> pa.Array:
     return pa.array([None if row is None else _header_texts(row) for row in rows], _MAP)
 
 
-def _header_texts(headers: _Headers) -> list[tuple[str, str]]:
-    return [(name, str(value).lower() if isinstance(value, bool) else str(value)) for name, value in headers.items()]
+def _header_texts(headers: _Row) -> list[tuple[str, str]]:
+    return [(name, _text(value)) for name, value in headers.items()]
+
+
+def _text(value: str | float | bytes) -> str:
+    if isinstance(value, bytes):
+        return value.hex()
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _body(frames: Frames) -> pa.Array:

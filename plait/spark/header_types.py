@@ -1,7 +1,8 @@
 """What the text of a header's value was before: archives keep it beside the text, so that messages can be sent again as
 they were.
 
-One letter a header, in their order: s(tr), i(nt), f(loat), b(ool). Null where all are text, as most are.
+One letter a header, in their order: s(tr), i(nt), f(loat), b(ool). Null where all are text, as most are. An x alone:
+the headers do not decode, and their bytes are the text, as hexadecimal digits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from plait.client.encoding import encode_headers
 
 COLUMN: Final = "header_types"
 
-_LETTERS: Final = {str: "s", bool: "b", int: "i", float: "f"}
+_LETTERS: Final = {str: "s", bool: "b", int: "i", float: "f", bytes: "x"}
 
 
 def letters_of(rows: Iterable[dict[str, Any] | None]) -> pa.Array:
@@ -37,6 +38,8 @@ def encoded_of(maps: pa.ChunkedArray, types: pa.ChunkedArray) -> pa.Array:
 
 
 def _encoded(texts: Iterable[tuple[str, str]], letters: str) -> bytes:
+    if letters == "x":
+        return bytes.fromhex("".join(text for _, text in texts))
     return encode_headers({name: _value(text, kind) for (name, text), kind in zip(texts, letters, strict=True)})
 
 

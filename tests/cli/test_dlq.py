@@ -92,6 +92,21 @@ def test_everything_about_a_letter_is_shown_and_nothing_steers_the_terminal(here
     assert b'"attempt":2' in with_history.stdout
 
 
+def test_headers_that_do_not_decode_hide_no_message(
+    here: Here, subject: str, dead: Bury, monkeypatch: pytest.MonkeyPatch
+):
+    """Another sender than Plait's client may have stored anything in their place."""
+    with monkeypatch.context() as patch:
+        patch.setattr("plait.client.rows.encode_headers", lambda headers: b"\xc1\x1b[2J")
+        dead(THREE[:1])
+    dead(THREE[2:])
+    found = json_of(here("dlq", "list", subject, "g", "-o", "json"))
+    assert [letter["headers"] for letter in found] == [{"plait-unreadable": "c11b5b324a"}, {"city": "BJS"}]
+    assert b"plait-unreadable=c11b5b324a" in here("dlq", "show", subject, "g", "0").stdout
+    lines = here("tail", subject, "--start", "earliest", "--count", "2").stdout.decode().splitlines()
+    assert ["plait-unreadable=c11b5b324a" in lines[0], "city=BJS" in lines[1]] == [True, True]
+
+
 def test_letters_that_died_again_tell_of_it(node: Serving, here: Here, subject: str, dead: Bury):
     dead(THREE[:1])
     here("dlq", "resend", subject, "g", "--all")

@@ -238,14 +238,15 @@ def test_rows_that_do_not_fit_their_column_are_damage(tmp_path: Path, monkeypatc
         rows_of(tmp_path)
 
 
-def test_headers_that_do_not_decode_are_damage(tmp_path: Path):
+@pytest.mark.parametrize("malformed", [b"\xc1", b"hello", b"\x81\xa1\xff\x01", b"\x81\xa1a\xc0", b"\x81\xa0\x01"])
+def test_headers_that_do_not_decode_are_shown_as_such_and_harm_no_other_row(tmp_path: Path, malformed: bytes):
     node = Node(RealDisk(tmp_path))
-    node.submit(Producer(5).frame("orders", b"a", headers=[b"\xc1"]))
+    node.submit(Producer(5).frame("orders", b"a", b"b", b"c", headers=[b"\x81\xa1n\x01", malformed, b"\x80"]))
     node.turn()
     node.broker.stop()
-    with pytest.raises(DamageError, match="headers do not decode"):
-        rows_of(tmp_path)
-    assert rows_of(tmp_path, columns="body") == [{"body": b"a"}]
+    found = rows_of(tmp_path, columns="body,headers")
+    assert [row["body"] for row in found] == [b"a", b"b", b"c"]
+    assert [row["headers"] for row in found] == [[("n", "1")], [("plait-unreadable", malformed.hex())], []]
 
 
 # --- options ------------------------------------------------------------------------------------
