@@ -53,7 +53,7 @@ _PULL, _ACK = Action.PULL, Action.ACK
 class Delivery:
     """What one pull hands out."""
 
-    __slots__ = ("count", "parts", "ranges", "size", "tags")
+    __slots__ = ("count", "inflated", "parts", "ranges", "size", "tags")
 
     def __init__(self) -> None:
         self.parts: list[Buffer] = []
@@ -63,6 +63,13 @@ class Delivery:
         self.tags: list[int] = []
         self.count = 0
         self.size = 0
+        #: Bytes that its compressed columns inflate to.
+        self.inflated = 0
+
+    @property
+    def weight(self) -> int:
+        """Bytes that its reader needs memory for."""
+        return self.size + self.inflated
 
 
 class Consumer:
@@ -197,7 +204,7 @@ class Group:
         """Rows for a consumer, recorded as held by it; None when there are none."""
         delivery = Delivery()
         while len(delivery.ranges) < PIECES_MAX:
-            if delivery.count >= count or (delivery.count and delivery.size >= size):
+            if delivery.count >= count or (delivery.count and delivery.weight >= size):
                 break
             if self.pull_log.ready:
                 start, end, attempt = self.pull_log.returned.head()
@@ -223,7 +230,7 @@ class Group:
             again = attempt > 0 or self.definition.delivery == "at_most_once"
             # What came first goes out whatever its size; what is added must leave the reply in its limit.
             some = not delivery.count
-            room = size - delivery.size
+            room = size - delivery.weight
             batch = self.partition.read(log, start, end, count - delivery.count, room, some=some, again=again)
             if batch.full and not batch.count:
                 break
@@ -241,6 +248,7 @@ class Group:
             delivery.parts.extend(batch.parts)
             delivery.count += batch.count
             delivery.size += batch.size
+            delivery.inflated += batch.inflated
             if batch.end < end:
                 # There was no more room; asking again would get one frame whatever its size.
                 break
@@ -295,7 +303,7 @@ class Group:
         except FrameError:
             # What is damaged takes the long way.
             return False
-        if delivery.count and delivery.size + piece.size > size:
+        if delivery.count and delivery.weight + piece.size + frame.inflated_size > size:
             return None
         for start, end, attempt in heads:
             if self.logs_pulls:
@@ -307,6 +315,7 @@ class Group:
         delivery.parts.extend(piece.parts)
         delivery.count += rows
         delivery.size += piece.size
+        delivery.inflated += frame.inflated_size
         return True
 
     def _at_limit(self, consumer: Consumer) -> bool:

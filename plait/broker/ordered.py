@@ -305,7 +305,7 @@ class OrderedGroup(StrandFailures):
             except FrameError:
                 rows = rows[:0]
             else:
-                if not taking.takes(size):
+                if not taking.takes(size + frame.inflated_size):
                     return False
                 self._tag -= 1
                 delivery.parts.extend(parts)
@@ -313,6 +313,7 @@ class OrderedGroup(StrandFailures):
                 delivery.tags.append(self._tag)
                 delivery.count += len(rows)
                 delivery.size += size
+                delivery.inflated += frame.inflated_size
                 self.redelivered_count += len(rows) if attempt else 0
         for index, piece in pieces:
             if piece.start >= cut:
@@ -357,6 +358,7 @@ class OrderedGroup(StrandFailures):
                 delivery.tags.append(tag)
                 delivery.count += piece.rows
                 delivery.size += piece.size
+                delivery.inflated += piece.inflated
                 if attempt:
                     self.redelivered_count += piece.rows
             if piece.end < last or not taking.more:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class Batch:
     """Frames and parts of frames read from a partition, ready to be written to a socket."""
 
-    __slots__ = ("count", "damaged", "end", "full", "parts", "ranges", "size")
+    __slots__ = ("count", "damaged", "end", "full", "inflated", "parts", "ranges", "size")
 
     def __init__(self, start: int) -> None:
         #: There was a frame for which there was no room.
@@ -38,6 +38,8 @@ class Batch:
         self.ranges: list[tuple[int, int]] = []
         self.count = 0
         self.size = 0
+        #: Bytes that its compressed columns inflate to: they count as the others do.
+        self.inflated = 0
         #: Reading stopped here.
         self.end = start
         #: Ranges that cannot be read back.
@@ -175,7 +177,12 @@ class Partition:
         kept_from = log.start
         run_start = run_end = -1
         parts = batch.parts
-        while index < records and expected < end and batch.count < count and (batch.size < size or not batch.count):
+        while (
+            index < records
+            and expected < end
+            and batch.count < count
+            and (batch.size + batch.inflated < size or not batch.count)
+        ):
             record = self.consume_log.record(index)
             offset = record.offset
             if offset < kept_from and (kept := self._expire_before(kept_from)) > index:
@@ -202,11 +209,14 @@ class Partition:
             whole = first == base and last == frame_end
             sliced = None if whole else slice_rows(frame, first - base, last - base)
             piece_size = frame_size if sliced is None else sliced.size
-            if batch.size + piece_size > size and (batch.count or not some):
+            # A compressed column travels whole.
+            inflated = frame.inflated_size
+            if batch.size + batch.inflated + piece_size + inflated > size and (batch.count or not some):
                 batch.full = True
                 break
             index = index + 1 if offset == record.offset else self.consume_log.find(frame_end)
             batch.size += piece_size
+            batch.inflated += inflated
             if sliced is not None:
                 parts.extend(sliced.parts)
                 run_end = -1

@@ -50,6 +50,8 @@ class Piece(NamedTuple):
     end: int
     rows: int
     size: int
+    #: Bytes that its compressed columns inflate to.
+    inflated: int
     parts: list[Buffer]
 
 
@@ -75,12 +77,12 @@ class Taking:
     def more(self) -> bool:
         """There is room for more, and time to look for it."""
         delivery = self.delivery
-        fits = not self.full and (not delivery.count or delivery.size < self.size)
+        fits = not self.full and (not delivery.count or delivery.weight < self.size)
         return fits and self.room > 0 and self.looked < LOOK_MAX
 
     def takes(self, size: int) -> bool:
         """A piece of so many bytes fits; if it does not, the pull ends."""
-        self.full = bool(self.delivery.count) and self.delivery.size + size > self.size
+        self.full = bool(self.delivery.count) and self.delivery.weight + size > self.size
         return not self.full
 
     def limit(self, count: int) -> None:
@@ -191,16 +193,18 @@ class StrandRows(Group):
             rows = low + np.flatnonzero(chooser(self.partition.keys.of(frame))[low:high])
             rows = rows[: taking.room]
         if not len(rows):
-            return Piece(first, first, last, 0, 0, [])
+            return Piece(first, first, last, 0, 0, 0, [])
         end = last if len(rows) < taking.room else int(sequences[rows[-1]]) + 1
         try:
             parts, size = select(frame, rows)
         except FrameError:
             # Its rows cannot be told apart any more.
-            return Piece(first, first, last, 0, 0, [])
-        if not taking.takes(size):
+            return Piece(first, first, last, 0, 0, 0, [])
+        if not taking.takes(size + frame.inflated_size):
             return None
-        return Piece(int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1, end, len(rows), size, parts)
+        return Piece(
+            int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1, end, len(rows), size, frame.inflated_size, parts
+        )
 
     def _walk(self, journal: Journal, start: int, end: int, *, again: bool) -> Iterator[Found]:
         """The frames with [start, end), those that outlived retention first."""

@@ -94,7 +94,8 @@ class Delivered:
         self.partition = partition
         self.owner = owner
         self.count = frame.count
-        self.size = frame.size
+        #: Bytes of memory that it takes once its rows are looked at.
+        self.size = frame.size + frame.inflated_size
         self.epoch = frame.epoch
         if len(attempts) > 1:
             number = attempts[0][2]

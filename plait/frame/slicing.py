@@ -71,7 +71,9 @@ def slice_mask(frame: FrameView, mask: npt.NDArray[np.bool_]) -> FrameParts:
 
 
 def keep_mask(frame: FrameView, mask: npt.NDArray[np.bool_], note: bytes) -> FrameParts:
-    """The same, for a place where the rest of the frame is not: nothing is compressed, and no run is of others' rows.
+    """The same, for a place where the rest of the frame is not: no run is of others' rows.
+
+    A compressed column is inflated and cut, unless it is smaller as it is.
 
     ``note`` stands beside them; ``read_note`` finds it.
     """
@@ -112,7 +114,12 @@ def _selected(
     for number, (codec, data) in frame.columns():
         if number in VARIABLE:
             if codec == _RAW or (note is not None and number in COMPRESSIBLE):
-                columns.append((number, _RAW, _gather_variable(frame, number, spans, rows)))
+                gathered = _gather_variable(frame, number, spans, rows)
+                if codec == _RAW or sum(map(len, gathered)) <= len(data):
+                    columns.append((number, _RAW, gathered))
+                else:
+                    # All rows, compressed, take less than these do: a frame of zeros must not fill a disk.
+                    columns.append((number, Codec(codec), [data]))
             elif number in COMPRESSIBLE and codec in (Codec.ZSTD, Codec.LZ4):
                 columns.append((number, Codec(codec), [data]))
             else:

@@ -45,6 +45,7 @@ from plait.frame.header import (
     STAMP_CRC_OFFSET,
     STAMP_OFFSET,
     TIME_MAX,
+    U32,
     VERSION,
     pad,
 )
@@ -260,6 +261,18 @@ class FrameView:
     def compressed(self) -> bool:
         """Some column travels whole whatever rows are selected."""
         return any(codec in _PACKED for codec, _, _ in self.places.values())
+
+    @property
+    def inflated_size(self) -> int:
+        """Bytes that its compressed columns inflate to, beside ``size``: what a reader of it needs memory for.
+
+        The columns say so themselves, and one that inflates to more or less is refused.
+        """
+        size = 0
+        for codec, start, end in self.places.values():
+            if codec in _PACKED and end - start >= U32.size:
+                size += U32.unpack_from(self.buffer, start)[0]
+        return size
 
     def _place(self, column: int) -> tuple[int, int, int]:
         place = self.places.get(column)

@@ -380,7 +380,7 @@ def record_batches(
             continue
         members.append(member)
         count += member[1].count
-        size += member[1].size
+        size += view.size + view.inflated_size
         if count >= BATCH_COUNT or size >= BATCH_SIZE or (len(members) == 1 and count >= alone_count):
             yield from _batch(Frames(members, group), builders, schema)
             members, count, size = [], 0, 0

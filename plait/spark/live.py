@@ -124,7 +124,7 @@ def matching_rows(
             continue
         members.append((partition, view))
         count += view.count
-        size += view.size
+        size += view.size + view.inflated_size
         if count >= BATCH_COUNT or size >= BATCH_SIZE:
             yield from _rows(Frames(members, group), selection, encoded)
             members, count, size = [], 0, 0

@@ -16,8 +16,6 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from plait.errors import ArchiveError, FrameError, PlaitError
-from plait.frame.columns import Codec
-from plait.frame.header import U32
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
@@ -47,7 +45,6 @@ from plait.storage.recovery import LogScan
 HELD_SIZE_MAX: Final = 256 * MIB
 #: Rows that it collects: a short message takes ten times its size, as columns that are sorted and compared.
 HELD_COUNT_MAX: Final = 1_500_000
-_PACKED: Final = (int(Codec.ZSTD), int(Codec.LZ4))
 #: A segment is copied in pieces of this size.
 COPY_SIZE: Final = 8 * MIB
 
@@ -94,7 +91,7 @@ class Collector:
 
     def add(self, partition: ChunkPartition, view: FrameView) -> None:
         """One more frame."""
-        size = inflated_size(view)
+        size = view.size + view.inflated_size
         if self._held + size > HELD_SIZE_MAX or self._count + view.count > HELD_COUNT_MAX:
             self.flush()
         self._held += size
@@ -117,15 +114,6 @@ class Collector:
             date = day_of(day * DAY_MICROS)
             self.facts.files.append(self._writer.messages(subject, date, joined(batches), self._offsets, ranges))
         self._frames, self._held, self._count = {}, 0, 0
-
-
-def inflated_size(view: FrameView) -> int:
-    """Bytes of a frame when its columns are not compressed: each of those begins with its size."""
-    size = view.size
-    for codec, start, _ in view.places.values():
-        if codec in _PACKED:
-            size += U32.unpack_from(view.buffer, start)[0]
-    return size
 
 
 @dataclass(frozen=True)

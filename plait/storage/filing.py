@@ -16,9 +16,8 @@ import numpy as np
 
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
-from plait.frame.columns import Codec
 from plait.frame.gather import Gathered, Int64s, UInt64s, row_sets
-from plait.frame.header import U32, pack_stamp, pad
+from plait.frame.header import pack_stamp, pad
 from plait.frame.view import FrameView
 from plait.limits import MIB
 from plait.storage.buckets import (
@@ -254,7 +253,7 @@ class Filing:
             except FrameError as error:
                 self.lost.append(("message", f"{error} (at {at})", waiting))
                 continue
-            weight = length + _inflated_size(view)
+            weight = length + view.inflated_size
             if piece and (size + weight > PIECE_SIZE or segment != before):
                 yield before, np.array(piece)
                 piece, size = [], 0
@@ -305,12 +304,3 @@ class Filing:
 def segment_places(directory: str, bases: Sequence[int]) -> list[SegmentPlace]:
     """The files of a log's segments."""
     return [SegmentPlace(base, f"{directory}/{segment_name(base)}") for base in bases]
-
-
-def _inflated_size(frame: FrameView) -> int:
-    """What compressed columns say they inflate to."""
-    size = 0
-    for codec, start, end in frame.places.values():
-        if codec in (Codec.ZSTD, Codec.LZ4) and end - start >= U32.size:
-            size += int(U32.unpack_from(frame.buffer, start)[0])
-    return size

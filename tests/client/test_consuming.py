@@ -363,3 +363,18 @@ async def test_a_broadcast_consumer_gets_again_what_it_nacks(client: plait.Clien
         second.nack()
         [again] = await fetch_all(consumer, 1)
         assert (again.body, again.attempt) == (b"1", 2)
+
+
+async def test_a_consumer_pulls_ahead_no_more_than_its_bytes_inflated(broker: EmbeddedBroker) -> None:
+    mib = 1 << 20
+    limits = plait.ClientLimits(prefetch_bytes=4 * mib, pull_bytes=mib)
+    async with plait.connect(broker.address, limits=limits, compression="zstd") as client:
+        for _ in range(30):
+            await client.send("s", bytes(mib))
+        async with client.consumer("s", group="g") as consumer:
+            seen = 0
+            while seen < 30:
+                batch = await consumer.fetch(1000, wait=5)
+                assert 1 <= len(batch) <= 6
+                seen += len(batch)
+                await batch.ack()

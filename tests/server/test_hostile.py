@@ -28,6 +28,7 @@ from plait.errors import (
 )
 from plait.frame.builder import build_frame
 from plait.frame.columns import Codec, Column
+from plait.frame.view import frames_in
 from plait.limits import COLUMN_SIZE_MAX, KIB, MIB
 from plait.server import Server
 from plait.storage.disk import RealDisk
@@ -240,6 +241,48 @@ async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_s
         # Not inflated to be cut: the body column travels as it is.
         assert len(answer.payload) < 64 * KIB
         assert arrow_bytes() - before < MIB
+
+
+def small_bomb(first: int, rows: int = 4) -> bytes:
+    """1 MiB of zeros in some hundred bytes."""
+    bodies = [bytes(MIB // rows)] * rows
+    return build_frame(bodies, producer=1, first=first, previous=first - 1, compression="zstd").tobytes()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+async def test_what_frames_inflate_to_counts_against_the_bytes_that_are_asked_for(server: Server, ordered: bool):
+    async with Raw(server) as raw:
+        await raw.hello()
+        partition = await raw.route("orders")
+        for n in range(20):
+            await raw.ask(m.Send(partition), small_bomb(4 * n + 1))
+        session = await raw.attach("orders", ordered=ordered)
+        if ordered:
+            await raw.ask(m.Lease(session, [(0, 1024, 1, 0)]))
+        for expected in (4, 12):
+            pulled = await raw.ask(m.Pull(session, 1000, expected // 4 * (MIB + 64 * KIB), 0.0))
+            assert sum(end - start for start, end, _ in pulled.ranges) == expected
+        read = await raw.ask(m.Read("orders", "earliest", 1000, 5 * (MIB + 64 * KIB), 0.0))
+        assert read.next == 20
+
+
+async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: Server):
+    async with Raw(server) as raw:
+        await raw.hello()
+        partition = await raw.route("orders")
+        await raw.ask(m.Send(partition), small_bomb(1, 64))
+        session = await raw.attach("orders")
+        await raw.ask(m.Pull(session, 64, 2 * MIB, 0.0))
+        before = server.broker.kept_log.end
+        for row in range(64):
+            await raw.ask(m.Nack(session, [(row, row + 1, 1)], reject=True))
+        assert server.broker.kept_log.end - before < 64 * KIB
+        await raw.ask(m.Admin("dlq.resend", {"subject": "orders", "group": "g"}))
+        pulled = await raw.answer(raw.request(m.Pull(session, 64, 2 * MIB, 0.0)))
+        rows = sum(end - start for start, end, _ in pulled.message.ranges)
+        frames = list(frames_in(pulled.payload))
+        assert rows == sum(frame.count for frame in frames) >= 1
+        assert set(frames[0].binary(Column.BODY).to_pylist()) == {bytes(MIB // 64)}
 
 
 @pytest.mark.parametrize(

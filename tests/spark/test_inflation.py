@@ -1,0 +1,24 @@
+"""Frames that inflate to much: batches are bounded by what rows take, not by what frames take on the disk."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from plait.frame.builder import build_frame
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.spark.columns import BATCH_SIZE, COLUMNS, record_batches
+from plait.storage.chunks import ChunkPartition
+
+
+def test_a_batch_has_no_more_than_its_bytes_inflated():
+    partition = ChunkPartition("s", "s")
+    frames = [
+        (partition, FrameView(build_frame([bytes(MIB)] * 2, producer=1, first=2 * n + 1, compression="zstd").tobytes()))
+        for n in range(20)
+    ]
+    assert sum(view.size for _, view in frames) < MIB // 8
+    schema = pa.schema([(name, COLUMNS[name].type) for name in ("body",)])
+    sizes = [batch.nbytes for batch in record_batches(frames, schema, "g1")]
+    assert len(sizes) >= 9
+    assert max(sizes) <= BATCH_SIZE + 3 * MIB
