@@ -3,22 +3,8 @@
 ``connect`` for asynchronous code, ``plait.sync`` for blocking code, ``App`` for handlers.
 """
 
-import typing
+from typing import TYPE_CHECKING
 
-from plait.client.admin import Admin, ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
-from plait.client.app import App
-from plait.client.batch import ArrowBatch, Batch
-from plait.client.client import Client, connect
-from plait.client.cluster import AllocationInfo, BrokerInfo, MemberShare, PartitionShare, RouteInfo
-from plait.client.consumer import Consumer
-from plait.client.dead import DeadHistory, DeadLetter, DeadQueue, DeadReason
-from plait.client.delay import DelayLevel
-from plait.client.outcomes import Reject, RetryLater, Suspend
-from plait.client.outgoing import Outgoing
-from plait.client.parked import ParkedKey
-from plait.client.reader import Reader
-from plait.client.schedule import ScheduleCount, ScheduledMessage
-from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
 from plait.errors import (
     BufferFull,
     Closed,
@@ -144,12 +130,53 @@ __all__ = [
     "connect",
 ]
 
-if not typing.TYPE_CHECKING:
+if TYPE_CHECKING:
+    from plait.client.admin import Admin, ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
+    from plait.client.app import App
+    from plait.client.batch import ArrowBatch, Batch
+    from plait.client.client import Client, connect
+    from plait.client.cluster import AllocationInfo, BrokerInfo, MemberShare, PartitionShare, RouteInfo
+    from plait.client.consumer import Consumer
+    from plait.client.dead import DeadHistory, DeadLetter, DeadQueue, DeadReason
+    from plait.client.delay import DelayLevel
+    from plait.client.outcomes import Reject, RetryLater, Suspend
+    from plait.client.outgoing import Outgoing
+    from plait.client.parked import ParkedKey
+    from plait.client.reader import Reader
+    from plait.client.schedule import ScheduleCount, ScheduledMessage
+    from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
+else:
+    # NumPy and Arrow take most of the time of an import: what needs them is loaded when it is first asked for.
+    _LATER = {
+        "plait.client.admin": "Admin ConsumerInfo GroupInfo SubjectDetails SubjectInfo",
+        "plait.client.app": "App",
+        "plait.client.batch": "ArrowBatch Batch",
+        "plait.client.client": "Client connect",
+        "plait.client.cluster": "AllocationInfo BrokerInfo MemberShare PartitionShare RouteInfo",
+        "plait.client.consumer": "Consumer",
+        "plait.client.dead": "DeadHistory DeadLetter DeadQueue DeadReason",
+        "plait.client.delay": "DelayLevel",
+        "plait.client.outcomes": "Reject RetryLater Suspend",
+        "plait.client.outgoing": "Outgoing",
+        "plait.client.parked": "ParkedKey",
+        "plait.client.reader": "Reader",
+        "plait.client.schedule": "ScheduleCount ScheduledMessage",
+        "plait.client.types": "Message MessageId PartitionName Receipt Receipts Ticket",
+    }
+    _MODULES = {name: module for module, names in _LATER.items() for name in names.split()}
 
     def __getattr__(name: str) -> object:
-        # Blocking callers may write ``import plait`` too; who does not, does not load it.
-        if name == "sync":
-            import importlib
+        import importlib
 
-            return importlib.import_module("plait.sync")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "sync":
+            # Blocking callers may write ``import plait`` too.
+            value = importlib.import_module("plait.sync")
+        elif name in _MODULES:
+            value = getattr(importlib.import_module(_MODULES[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES, "sync"})

@@ -8,6 +8,7 @@ never jump (what durations are measured with).
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 
@@ -21,6 +22,23 @@ class Clock(Protocol):
     def monotonic(self) -> float:
         """Seconds that only go forward, also while the machine is suspended."""
         ...
+
+
+#: Address of a server of this process that runs on virtual time → its clock; clients of it go by it.
+_virtual: dict[str, Clock] = {}
+
+
+def set_virtual(address: str, clock: Clock | None) -> None:
+    """The server at ``address`` runs on ``clock``; None: it is gone."""
+    if clock is None:
+        _virtual.pop(address, None)
+    else:
+        _virtual[address] = clock
+
+
+def virtual_clock(addresses: Iterable[str]) -> Clock | None:
+    """The clock of a server at one of the addresses that runs on virtual time in this process."""
+    return next((_virtual[address] for address in addresses if address in _virtual), None)
 
 
 class SystemClock:

@@ -65,6 +65,8 @@ class Printing:
     async def read(self, client: Client, subject: str, start: str | None, group: str | None) -> None:
         """Print until the count is reached or nothing came for long enough."""
         quiet = FETCH_SECONDS if self._seconds is None else self._seconds
+        # Also for a group: a name that is misspelt makes no subject.
+        await client.admin.subject(subject)
         if group is None:
             async with client.reader(subject, start=start or "latest") as reader:
                 while self._left != 0:

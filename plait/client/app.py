@@ -274,7 +274,11 @@ class App:
     # --- running --------------------------------------------------------------------------------
 
     def run_forever(self) -> None:
-        """Run until SIGTERM or SIGINT, on a loop of its own (uvloop where it is installed)."""
+        """Run until SIGTERM or SIGINT, on a loop of its own (uvloop where it is installed).
+
+        What Plait logs goes to standard error, from INFO on, unless the program has set up logging itself.
+        """
+        _log_to_stderr()
         with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(self.run())
 
@@ -358,7 +362,7 @@ class App:
                     for _ in range(subscription.settings.concurrency):
                         work = subscription.work(consumer, pool, stopping)
                         workers.append(tasks.child(work, f"plait-{subscription.handler.name}"))
-                log.info("%d subscribers are ready", len(self._subscriptions))
+                log.info("ready: %s, as client %s", "; ".join(map(str, self._subscriptions)), client.client_id)
                 stopped = tasks.child(stopping.wait(), "plait-stopping")
                 try:
                     await asyncio.wait([*workers, stopped], return_when=asyncio.FIRST_COMPLETED)
@@ -408,6 +412,16 @@ class App:
                 worker.cancel()
         # A handler may need a moment to end, or ignore that it is cancelled.
         await asyncio.wait(workers, timeout=CANCEL_SECONDS)
+
+
+def _log_to_stderr() -> None:
+    """A service that says nothing looks like one that hangs."""
+    plait_log = logging.getLogger("plait")
+    if not plait_log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        plait_log.addHandler(handler)
+        plait_log.setLevel(logging.INFO)
 
 
 def _check_hook(name: str, function: Callable[..., Any]) -> None:

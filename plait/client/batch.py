@@ -15,12 +15,19 @@ from plait.client.settling import Piece, ack_pieces, flush_pieces, nack_pieces
 from plait.client.types import Message, Why
 from plait.client.words import FAILED, Failed, failed_of, rejected_of
 from plait.errors import InvalidArgument
-from plait.frame.arrow import SCHEMA, arrays, attempts
+from plait.frame.arrow import MESSAGE_ID, SAME_TEXT, SCHEMA, arrays, attempts, message_ids, same_text
 
 #: Rows of a table: their numbers, or a mask of all of them.
 Rows: TypeAlias = Iterable[int] | Iterable[bool] | npt.NDArray[Any] | pa.Array | pa.ChunkedArray
 
-TABLE_SCHEMA = SCHEMA.append(pa.field("attempt", pa.int32(), nullable=False))
+TABLE_SCHEMA = pa.schema(
+    [
+        *SCHEMA,
+        pa.field("attempt", pa.int32(), nullable=False),
+        pa.field("message_id", MESSAGE_ID, nullable=False),
+        pa.field("partition", SAME_TEXT, nullable=False),
+    ]
+)
 
 
 class Batch(Sequence[Message]):
@@ -89,10 +96,17 @@ class ArrowBatch:
 
     @cached_property
     def table(self) -> pa.Table:
-        """Columns sequence, key, body, tags, headers, send_time, store_time, producer, producer_sequence, attempt."""
+        """Columns sequence, key, body, tags, headers, send_time, store_time, producer, producer_sequence, attempt,
+        message_id and partition; docs/consuming.md has their types.
+        """
         batches = []
         for delivered, start, stop in self._pieces:
-            columns = [*arrays(delivered.frame), attempts(delivered.attempt(0), delivered.count)]
+            columns = arrays(delivered.frame)
+            columns += [
+                attempts(delivered.attempt(0), delivered.count),
+                message_ids(*columns[-2:]),
+                same_text(str(delivered.partition), delivered.count),
+            ]
             rows = pa.RecordBatch.from_arrays(columns, schema=TABLE_SCHEMA)
             batches.append(rows if stop - start == delivered.count else rows.slice(start, stop - start))
         return pa.Table.from_batches(batches, schema=TABLE_SCHEMA)

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from datetime import datetime
-from types import TracebackType
+from types import EllipsisType, TracebackType
 from typing import Any, Literal, Self
 
 import msgspec
@@ -24,7 +24,7 @@ from plait.client.closing import Closing, all_of
 from plait.client.consumer import Consumer
 from plait.client.delay import Delay, Delays, DeliverAts, due_of, dues_of
 from plait.client.keeper import Background, BackgroundThread, Keeper
-from plait.client.many import send_many
+from plait.client.many import Headers, Tags, send_many
 from plait.client.membership import Membership
 from plait.client.node import Node
 from plait.client.ordered_consumer import OrderedConsumer, check_ordered
@@ -35,8 +35,8 @@ from plait.client.router import Router
 from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
 from plait.client.types import PartitionName, Receipt, Receipts, Ticket
-from plait.clock import Clock, SystemClock
-from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
+from plait.clock import Clock, SystemClock, virtual_clock
+from plait.errors import ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.retry import Retry
 
@@ -128,6 +128,9 @@ class Client:
         self._now = _now
         #: Management of subjects and groups.
         self.admin = Admin(self._router, lambda: self._now())
+        clock = virtual_clock(addresses)
+        if clock is not None:
+            self._go_by(clock)
         _clients.add(self)
 
     async def open(self) -> Self:
@@ -197,9 +200,10 @@ class Client:
         if self._keeper is not None:
             self._keeper.abandon()
 
-    def _go_by(self, now: Callable[[], int]) -> None:
-        """Take the time from another clock than the machine's, for all that is sent and asked for."""
-        self._now = self._producer.now = self._producer.next_now = now
+    def _go_by(self, clock: Clock) -> None:
+        """Take the time from another clock than the machine's, for all that is sent, asked for and leased."""
+        self._now = self._producer.now = self._producer.next_now = clock.now
+        self._clock = clock
 
     def _check_not_closed(self) -> None:
         if self._producer.closed is not None:
@@ -211,7 +215,7 @@ class Client:
         if self._producer.closed is not None:
             raise self._producer.closed
         if not self._opened:
-            raise Closed("the client is not connected; use 'async with plait.connect(...)'")
+            raise self._node.not_open()
 
     # --- sending --------------------------------------------------------------------------------
 
@@ -301,18 +305,21 @@ class Client:
         bodies: Sequence[Any] | pa.Array | pa.ChunkedArray,
         *,
         keys: Sequence[str | int | None] | None = None,
+        tags: Tags | None = None,
+        headers: Headers | None = None,
         delay: Delays | None = None,
         deliver_at: DeliverAts | None = None,
     ) -> Receipts:
         """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
-        ``delay`` and ``deliver_at`` are one for all, or one a row.
+        ``tags`` and ``headers`` are those of every message, or a list with those of each. ``delay`` and ``deliver_at``
+        are one for all, or one a row.
         """
         self._check_open()
         when = None
         if delay is not None or deliver_at is not None:
             when = functools.partial(dues_of, delay, deliver_at, self._producer.next_now())
-        return await send_many(self._producer, subject, bodies, keys, when)
+        return await send_many(self._producer, subject, bodies, keys, when, tags, headers)
 
     async def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
         """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
@@ -346,7 +353,7 @@ class Client:
     def consumer(
         self,
         subject: str,
-        group: str | None = None,
+        group: str | EllipsisType | None = ...,
         *,
         broadcast: bool = False,
         delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",
@@ -357,8 +364,9 @@ class Client:
         affinity: Literal["key"] | None = None,
         handling: Duration | None = None,
     ) -> Consumer:
-        """A member of a group, for ``async with``; no group, or ``broadcast``: every message of the subject.
+        """A member of a group, for ``async with``. ``broadcast=True`` or ``group=None``: every message of the subject.
 
+        One of the two has to be said. A subject that does not exist is created, so that consumers can start first.
         A new group starts at the earliest message, a broadcast at the latest, unless ``start`` says otherwise:
         "earliest", "latest", a sequence, a datetime, or "-5m" before now. ``retry`` says how long failed messages wait;
         it is the group's, and a member that names none takes it as it is.
@@ -372,7 +380,7 @@ class Client:
     def _consumer(
         self,
         subject: str,
-        group: str | None,
+        group: str | EllipsisType | None,
         broadcast: bool,
         delivery: str,
         start: Start | None,
@@ -390,6 +398,11 @@ class Client:
         names.check("subject", subject)
         if broadcast:
             group = None
+        if group is ...:
+            raise InvalidArgument(
+                f"a consumer of {subject!r} needs a group: name one, as in group='billing', or say broadcast=True to "
+                "get every message"
+            )
         if group is not None:
             names.check("group", group)
         if delivery not in ("at_least_once", "at_most_once"):
@@ -451,7 +464,10 @@ class Client:
         return member
 
     def reader(self, subject: str, *, start: Start = "latest") -> Reader:
-        """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m"."""
+        """Read without a group, for ``async with``: from "earliest", "latest", a sequence, a time, or "-5m".
+
+        Reading creates nothing: ``SubjectNotFound`` where there is no such subject.
+        """
         self._check_open()
         self._check_not_closed()
         names.check("subject", subject)

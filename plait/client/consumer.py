@@ -409,7 +409,8 @@ class Consumer:
         if self._closed:
             raise Closed("the consumer is closed")
         if self._loop is None:
-            raise Closed("the consumer is not open; use 'async with client.consumer(...)'")
+            how = "with" if self._router.meta.blocking else "async with"
+            raise Closed(f"the consumer is not open; use '{how} client.consumer(...)'")
         return self._loop
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 
 from plait.client.delay import Dues
-from plait.client.encoding import encode_body, encode_key
+from plait.client.encoding import encode_body, encode_headers, encode_key, encode_tags
 from plait.client.fan import Fan
 from plait.client.outlet import Outlet, Pieces, split_batch
 from plait.client.regroup import Rows
@@ -24,6 +24,10 @@ from plait.limits import BODY_SIZE_MAX
 if TYPE_CHECKING:
     from plait.client.producer import Producer
 
+#: Of all rows, or of each.
+Tags = str | Iterable[str] | Sequence[Iterable[str] | None]
+Headers = Mapping[str, str | int | float | bool] | Sequence[Mapping[str, str | int | float | bool] | None]
+
 #: Rows looked at first, to learn how large they are.
 SAMPLE_COUNT = 256
 #: Frames' worth of rows that are taken together, where they are spread over partitions: all may go to the same one.
@@ -36,11 +40,13 @@ async def send_many(
     bodies: Sequence[Any] | pa.Array,
     keys: Sequence[str | int | None] | None,
     when: Callable[[int], Dues] | None = None,
+    tags: Tags | None = None,
+    headers: Headers | None = None,
 ) -> Receipts:
     """Store all bodies in order; the receipts once the broker has them.
 
-    ``when`` says for so many rows when they are to be delivered. Raises the first error; the bodies before the one it
-    is about may be stored.
+    ``tags`` and ``headers`` are for all rows, or one a row. ``when`` says for so many rows when they are to be
+    delivered. Raises the first error; the bodies before the one it is about may be stored.
     """
     if isinstance(bodies, pa.ChunkedArray):
         bodies = bodies.combine_chunks()
@@ -49,6 +55,8 @@ async def send_many(
     total = len(bodies)
     if keys is not None and len(keys) != total:
         raise InvalidArgument(f"{len(keys)} keys do not fit {total} bodies")
+    labels = _Encoded(tags, encode_tags, _is_one_tags, "tags", total)
+    properties = _Encoded(headers, encode_headers, lambda given: isinstance(given, Mapping), "headers", total)
     dues = None if when is None else when(total)
     outlet = producer.outlet(subject, delayed=dues is not None)
     limits = producer.limits
@@ -59,11 +67,12 @@ async def send_many(
     while position < total:
         array = _column(bodies, position, min(position + step, total))
         count = len(array)
-        size = _size(array)
+        tagged, described = labels.rows(position, count), properties.rows(position, count)
+        size = _size(array) + sum(map(len, tagged or ())) + sum(map(len, described or ()))
         if size > 2 * limits.many_frame_bytes * _lanes(outlet) and count > 1:
             step = max(1, count // (1 + size // (limits.many_frame_bytes * _lanes(outlet))))
             continue
-        _refuse_large(array, size)
+        _refuse_large(array, _size(array))
         if producer.buffered >= limits.buffer_bytes:
             await producer.room()
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
@@ -71,11 +80,12 @@ async def send_many(
         pieces = await _room(producer, outlet, hashes)
         due = dues if dues is None or isinstance(dues, int) else dues[position : position + count]
         batch = PendingBatch() if due is None else ScheduledBatch(due)
-        columns = Columns(array, None if texts is None else pa.array(texts, pa.string()), hashes, due)
+        texts_column = None if texts is None else pa.array(texts, pa.string())
+        columns = Columns(array, texts_column, hashes, due, _bytes_column(tagged), _bytes_column(described))
         batches.append(batch)
         _push(producer, pieces, columns, batch)
         position += count
-        step = _rows_for(outlet, array)
+        step = _rows_for(outlet, array, size)
         # The socket is served between frames.
         await asyncio.sleep(0)
     for batch in batches:
@@ -94,6 +104,8 @@ class Columns(NamedTuple):
     keys: pa.Array | None
     hashes: Hashes | None
     dues: Dues | None
+    tags: pa.Array | None = None
+    headers: pa.Array | None = None
 
     def take(self, rows: Rows) -> Columns:
         """Some of them."""
@@ -103,7 +115,54 @@ class Columns(NamedTuple):
             None if self.keys is None else self.keys.take(index),
             None if self.hashes is None else self.hashes[rows],
             self.dues if self.dues is None or isinstance(self.dues, int) else self.dues[rows],
+            None if self.tags is None else self.tags.take(index),
+            None if self.headers is None else self.headers.take(index),
         )
+
+
+class _Encoded:
+    """Tags or headers of rows: one for all of them, or one a row."""
+
+    def __init__(
+        self,
+        given: Any,
+        encode: Callable[[Any], bytes],
+        is_one: Callable[[Any], bool],
+        name: str,
+        total: int,
+    ) -> None:
+        self._encode, self._name = encode, name
+        self._one: bytes | None = None
+        self._each: Sequence[Any] | None = None
+        if given is None:
+            return
+        if is_one(given):
+            self._one = encode(given)
+        elif not isinstance(given, Sequence) or len(given) != total:
+            found = f"{len(given)}" if isinstance(given, Sequence) else f"a {type(given).__name__}"
+            raise InvalidArgument(f"{name} for {total} bodies: give one for all, or a list of one a row, not {found}")
+        else:
+            self._each = given
+
+    def rows(self, start: int, count: int) -> list[bytes] | None:
+        """The encoded values of some rows; None: none has any."""
+        if self._one is not None:
+            return [self._one] * count
+        if self._each is None:
+            return None
+        try:
+            return [self._encode(each) for each in self._each[start : start + count]]
+        except (AttributeError, TypeError) as error:
+            raise InvalidArgument(f"{self._name} of rows {start} to {start + count - 1}: {error}") from None
+
+
+def _is_one_tags(given: Any) -> bool:
+    """Text, or texts: the tags of every row. Lists of texts are one a row."""
+    return isinstance(given, str) or (isinstance(given, Sequence) and all(isinstance(each, str) for each in given))
+
+
+def _bytes_column(rows: list[bytes] | None) -> pa.Array | None:
+    return None if rows is None else pa.array(rows, pa.binary())
 
 
 async def _room(producer: Producer, outlet: Outlet, hashes: Hashes | None) -> Pieces:
@@ -123,7 +182,7 @@ def _push(producer: Producer, pieces: Pieces, columns: Columns, batch: PendingBa
     batch.count = len(columns.bodies)
     batches = [batch] if len(pieces) == 1 else split_batch(batch, [rows for _, rows in pieces])
     for (queue, rows), part in zip(pieces, batches, strict=True):
-        bodies, keys, hashes, dues = columns if rows is None else columns.take(rows)
+        bodies, keys, hashes, dues, tags, headers = columns if rows is None else columns.take(rows)
         count = len(bodies)
         parts = build_frame(
             bodies,
@@ -134,6 +193,8 @@ def _push(producer: Producer, pieces: Pieces, columns: Columns, batch: PendingBa
             deliver_at=dues,
             keys=keys,
             key_hashes=hashes,
+            tags=tags,
+            headers=headers,
             compression=producer.compression,
         )
         part.producer, part.first, part.count = parts.producer, parts.first, count
@@ -146,10 +207,10 @@ def _lanes(outlet: Outlet) -> int:
     return min(len(outlet.entry.queues), SPREAD_MAX) if isinstance(outlet.entry, Fan) else 1
 
 
-def _rows_for(outlet: Outlet, sample: pa.Array) -> int:
+def _rows_for(outlet: Outlet, sample: pa.Array, size: int | None = None) -> int:
     """Rows like these that make a frame, or one for each of the partitions."""
     limits, lanes = outlet.producer.limits, _lanes(outlet)
-    count = len(sample) * limits.many_frame_bytes // max(_size(sample), 1)
+    count = len(sample) * limits.many_frame_bytes // max(_size(sample) if size is None else size, 1)
     return max(1, min(limits.many_frame_count, count) * lanes)
 
 

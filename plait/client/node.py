@@ -43,6 +43,8 @@ class Node:
         self.down_since = 0.0
         #: The broker group that the last link led to.
         self.group = ""
+        #: It serves blocking code: what is said of its use names ``plait.sync``.
+        self.blocking = False
 
     @property
     def link(self) -> Link | None:
@@ -94,7 +96,7 @@ class Node:
         if link is not None:
             return link
         if self._loop is None:
-            raise Closed("the client is not connected; use 'async with plait.connect(...)'")
+            raise self.not_open()
         if self._up is None:
             self._up = self._loop.create_future()
         try:
@@ -102,6 +104,11 @@ class Node:
                 return await asyncio.shield(self._up)
         except TimeoutError:
             raise self._unreachable() from None
+
+    def not_open(self) -> Closed:
+        """What whoever uses a client that was never opened is told."""
+        how = "with plait.sync.connect(...)" if self.blocking else "async with plait.connect(...)"
+        return Closed(f"the client is not connected; use '{how}', or open() and close()")
 
     def _unreachable(self) -> PlaitError:
         if self.last_error is not None:

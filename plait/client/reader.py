@@ -49,7 +49,7 @@ class Reader:
         return {str(name): cursor.position for name, cursor in self._cursors.items()}
 
     async def __aenter__(self) -> Self:
-        route = await self._router.refresh(self.subject)
+        route = await self._router.refresh(self.subject, create=False)
         if len(route.partitions) > 1 and not isinstance(self._start, str) and self._start[0] == "sequence":
             raise InvalidArgument(
                 f"{self.subject!r} has {len(route.partitions)} partitions, each with sequences of its own: start at "
@@ -156,7 +156,8 @@ class Reader:
         if self._closed:
             raise Closed("the reader is closed")
         if not self._opened:
-            raise Closed("the reader is not open; use 'async with client.reader(...)'")
+            how = "with" if self._router.meta.blocking else "async with"
+            raise Closed(f"the reader is not open; use '{how} client.reader(...)'")
 
     def __aiter__(self) -> Self:
         return self

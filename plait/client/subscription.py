@@ -109,6 +109,10 @@ class Subscription:
         """A key's messages are handled one after another."""
         return self.settings.ordered or self.settings.affinity is not None
 
+    def __str__(self) -> str:
+        who = "every message" if self.settings.group is None else f"group {self.settings.group}"
+        return f"{self.handler.name} handles {self.settings.subject} ({who})"
+
     def consumer(self, client: Client) -> Consumer:
         """The consumer that feeds the handler."""
         s = self.settings

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from datetime import datetime
-from types import TracebackType
+from types import EllipsisType, TracebackType
 from typing import Any, Literal, Self, TypeVar
 
 import pyarrow as pa
@@ -24,6 +24,7 @@ from plait.client.client import Client as LoopClient
 from plait.client.delay import Delay, Delays, DeliverAts, due_of
 from plait.client.inbox import Inbox, Ticket
 from plait.client.loops import LoopThread, shared_loop
+from plait.client.many import Headers, Tags
 from plait.client.schedule import ScheduledMessage
 from plait.client.sync_admin import Admin
 from plait.client.sync_consumer import Consumer
@@ -74,6 +75,7 @@ class Client:
         spool: str | os.PathLike[str] | None = None,
     ) -> None:
         self._client = LoopClient(address, client_id=client_id, compression=compression, limits=limits, spool=spool)
+        self._client._node.blocking = True
         self.client_id = self._client.client_id
         self.limits = self._client.limits
         self._thread: LoopThread | None = None
@@ -206,18 +208,25 @@ class Client:
         bodies: Sequence[Any] | pa.Array | pa.ChunkedArray,
         *,
         keys: Sequence[str | int | None] | None = None,
+        tags: Tags | None = None,
+        headers: Headers | None = None,
         delay: Delays | None = None,
         deliver_at: DeliverAts | None = None,
     ) -> Receipts:
         """Store many messages, in order, and wait for all receipts. Bodies may be an Arrow array.
 
-        ``delay`` and ``deliver_at`` are one for all, or one a row.
+        ``tags`` and ``headers`` are those of every message, or a list with those of each. ``delay`` and ``deliver_at``
+        are one for all, or one a row.
         """
-        return self._run(self._send_many(subject, bodies, keys, delay, deliver_at))
+        return self._run(self._send_many(subject, bodies, keys, tags, headers, delay, deliver_at))
 
-    async def _send_many(self, subject: str, bodies: Any, keys: Any, delay: Any, deliver_at: Any) -> Receipts:
+    async def _send_many(
+        self, subject: str, bodies: Any, keys: Any, tags: Any, headers: Any, delay: Any, deliver_at: Any
+    ) -> Receipts:
         self._take_posted()
-        return await self._client.send_many(subject, bodies, keys=keys, delay=delay, deliver_at=deliver_at)
+        return await self._client.send_many(
+            subject, bodies, keys=keys, tags=tags, headers=headers, delay=delay, deliver_at=deliver_at
+        )
 
     def cancel(self, scheduled: Receipt | ScheduledMessage) -> bool:
         """Call a delayed message off. True: it is never delivered; False: it was delivered or cancelled before."""
@@ -246,7 +255,7 @@ class Client:
     def consumer(
         self,
         subject: str,
-        group: str | None = None,
+        group: str | EllipsisType | None = ...,
         *,
         broadcast: bool = False,
         delivery: Literal["at_least_once", "at_most_once"] = "at_least_once",

@@ -73,7 +73,7 @@ class ArrowBatch:
 
     @property
     def table(self) -> pa.Table:
-        """Columns sequence, key, body, tags, headers, send_time, store_time, producer, producer_sequence, attempt."""
+        """The columns of the asynchronous ``ArrowBatch.table``."""
         return self._inner.table
 
     def ack(self) -> None:

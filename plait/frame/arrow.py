@@ -35,6 +35,13 @@ SCHEMA: Final = pa.schema(
     ]
 )
 
+#: The id of a message, as ``plait.MessageId``.
+MESSAGE_ID: Final = pa.struct(
+    [pa.field("producer", _UNSIGNED, nullable=False), pa.field("sequence", _UNSIGNED, nullable=False)]
+)
+#: A text that many rows have.
+SAME_TEXT: Final = pa.dictionary(pa.int32(), _TEXT)
+
 #: Columns of one value up to this size are parts of one that is shared.
 _SHARED_COUNT: Final = 65_536
 
@@ -59,6 +66,27 @@ def attempts(number: int, count: int) -> pa.Array:
     if count <= _SHARED_COUNT:
         return _shared_attempts(number).slice(0, count)
     return _wrap(_ATTEMPT, np.full(count, number, np.int32))
+
+
+@lru_cache(1)
+def _zeros() -> pa.Array:
+    return _wrap(pa.int32(), np.zeros(_SHARED_COUNT, np.int32))
+
+
+@lru_cache(4096)
+def _words(text: str) -> pa.Array:
+    return pa.array([text])
+
+
+def same_text(text: str, count: int) -> pa.Array:
+    """One text for each row, as a dictionary of one entry."""
+    zeros = _zeros().slice(0, count) if count <= _SHARED_COUNT else _wrap(pa.int32(), np.zeros(count, np.int32))
+    return pa.DictionaryArray.from_arrays(zeros, _words(text))
+
+
+def message_ids(producers: pa.Array, numbers: pa.Array) -> pa.Array:
+    """Message ids over the memory of their two halves."""
+    return pa.StructArray.from_arrays([producers, numbers], fields=list(MESSAGE_ID))
 
 
 def keys(frame: FrameView) -> pa.Array:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final
 
 import sqlalchemy as sa
 
 from plait.errors import VersionMismatch
 from plait.meta.database import Database
+
+log = logging.getLogger("plait.meta")
 
 VERSION_TABLE: Final = "plait_schema"
 #: All versions of the schema, oldest first; what each one does is in ``migrations/versions``.
@@ -44,6 +47,8 @@ def _version(connection: sa.Connection, database: Database) -> str | None:
 
 
 def _upgrade(connection: sa.Connection) -> None:
+    # A user of Plait has no use for Alembic's steps; that the schema is new is said in Plait's own words.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     # Only who migrates pays for it: this takes longer to import than all of the rest to start.
     from alembic import command
     from alembic.config import Config
@@ -51,3 +56,4 @@ def _upgrade(connection: sa.Connection) -> None:
     config = Config(attributes={"connection": connection})
     config.set_main_option("script_location", "plait.meta:migrations")
     command.upgrade(config, "head")
+    log.info("the meta database has schema %s", VERSIONS[-1])

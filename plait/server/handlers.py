@@ -276,7 +276,8 @@ class Handlers:
     def _read(self, connection: Connection, correlation: int, read: m.Read, _: memoryview) -> None:
         names.check_partition(read.name)
         wait = _checked_wait(read.wait)
-        partition = self._broker.partition_of(read.name)
+        # Reading makes no subject; where meta servers make them, the reader is to look at its route again.
+        partition = self._broker.partition_of(read.name, create=self._broker.routed)
         start = resolve_start(partition, read.start)
         poll = connection.begin_poll(correlation, None)
 

@@ -2,7 +2,8 @@
 
 ``async with EmbeddedBroker() as broker`` runs it on the test's loop; ``with EmbeddedBroker() as broker`` runs it in a
 thread of its own and gives a ``BlockingBroker``, which suits blocking and asynchronous tests alike. It can be restarted
-and crashed in place, and on a ``ManualClock`` time passes when the test says so.
+and crashed in place, and on a ``ManualClock`` time passes when the test says so. Clients and apps of the same process
+that connect to it go by its clock: ``plait.connect``, ``plait.sync.connect``, ``plait.App``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from types import TracebackType
 from typing import Self
 
 import plait
+import plait.sync
 from plait.broker import BrokerConfig
 from plait.client.arguments import Duration, seconds_of
 from plait.client.loops import LoopThread
-from plait.clock import Clock, ManualClock, SystemClock
+from plait.clock import Clock, ManualClock, SystemClock, set_virtual
 from plait.errors import Closed, InvalidArgument
 from plait.limits import MIB
 from plait.meta.database import Database
@@ -97,12 +99,8 @@ class EmbeddedBroker:
         return self._server
 
     def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits | None = None) -> plait.Client:
-        """A client of this broker, for ``async with``; it goes by the broker's clock, and so do delays and "-5m"."""
-        client = plait.connect(self.address, client_id=client_id, limits=limits)
-        if isinstance(self.clock, ManualClock):
-            client._go_by(self.clock.now)
-            client._clock = self.clock
-        return client
+        """A client of this broker, for ``async with``; as any client of it, it goes by its clock."""
+        return plait.connect(self.address, client_id=client_id, limits=limits)
 
     async def start(self) -> None:
         """Recover the data directory and serve; nothing if it runs already."""
@@ -117,6 +115,8 @@ class EmbeddedBroker:
             await server.start()
             self._server = server
             self._port = server.port
+            if isinstance(self.clock, ManualClock):
+                set_virtual(self.address, self.clock)
 
     async def stop(self) -> None:
         """Stop in order: everything is flushed, the next start is a clean one."""
@@ -169,6 +169,8 @@ class EmbeddedBroker:
             self._clean()
 
     def _clean(self) -> None:
+        if self._port:
+            set_virtual(self.address, None)
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -208,6 +210,10 @@ class BlockingBroker:
     def data(self) -> Path:
         """The data directory."""
         return self._broker.data
+
+    def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits | None = None) -> plait.sync.Client:
+        """A blocking client of this broker, for ``with``; as any client of it, it goes by its clock."""
+        return plait.sync.connect(self.address, client_id=client_id, limits=limits)
 
     def start(self) -> None:
         """Recover the data directory and serve; nothing if it runs already."""

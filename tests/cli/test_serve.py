@@ -29,6 +29,7 @@ def test_one_ready_line_then_an_orderly_end_on_sigterm(tmp_path: Path):
         code, out, err = node.stop(signal.SIGTERM)
     assert (code, out) == (0, "")
     assert "stopped" in err
+    assert "alembic" not in err
     assert plait("doctor", str(data)).returncode == 0
 
 

@@ -124,3 +124,28 @@ def test_a_second_signal_does_not_wait(plait_broker: BlockingBroker) -> None:
         release(process)
         assert process.wait(20) == 0
     assert left(plait_broker.address) == [b"0"]
+
+
+SILENT = """
+import sys
+import plait
+
+app = plait.App(sys.argv[1], group="billing", client_id="me")
+
+@app.subscriber("s")
+def handle(body: bytes) -> None:
+    app.stop()
+
+app.run_forever()
+"""
+
+
+def test_a_service_that_sets_up_no_logging_says_that_it_is_ready(plait_broker: BlockingBroker) -> None:
+    with plait.sync.connect(plait_broker.address) as client:
+        client.send("s", b"0")
+    command = [sys.executable, "-W", "error", "-c", SILENT, plait_broker.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "")
+    [ready] = [line for line in ended.stderr.splitlines() if "ready" in line]
+    assert ready.endswith("INFO plait.app: ready: handle handles s (group billing), as client me")
+    assert "draining" in ended.stderr

@@ -6,6 +6,7 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -93,6 +94,11 @@ async def test_arrow_batches_have_a_row_a_message(client: plait.Client) -> None:
         assert table["key"].to_pylist() == ["k", None, "3", None]
         assert table["attempt"].to_pylist() == [1] * 4
         assert table["producer_sequence"].to_pylist()[:3] == [r.message_id.sequence for r in receipts]
+        ids = [plait.MessageId(**each) for each in table["message_id"].to_pylist()]
+        assert ids[:3] == [receipt.message_id for receipt in receipts]
+        assert table["partition"].to_pylist() == ["s@g1"] * 4
+        assert msgspec.msgpack.decode(table["headers"][3].as_py()) == {"n": 1}
+        assert table["headers"][0].as_py() is None
         await batch.ack()
     assert (await client.admin.group("s", "g")).lag == 0
 
@@ -343,10 +349,10 @@ async def test_every_broadcast_consumer_gets_every_message_from_now_on(
     await send(client, 5)
     async with (
         broker.connect() as second_client,
-        client.consumer("s") as first,
+        client.consumer("s", broadcast=True) as first,
         client.consumer("s", group="ignored", broadcast=True) as same_client,
-        second_client.consumer("s") as second,
-        client.consumer("s", start="earliest") as everything,
+        second_client.consumer("s", broadcast=True) as second,
+        client.consumer("s", group=None, start="earliest") as everything,
     ):
         await send(client, 5, first=5)
         for consumer in (first, same_client, second):
@@ -356,7 +362,7 @@ async def test_every_broadcast_consumer_gets_every_message_from_now_on(
 
 
 async def test_a_broadcast_consumer_gets_again_what_it_nacks(client: plait.Client) -> None:
-    async with client.consumer("s") as consumer:
+    async with client.consumer("s", broadcast=True) as consumer:
         await send(client, 2)
         first, second = await fetch_all(consumer, 2)
         first.ack()

@@ -87,7 +87,6 @@ async def test_delays_of_all_kinds(timed_broker: EmbeddedBroker, timed: plait.Cl
 @pytest.mark.parametrize("compression", [None, "zstd"])
 async def test_many_have_one_delay_or_one_each(timed_broker: EmbeddedBroker, compression: Any) -> None:
     async with plait.connect(timed_broker.address, compression=compression) as client:
-        client._go_by(timed_broker.clock.now)
         bodies = [b"%d" % n for n in range(2_000)]
         one = await client.send_many("one", bodies, keys=[f"k{n}" for n in range(2_000)], delay="5s")
         each = await client.send_many("each", bodies, delay=np.arange(2_000, 0, -1) / 100)

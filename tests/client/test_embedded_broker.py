@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -12,6 +13,7 @@ import pytest
 import plait
 import plait.sync
 from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
+from tests.client.support import until
 
 
 async def test_it_serves_on_the_loop_of_the_test() -> None:
@@ -53,6 +55,51 @@ async def test_times_from_now_go_by_the_clock_of_the_broker(timed_broker: Embedd
             [message] = await consumer.fetch(10, wait=20)
             assert message.body == b"then"
         assert await client.admin.reset_group("s", "g", "-2m") == 1
+
+
+async def test_any_client_of_this_process_goes_by_a_manual_clock() -> None:
+    handled: list[bytes] = []
+    async with EmbeddedBroker(clock=ManualClock()) as broker:
+        app = plait.App(broker.address, group="g")
+
+        @app.subscriber("s")
+        async def handle(message: plait.Message) -> None:
+            handled.append(message.body)
+            if message.body == b"first":
+                await app.send("s", b"second", delay="5m")
+            else:
+                app.stop()
+
+        async with plait.connect(broker.address) as client:
+            receipt = await client.send("s", b"first", delay="1h")
+            assert receipt.deliver_at is not None
+            assert receipt.deliver_at.timestamp() * 1_000_000 == broker.clock.now() + 3_600_000_000
+            running = asyncio.create_task(app.run())
+            await broker.advance("1h")
+            await until(lambda: handled and broker.server.broker.schedules.count)
+            await broker.advance("5m")
+            await asyncio.wait_for(running, 20)
+        assert handled == [b"first", b"second"]
+
+
+def test_blocking_code_has_delays_on_a_manual_clock_too() -> None:
+    with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect(client_id="me") as client:
+        assert client.client_id == "me"
+        client.send("s", b"later", delay="1h")
+        client.post("s", b"latest", delay="2h").result()
+        with client.consumer("s", group="g") as consumer:
+            assert len(consumer.fetch(10, wait=0)) == 0
+            broker.advance("1h")
+            assert [message.body for message in consumer.fetch(10, wait=20)] == [b"later"]
+    with EmbeddedBroker(clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
+        client.send("s", b"later", delay="1h")
+
+
+async def test_the_clock_of_a_broker_that_is_gone_is_forgotten() -> None:
+    async with EmbeddedBroker(clock=ManualClock()) as broker:
+        address = broker.address
+        assert plait.connect(address)._clock is broker.clock
+    assert plait.connect(address)._clock is not broker.clock
 
 
 async def test_a_restart_keeps_address_and_messages() -> None:

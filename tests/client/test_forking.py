@@ -31,7 +31,7 @@ async def child(client, consumer, address):
             await use()
         except plait.ForkedClient:
             refused += 1
-    for use in (lambda: client.post("s", b""), lambda: client.consumer("s"), lambda: client.reader("s")):
+    for use in (lambda: client.post("s", b""), lambda: client.consumer("s", "g"), lambda: client.reader("s")):
         try:
             use()
         except plait.ForkedClient:
@@ -57,7 +57,7 @@ with plait.sync.connect(sys.argv[1]) as client:
         if pid == 0:
             refused = 0
             for use in (lambda: client.send("s", b""), lambda: client.post("s", b""), lambda: client.flush(),
-                        lambda: client.consumer("s"), lambda: consumer.fetch(), lambda: next(consumer),
+                        lambda: client.consumer("s", broadcast=True), lambda: consumer.fetch(), lambda: next(consumer),
                         lambda: reader.fetch(), lambda: client.admin.subjects()):
                 try:
                     use()

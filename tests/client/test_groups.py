@@ -168,7 +168,7 @@ async def test_a_named_client_that_comes_back_gets_what_it_held(timed_broker: Em
 
 async def test_a_long_gone_broadcast_group_is_forgotten(timed_broker: EmbeddedBroker) -> None:
     async with timed_broker.connect() as client:
-        async with client.consumer("s"):
+        async with client.consumer("s", broadcast=True):
             assert len(await client.admin.groups("s")) == 1
         await timed_broker.advance("3d")
         assert await client.admin.groups("s") == []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 
@@ -55,3 +57,19 @@ def test_what_a_message_and_a_receipt_have_is_told():
     assert typing.get_type_hints(plait.Message)["key"] == str | None
     assert "deliver_at" in typing.get_type_hints(plait.Receipt)
     assert "send_time" in pydoc.plain(pydoc.render_doc(plait.Message))
+
+
+def test_importing_plait_loads_nothing_that_takes_long():
+    """By modules, not by time: NumPy and Arrow are most of what an import took."""
+    program = (
+        "import sys, plait\n"
+        "heavy = {'numpy', 'pyarrow', 'asyncio', 'ssl', 'plait.client.client'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert set(plait.__all__) <= set(dir(plait))\n"
+        "missing = [name for name in plait.__all__ if not hasattr(plait, name)]\n"
+        "assert not missing, missing\n"
+        "assert plait.sync.connect\n"
+        "assert not hasattr(plait, 'nothing')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -138,3 +138,49 @@ async def test_a_refused_row_leaves_no_trace_in_the_frame_it_would_have_joined(c
     await client.flush()
     rows = [(m.body, m.key, m.tags, m.headers) for m in await back(client)]
     assert rows == [(b"1", "a", ["t"], {}), (b"2", None, [], {"h": 1})]
+
+
+async def test_many_have_tags_and_headers_of_all_or_of_each(client: plait.Client) -> None:
+    bodies = [b"%d" % n for n in range(3_000)]
+    await client.send_many("all", bodies, tags=["new", "vip"], headers={"city": "BJS", "amount": 5})
+    found = await back(client, "all")
+    assert len(found) == 3_000
+    assert {(tuple(m.tags), tuple(m.headers.items())) for m in found} == {
+        (("new", "vip"), (("city", "BJS"), ("amount", 5)))
+    }
+    await client.send_many("text", [b"a"], tags="new", headers={})
+    assert [(m.tags, m.headers) for m in await back(client, "text")] == [(["new"], {})]
+    tags = [["odd"] if n % 2 else None for n in range(3_000)]
+    headers = [{"n": n} if n % 3 else None for n in range(3_000)]
+    keys = [f"k{n}" for n in range(3_000)]
+    await client.send_many("each", bodies, keys=keys, tags=tags, headers=headers)
+    for n, message in enumerate(await back(client, "each")):
+        assert (message.key, message.tags, message.headers) == (
+            f"k{n}",
+            ["odd"] if n % 2 else [],
+            {"n": n} if n % 3 else {},
+        )
+
+
+async def test_large_headers_of_many_are_spread_over_frames(client: plait.Client) -> None:
+    await client.send_many("s", [b""] * 600, headers={"large": "x" * 60_000})
+    assert (await client.admin.subject("s")).subject.count == 600
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tags": [["a"]]},
+        {"tags": 5},
+        {"tags": [["a"], 5]},
+        {"tags": ["a" * (TAG_LENGTH_MAX + 1)]},
+        {"headers": [{}, {}, {}]},
+        {"headers": "text"},
+        {"headers": [{"a": 1}, 5]},
+        {"headers": {"a": []}},
+    ],
+)
+async def test_tags_and_headers_of_many_that_cannot_be_are_refused(client: plait.Client, bad: dict[str, Any]) -> None:
+    with pytest.raises(plait.InvalidArgument, match=r"tag|header"):
+        await client.send_many("s", [b"a", b"b"], **bad)
+    assert (await client.send("s", b"")).sequence == 0

@@ -65,7 +65,7 @@ async def test_iteration_goes_over_all_partitions(cluster: Cluster, client: plai
 
 
 async def test_every_broadcast_consumer_gets_all_partitions(cluster: Cluster, client: plait.Client) -> None:
-    async with client.consumer("s") as one, client.consumer("s") as two:
+    async with client.consumer("s", broadcast=True) as one, client.consumer("s", broadcast=True) as two:
         await cluster.send("g1", 2)
         await cluster.send("g2", 2, first=2)
         for consumer in (one, two):

@@ -101,6 +101,7 @@ async def test_a_reader_remembers_nothing_and_takes_nothing(client: plait.Client
 
 
 async def test_a_reader_waits_for_messages_and_is_woken(client: plait.Client) -> None:
+    await client.admin.create_subject("s")
     async with client.reader("s") as reader:
         waiting = asyncio.ensure_future(reader.fetch(wait="1m"))
         await asyncio.sleep(0)
@@ -147,6 +148,7 @@ async def test_a_restart_is_invisible_to_a_reader(broker: EmbeddedBroker, client
 
 
 async def test_a_reader_that_is_not_open_says_so(client: plait.Client) -> None:
+    await client.admin.create_subject("s")
     reader = client.reader("s")
     with pytest.raises(plait.Closed, match="not open"):
         await reader.fetch()

@@ -151,8 +151,7 @@ class Process:
         return app
 
     def _at_home(self, client: plait.Client) -> plait.Client:
-        client._go_by(self.clock.now)
-        client._clock = self.clock
+        client._go_by(self.clock)
         client._background = lambda: SimBackground(self)
         return client
 

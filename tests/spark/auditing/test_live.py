@@ -318,7 +318,7 @@ async def test_a_group_that_nobody_used_for_long_is_gone(tmp_path: Path, audit: 
     clock = ManualClock()
     async with EmbeddedBroker(tmp_path, clock=clock) as broker, broker.connect() as client:
         await send(client, 5)
-        async with client.consumer(SUBJECT, start="earliest") as consumer:
+        async with client.consumer(SUBJECT, broadcast=True, start="earliest") as consumer:
             await consume(consumer, 3)
         for _ in range(3):
             await broker.advance(timedelta(days=30))

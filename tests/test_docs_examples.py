@@ -1,0 +1,37 @@
+"""What the pages for users show is what Plait does: their examples run against a real broker, each on a new one."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from plait.testing import EmbeddedBroker
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+ADDRESS = "plait://127.0.0.1:7450"
+#: Examples that name the address are whole: they run as they stand.
+EXAMPLES = {
+    f"{page}-{number}": source
+    for page in ("sending", "consuming", "app")
+    for number, source in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{page}.md").read_text(), re.DOTALL))
+    if "import plait" in source
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+async def test_the_example_runs(name: str):
+    async with EmbeddedBroker() as broker:
+        source = EXAMPLES[name].replace(ADDRESS, broker.address)
+        assert source != EXAMPLES[name], "the example names no address"
+        code = compile(source, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        result = eval(code, {"__name__": "example"})
+        if inspect.isawaitable(result):
+            await result
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) == 7
