@@ -36,7 +36,7 @@ from plait.client.schedule import ScheduledMessage, place_of
 from plait.client.spool import Spool, spool_directory
 from plait.client.types import PartitionName, Receipt, Receipts, Ticket
 from plait.clock import Clock, SystemClock, virtual_clock
-from plait.errors import ForkedClient, InvalidArgument, PlaitError
+from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
 from plait.retry import Retry
 
