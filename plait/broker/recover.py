@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy as np
@@ -39,6 +39,11 @@ from plait.storage.recovery import Damage, LogScan, missing_files, settle
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
+
+
+#: Why a valid frame is part of a torn tail: a start cut it, and the sync of the cut failed. The frame stayed on the
+#: medium, behind where the log continued in a later epoch.
+CUT_BEFORE: Final = "was cut by an earlier start"
 
 
 class RecoveryReport(msgspec.Struct, kw_only=True):
@@ -109,17 +114,25 @@ class Recovery:
             broker.schedules.filed.load_unfiled(unfiled)
         messages = LogScan(broker.message_log, message_start, _durable(broker.message_log, durable), self._plausible)
         for offset, frame in messages:
-            self._message(offset, frame)
+            if frame.epoch < self._epoch_max:
+                messages.stop_before(offset, CUT_BEFORE)
+            else:
+                self._message(offset, frame)
         settle(broker.disk, broker.message_log, messages)
         kept = LogScan(broker.kept_log, kept_start, _durable(broker.kept_log, kept_start), stamps_durable=False)
         copies = [(offset, frame) for offset, frame in kept if not is_head(frame)]
         settle(broker.disk, broker.kept_log, kept)
         known = _durable(broker.action_log, action_start)
         actions = LogScan(broker.action_log, action_start, known, stamps_durable=False)
+        epoch = manifest.epoch if manifest is not None else 0
         for offset, frame in actions:
+            if frame.epoch < epoch:
+                actions.stop_before(offset, CUT_BEFORE)
+                break
             if frame.durable > messages.end or presumed_kept(frame) > kept.end:
                 actions.stop_before(offset, "rests on messages that were lost")
                 break
+            epoch = frame.epoch
             self._action(frame)
         settle(broker.disk, broker.action_log, actions)
         for offset, frame in copies:

@@ -192,11 +192,13 @@ class Log:
 
     # --- appending ------------------------------------------------------------------------------
 
-    def resume_at(self, end: int, known_durable: int = 0) -> None:
+    def resume_at(self, end: int, proven: int = 0) -> None:
         """Continue after recovery: everything before ``end`` stands, everything after is unused.
 
-        What was read back may have been in the page cache alone, left there by a process that was killed: it is
-        synced here, before anybody can be told that it is stored.
+        ``proven``: a sync that succeeded made everything before this offset durable. The rest was read back, perhaps
+        from a page cache that a killed process left dirty, or one in which a failed sync left pages that are marked
+        clean: Linux shows them to readers, and no later sync writes them. So the rest is written again and synced,
+        before any caller learns that it is stored.
         """
         # One that starts where the log ends is empty, too: when it is made again, it gets its head.
         while self.segments and self.segments[-1].base >= end:
@@ -208,14 +210,22 @@ class Log:
             self._disk.remove(path)
         self._never_allocated = []
         for segment in self.segments:
-            if segment.end > known_durable:
-                segment.file.sync()
             segment.written = segment.synced = max(segment.base, min(end, segment.end))
+            if segment.end > proven:
+                self._write_again(segment, max(proven, segment.base))
+                segment.file.sync()
             # All of it may have been read: a start's memory is not what it looked at.
             segment.unmap()
         self._disk.sync_directory(self.directory)
         self.end = self.written = self.durable = self._pending_at = self.resumed_at = end
         self.note_durable()
+
+    def _write_again(self, segment: Segment, start: int) -> None:
+        """Write [start, ``segment.written``) as it is read, which makes its pages dirty."""
+        for at in range(start - segment.base, segment.written - segment.base, len(_ZEROS)):
+            # Copied: a write must not read from the pages that it writes to.
+            piece = bytes(segment.view[at : min(at + len(_ZEROS), segment.written - segment.base)])
+            segment.file.write([piece], at)
 
     def note_durable(self) -> None:
         """Write down up to where the log is durable, so that damage before it is not taken for a torn tail."""

@@ -271,11 +271,12 @@ def missing_files(log: ReadableLog, start: int, end: int) -> list[Damage]:
 
 
 def settle(disk: Disk, log: Log, scan: LogScan) -> None:
-    """Keep the bad bytes aside, cut the torn tail, and set the log to go on, durably, where the scan ended."""
+    """Keep the bad bytes aside, cut the torn tail, and continue the log, durably, where the scan ended."""
     for damage in scan.damages:
         keep_aside(disk, log, damage)
     log.zero_from(scan.end)
-    log.resume_at(scan.end, scan.start)
+    # The checkpoint and the headers name offsets that were durable when they were written.
+    log.resume_at(scan.end, scan.durable)
 
 
 def keep_aside(disk: Disk, log: Log, damage: Damage) -> None:

@@ -16,6 +16,7 @@ def explore(explorer: Explorer, crashes_min: int) -> None:
     assert len(explorer.trace.told.frames) > 80
     assert explorer.crashes >= crashes_min
     assert explorer.double_crashes > 50
+    assert explorer.failed_syncs > 100
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -26,6 +26,8 @@ CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
     (defects.sync_nothing, "sync", either, 1),
     (defects.leave_checkpoints_unsynced, "sync", either, 2),
     (defects.leave_segment_names_unsynced, "sync", either, 1),
+    (defects.trust_the_page_cache, "sync", either, 1),
+    (defects.trust_the_page_cache, "async", kill, 1),
 ]
 
 

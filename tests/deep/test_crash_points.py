@@ -26,6 +26,7 @@ def test_every_byte_of_every_write_is_a_crash_point(seed: int, cycles: Cycles):
         explorer = Explorer(seed, flush, survive, bytes_of=every_byte, all_written=all_written, every=PARTS, first=part)
         explorer.run()
         assert explorer.crashes > 1_000
+        assert explorer.failed_syncs > 80
 
 
 @pytest.mark.deep("crash")
@@ -37,3 +38,4 @@ def test_many_lives_are_survived(seed: int, cycles: Cycles):
         explorer = Explorer(seed + number, flush, survive, all_written=all_written, operations=300)
         explorer.run()
         assert explorer.crashes > 1_000
+        assert explorer.failed_syncs > 80

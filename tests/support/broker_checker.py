@@ -7,7 +7,8 @@ stays acked, and whatever is left can be sent again and consumed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from plait.broker.group import Group
 from plait.clock import ManualClock
 from plait.testing.disk import SimulatedDisk
 from tests.support.broker_node import Node, Row, Sent
-from tests.support.broker_trace import Told, Trace
+from tests.support.broker_trace import GROUPS, GroupTold, Told, Trace
 
 BATCH = 1 << 20
 
@@ -50,6 +51,50 @@ def check(disk: SimulatedDisk, trace: Trace, *, drained: int = 0, all_written: b
     if groups:
         key = sorted(groups)[drained % len(groups)]
         drain(told, key, node, groups[key], ends[key[0]], all_written=all_written)
+
+
+@contextmanager
+def served(
+    disk: SimulatedDisk, trace: Trace, number: int, *, crash: Callable[[SimulatedDisk], SimulatedDisk]
+) -> Iterator[SimulatedDisk]:
+    """Start on a disk, serve senders and a consumer, then crash; the disk that is left, and what was told meanwhile.
+
+    Everything that this start acknowledges is durable: the senders' frames, and acks in one group.
+    """
+    told = trace.look()
+    node = Node(disk, ManualClock(trace.clock.now()), trace.config)
+    again = [node.submit(Sent(frame.subject, frame.data, frame.bodies)) for frame in told.unacknowledged]
+    node.turn()
+    group_told, acked = _ack_some(told, node, number)
+    node.sync()
+    assert node.broker.failed is None
+    told.frames += again
+    before = group_told.ack_asked, group_told.ack_acknowledged
+    group_told.ack_asked = before[0] | acked
+    group_told.ack_acknowledged = before[1] | acked
+    try:
+        yield crash(node.disk)
+    finally:
+        group_told.ack_asked, group_told.ack_acknowledged = before
+        del told.frames[len(told.frames) - len(again) :]
+
+
+def _ack_some(told: Told, node: Node, number: int) -> tuple[GroupTold, set[int]]:
+    """A new consumer of one group acks a few rows."""
+    groups = [
+        (subject, name)
+        for subject, name in sorted(told.groups)
+        if subject in node.broker.subjects
+        and name in node.broker.subjects[subject].groups
+        and "delivery" not in GROUPS.get(name, {"delivery": "broadcast"})
+    ]
+    if not groups:
+        return GroupTold(0, "at_least_once"), set()
+    subject, name = groups[number % len(groups)]
+    consumer = node.attach(subject, name, "served")
+    rows = node.pull(consumer, 5).rows
+    assert node.ack(consumer, *((row.sequence, row.sequence + 1, row.epoch) for row in rows)) == [True]
+    return told.groups[subject, name], {row.sequence for row in rows}
 
 
 def everything(node: Node) -> Stored:

@@ -9,6 +9,7 @@ import pytest
 from plait.broker import recover, snapshot
 from plait.broker.broker import Broker, SyncWork
 from plait.broker.dead_letters import DeadLetters
+from plait.broker.filed import Filed
 from plait.broker.group import Group
 from plait.broker.partition import Partition
 from plait.broker.retention import Retention
@@ -227,6 +228,11 @@ def leave_segment_names_unsynced(patch: Patch) -> None:
     patch.setattr(Log, "_create", naive)
 
 
+def trust_the_page_cache(patch: Patch) -> None:
+    """R24: what a start reads back is durable once it is synced, though a failed sync left its pages clean."""
+    patch.setattr(Log, "_write_again", lambda self, segment, start: None)
+
+
 # --- retention ----------------------------------------------------------------------------------
 
 
@@ -256,3 +262,21 @@ def ask_only_the_shortest_subject(patch: Patch) -> None:
         return self._broker.message_log.remove_before(oldest.message_offset) if oldest else []
 
     patch.setattr(Retention, "run", naive)
+
+
+def skip_copies_behind_a_stale_start(patch: Patch) -> None:
+    """R21: what a start does not know to be expired is looked for in the message log alone."""
+    patch.setattr(Partition, "expire_deleted", lambda self, log: None)
+
+
+def forget_what_is_filed(patch: Patch) -> None:
+    """R21: a schedule partition starts where a checkpoint says, which was made before its rows were filed."""
+    recovered = Filed.recovered
+
+    def naive(self: Filed) -> None:
+        starts = [(schedule.partition, schedule.partition.start) for schedule in self._schedules.by_subject.values()]
+        recovered(self)
+        for partition, start in starts:
+            partition.start = start
+
+    patch.setattr(Filed, "recovered", naive)

@@ -2,20 +2,30 @@
 
 The trace runs once. At each crash point its disk is copied, the copy crashes, and what it leaves is recovered and
 checked while the trace waits; then the trace goes on as if nothing had happened.
+
+At some points the process ends because syncs failed: the next process starts in the same page cache, serves senders and
+consumers, and then the power is lost (``Explorer._fail_syncs``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 from collections.abc import Callable
 
+from plait.broker.broker import MESSAGE_DIRECTORY
+from plait.errors import StorageFailed
+from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
+from plait.storage.kept import DIRECTORY as KEPT_DIRECTORY
 from plait.testing.cached_file import SECTOR_SIZE, CachedFile
 from plait.testing.disk import Operation, SimulatedCrash, SimulatedDisk
-from tests.support.broker_checker import check
+from tests.support.broker_checker import check, served
 from tests.support.broker_node import Node
 from tests.support.broker_trace import Trace
+
+LOGS = (MESSAGE_DIRECTORY, KEPT_DIRECTORY, ACTION_DIRECTORY)
 
 #: How a crash point is turned into what the next start finds.
 Survive = Callable[[SimulatedDisk, random.Random], SimulatedDisk]
@@ -96,6 +106,8 @@ class Explorer:
         self.points = 0
         self.crashes = 0
         self.double_crashes = 0
+        #: Points at which syncs failed, and the next start was in the same page cache.
+        self.failed_syncs = 0
 
     def run(self) -> None:
         self._disk.on_point = self._point
@@ -114,6 +126,9 @@ class Explorer:
             return
         self.crashes += 1
         try:
+            if number % 11 == 2:
+                self._fail_syncs(moment(), number)
+                return
             found = self._survive(moment(), self._rng)
             if number % 7 == 0:
                 found = self._crash_recovery(found)
@@ -123,6 +138,30 @@ class Explorer:
         except Exception as error:
             error.add_note(f"crash point {number}: {where}")
             raise
+
+    def _fail_syncs(self, disk: SimulatedDisk, number: int) -> None:
+        """Syncs of logs fail and the process ends; the next one serves on the same machine, which then loses power."""
+        self.failed_syncs += 1
+        rng = self._rng
+        for log in rng.sample(LOGS, rng.randint(1, 3)):
+            for name in disk.list(log):
+                disk.fail("sync", path=f"{log}/{name}")
+                with contextlib.suppress(OSError):
+                    disk.open(f"{log}/{name}").sync()
+        if rng.random() < 0.3:
+            disk = self._fail_recovery(disk.copy())
+        with served(disk.copy(), self.trace, number, crash=lambda disk: disk.after_crash(rng)) as found:
+            if rng.random() < 0.5:
+                self._spoil_checkpoint(found)
+            # The page cache had everything that was written, so nothing acknowledged is lost in any mode.
+            check(found, self.trace, drained=number, all_written=True)
+
+    def _fail_recovery(self, disk: SimulatedDisk) -> SimulatedDisk:
+        """A sync of a start fails, too."""
+        disk.fail("sync", path=f"{self._rng.choice(LOGS)}/*", after=self._rng.randrange(2))
+        with contextlib.suppress(StorageFailed, OSError):
+            Node(disk, self.trace.clock, self.trace.config)
+        return disk
 
     @staticmethod
     def _spoil_checkpoint(disk: SimulatedDisk) -> None:
