@@ -117,6 +117,8 @@ class Filed:
                 times = [due for _, due in entries if due is not None] if timed else []
                 if numbers:
                     self._resolve(partition, np.concatenate(numbers), np.concatenate(times) if times else None)
+        for schedule in self._schedules.by_subject.values():
+            self._start_at_unfiled(schedule)
         self._sort_out_files()
         self.drop_finished()
         self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
@@ -222,13 +224,20 @@ class Filed:
             if schedule is None:
                 continue
             schedule.fresh.filed(copy.end)
-            schedule.partition.start = copy.end
+            self._start_at_unfiled(schedule)
             if len(schedule.fresh.due):
                 # There is more to file.
                 self._broker.touch(schedule.partition)
             schedules.window.remove_partition(copy.partition, before=copy.end)
             schedules.upcoming.expect_from(schedule, schedules.window.end)
         schedules.upcoming.runs_added()
+
+    def _start_at_unfiled(self, schedule: Schedule) -> None:
+        """Buckets hold all rows before the first unfiled one: retention may delete those from the message log.
+
+        A checkpoint that files rows has the partition's start from before it did, so the start is not read from there.
+        """
+        schedule.partition.start = schedule.fresh.base
 
     def _left_meanwhile(self, filing: Filing) -> dict[int, _Settled]:
         """Partition → rows that left while they were filed."""

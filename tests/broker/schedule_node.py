@@ -85,10 +85,11 @@ def delivered(node: Node, subject: str = "orders") -> list[bytes]:
     return node.bodies(subject)
 
 
-def delivered_frames(node: Node, subject: str = "orders") -> list[FrameView]:
+def delivered_frames(node: Node, subject: str = "orders", start: int = 0) -> list[FrameView]:
+    """Those with rows from sequence ``start`` on."""
     partition = node.partition(subject)
     log = partition.consume_log
-    records = [log.record(index) for index in range(len(log))]
+    records = [log.record(index) for index in range(log.find(start), len(log))]
     return [FrameView(node.broker.message_log.view(r.offset, r.size)) for r in records]
 
 

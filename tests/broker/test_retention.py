@@ -12,7 +12,9 @@ from plait.broker.views import group_view, subject_view
 from plait.retry import Retry
 from plait.storage.archived import Archived, write_archived
 from plait.storage.catalog import SubjectSettings
+from plait.storage.checkpoint import KEEP
 from plait.storage.consume_log import DIRECTORY as CONSUME
+from tests.broker.schedule_node import SECOND, delay, delivered, later
 from tests.support.broker_node import Node, Producer
 
 
@@ -35,6 +37,25 @@ def test_rows_older_than_the_subject_keeps_them_expire():
     assert node.partition("orders").start == 50
     assert node.bodies("orders") == []
     assert node.send("orders", b"new", producer=Producer(3)).sequence == 50
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_a_delayed_message_that_is_filed_does_not_keep_the_log_after_a_restart(orderly: bool):
+    node = Node(retention_seconds=20.0)
+    producer = Producer(7)
+    delay(node, producer, node.clock.now() + 10**6 * SECOND, b"much later")
+    node.checkpoint()
+    for _ in range(2):
+        node = node.restart() if orderly else node.killed()
+        for _ in range(KEEP):
+            for _ in range(4):
+                node.send("orders", b"x" * 4000, producer=producer)
+            node.checkpoint()
+        node.clock.advance(100)
+        assert node.retention.run() != []
+        assert node.broker.message_log.segments[0].end > node.broker.checkpoints.message_needed
+    later(node, 10**6)
+    assert delivered(node) == [b"much later"]
 
 
 def test_of_the_newest_rows_so_many_bytes_are_kept():

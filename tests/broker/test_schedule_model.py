@@ -15,10 +15,13 @@ from plait.broker import schedule, snapshot, upcoming
 from plait.broker.schedule_views import count_scheduled, list_scheduled
 from plait.frame.columns import Column
 from plait.storage.buckets import GRID, NEVER
+from plait.storage.checkpoint import KEEP
 from tests.broker.schedule_node import SECOND, delayed_frame, delivered_frames, run_due, schedules, submit
 from tests.support.broker_node import Node, Producer
 
 SUBJECTS = st.sampled_from(["orders", "bills"])
+#: Seconds for which delivered rows are kept: longer than most examples last.
+RETENTION = 10_000_000.0
 #: From at once to two years: all kinds of buckets.
 DELAYS = st.sampled_from([-1.0, 0.01, 0.5, 1.0, 1.5, 3.0, 60.0, 700.0, 4_000.0, 90_000.0, 2_000_000.0, 63_000_000.0])
 
@@ -43,11 +46,11 @@ class Scheduling(RuleBasedStateMachine):
         upcoming.LOAD_MAX = 3 if few else 32_768
         schedule.DELIVER_MAX = 2 if few else 8_192
         snapshot.FILE_MAX = snapshot.FILE_NOW_MAX = 4 if few else 200_000
-        self.node = Node(flush=flush, checkpoint_bytes=1 << 40)
+        self.node = Node(flush=flush, checkpoint_bytes=1 << 40, retention_seconds=RETENTION)
         self.producer = Producer(1)
         #: (subject, number) → what waits under it.
         self.waiting: dict[tuple[str, int], Waiting] = {}
-        #: Rows delivered so far, and what of each subject was compared.
+        #: Of each subject, rows below this sequence were compared.
         self.seen: dict[str, int] = {"orders": 0, "bills": 0}
         self.gone: set[tuple[int, int]] = set()
 
@@ -181,6 +184,23 @@ class Scheduling(RuleBasedStateMachine):
     def checkpoint(self) -> None:
         self.node.checkpoint()
 
+    @rule(seconds=st.sampled_from([0.0, 2 * RETENTION]))
+    def retention(self, seconds: float) -> None:
+        """What was delivered expires, and what waits is filed: then the log is kept for checkpoints alone."""
+        self.node.clock.advance(seconds)
+        self.compare()
+        for _ in range(KEEP):
+            assert self.node.send("others", b"x" * 3000, producer=self.producer).acknowledged
+            self.node.checkpoint()
+        self.node.clock.advance(seconds)
+        self.compare()
+        self.node.checkpoint()
+        self.node.retention.run()
+        self.node.turn()
+        broker = self.node.broker
+        if seconds and not any(len(each.fresh.due) for each in schedules(self.node).by_subject.values()):
+            assert broker.message_log.segments[0].end > broker.checkpoints.message_needed, "the log is pinned"
+
     @rule(data=st.data())
     def checkpoint_meanwhile(self, data: st.DataObject) -> None:
         """Things happen between the beginning and the end of a checkpoint, and it may fail."""
@@ -231,10 +251,14 @@ class Scheduling(RuleBasedStateMachine):
         """What was delivered since the last look was due, in order, and is what was sent."""
         now = self.node.clock.now()
         for subject in self.seen:
+            frames = [
+                frame
+                for frame in delivered_frames(self.node, subject, self.seen[subject])
+                if frame.has(Column.SCHEDULE)
+            ]
             rows = [
                 (frame.store_time, *row)
-                for frame in delivered_frames(self.node, subject)
-                if frame.has(Column.SCHEDULE)
+                for frame in frames
                 for row in zip(
                     frame.fixed(Column.SCHEDULE).tolist(),
                     frame.fixed(Column.DELIVER_AT).tolist(),
@@ -245,7 +269,7 @@ class Scheduling(RuleBasedStateMachine):
                 )
             ]
             moment = (0, 0)
-            for stored, number, due, producer, sequence, body, key in rows[self.seen[subject] :]:
+            for stored, number, due, producer, sequence, body, key in rows:
                 assert due <= stored, "it came early"
                 assert (producer, sequence) not in self.gone, "it was cancelled, or has come before"
                 row = self.waiting.pop((subject, number))
@@ -254,7 +278,7 @@ class Scheduling(RuleBasedStateMachine):
                 self.gone.add(row.id)
                 assert stored != moment[0] or due >= moment[1], "out of order"
                 moment = (stored, due)
-            self.seen[subject] = len(rows)
+            self.seen[subject] = self.node.partition(subject).next
 
     @invariant()
     def everything_is_counted(self) -> None:
