@@ -203,6 +203,7 @@ class Group:
     def take(self, log: Log, consumer: Consumer, count: int, size: int, journal: Journal) -> Delivery | None:
         """Rows for a consumer, recorded as held by it; None when there are none."""
         delivery = Delivery()
+        self.partition.expire_deleted(log)
         while len(delivery.ranges) < PIECES_MAX:
             if delivery.count >= count or (delivery.count and delivery.weight >= size):
                 break

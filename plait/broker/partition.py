@@ -50,6 +50,7 @@ class Partition:
     """One stored stream."""
 
     __slots__ = (
+        "_log_start",
         "_row",
         "_slots",
         "accepts",
@@ -82,6 +83,8 @@ class Partition:
         self.visible = 0
         #: Rows below this are expired.
         self.start = 0
+        #: The start of the message log that ``start`` takes account of.
+        self._log_start = 0
         #: Bytes ever appended.
         self.size = 0
         #: (first sequence, epoch) of each epoch that stored rows here, ascending.
@@ -168,13 +171,13 @@ class Partition:
         received, which it looked at on the way in, are left to the consumer. If it does find fault, the rows come back
         and are read again.
         """
+        self.expire_deleted(log)
         batch = Batch(start)
         trusted = log.end if again else log.resumed_at
         end = min(end, self.visible)
         expected = max(start, self.start)
         index = self.consume_log.find(expected)
         records = len(self.consume_log)
-        kept_from = log.start
         run_start = run_end = -1
         parts = batch.parts
         while (
@@ -185,11 +188,6 @@ class Partition:
         ):
             record = self.consume_log.record(index)
             offset = record.offset
-            if offset < kept_from and (kept := self._expire_before(kept_from)) > index:
-                # Retention took the segment, and a crash the memory of it.
-                index = kept
-                expected = batch.end = max(expected, self.start)
-                continue
             frame = self._frame(log, record, record.offset >= trusted) if record.base <= expected else None
             if frame is None:
                 found = self._search(log, expected, index)
@@ -239,6 +237,7 @@ class Partition:
         self, log: Log, start: int, end: int, *, again: bool = True
     ) -> Iterator[tuple[int, int, FrameView | None]]:
         """(first, last, frame) of the visible rows in [start, end), in order; no frame: they do not read back."""
+        self.expire_deleted(log)
         end = min(end, self.visible)
         expected = max(start, self.start)
         trusted = log.end if again else log.resumed_at
@@ -249,13 +248,6 @@ class Partition:
                 return
             record = self.consume_log.record(index)
             offset = record.offset
-            if offset < log.start and (kept := self._expire_before(log.start)) > index:
-                # Retention took the segment, and a crash the memory of it.
-                index = kept
-                if self.start > expected:
-                    yield expected, min(self.start, end), None
-                    expected = self.start
-                continue
             frame = self._frame(log, record, offset >= trusted) if record.base <= expected else None
             if frame is None:
                 found = self._search(log, expected, index)
@@ -349,12 +341,18 @@ class Partition:
                 return offset, frame
         return None
 
-    def _expire_before(self, offset: int) -> int:
-        """The message log starts at ``offset``: so do the rows; the index of the first record that is left."""
-        index = self.consume_log.find_offset(offset)
-        first = self.consume_log.record(index).base if index < len(self.consume_log) else self.next
-        self.start = max(self.start, first)
-        return index
+    def expire_deleted(self, log: Log) -> None:
+        """Rows whose segment is deleted are expired.
+
+        A checkpoint may be older than the deletion, so ``start`` as it is read from there may be too low.
+        """
+        if self._log_start == log.start:
+            return
+        self._log_start = log.start
+        if self.start < self.next:
+            index = self.consume_log.find_offset(log.start)
+            first = self.consume_log.record(index).base if index < len(self.consume_log) else self.next
+            self.start = max(self.start, first)
 
     def stored_until(self, epoch: int) -> int:
         """The end of the rows that ``epoch`` and those before it stored: what an event of it can speak of."""

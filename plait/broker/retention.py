@@ -148,6 +148,7 @@ class Retention:
         if partition.row.kind:
             # Bodies that wait outlive the limits; the start moves when they are filed, published or given up.
             return
+        partition.expire_deleted(self._broker.message_log)
         start = max(partition.start, self._by_time(partition), self._by_size(partition))
         start = min(start, partition.visible)
         if start <= partition.start:

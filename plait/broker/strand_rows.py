@@ -208,18 +208,31 @@ class StrandRows(Group):
 
     def _walk(self, journal: Journal, start: int, end: int, *, again: bool) -> Iterator[Found]:
         """The frames with [start, end), those that outlived retention first."""
+        known = self.partition.start
+        self.partition.expire_deleted(journal.message_log)
         kept_until = min(end, self.partition.start)
         if start < kept_until:
-            sequences = self.kept.within(start, kept_until)
-            places = self.kept.places(sequences.tolist())
-            edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else []
-            for a, b in pairwise(edges):
-                frame = self.frame_of(journal.message_log, journal.kept_log, int(sequences[a]))
-                yield Found(int(sequences[a]), int(sequences[b - 1]) + 1, frame)
+            for found in self._kept_rows(journal, start, kept_until):
+                if (lost := max(start, known)) < found.first:
+                    yield Found(lost, found.first, None)
+                yield found
+                start = found.last
+            if (lost := max(start, known)) < kept_until:
+                # Rows of a deleted segment that no copy was made of; a crash took the event that says so.
+                yield Found(lost, kept_until, None)
             start = kept_until
         if start < end:
             for found in self.partition.walk(journal.message_log, start, end, again=again):
                 yield Found(*found)
+
+    def _kept_rows(self, journal: Journal, start: int, end: int) -> Iterator[Found]:
+        """The frames of the kept log with rows in [start, end)."""
+        sequences = self.kept.within(start, end)
+        places = self.kept.places(sequences.tolist())
+        edges = [0, *(np.flatnonzero(np.diff(places)) + 1).tolist(), len(places)] if len(places) else []
+        for a, b in pairwise(edges):
+            frame = self.frame_of(journal.message_log, journal.kept_log, int(sequences[a]))
+            yield Found(int(sequences[a]), int(sequences[b - 1]) + 1, frame)
 
     def _rows(self, journal: Journal, strand: Strand, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
         """The sequences of a strand's rows in [start, end), with their keys."""
@@ -230,6 +243,7 @@ class StrandRows(Group):
                 yield sequences[chosen], FrameKeys(keys.lps[chosen], hashes)
 
     def _all_rows(self, journal: Journal, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
+        self.partition.expire_deleted(journal.message_log)
         kept_until = min(end, self.partition.start)
         if start < kept_until:
             for first, last, frame in self._walk(journal, start, kept_until, again=True):

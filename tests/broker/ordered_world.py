@@ -1,5 +1,7 @@
 """A model of ordered groups under everything at once: owners come and go, are silent past their leases, brokers crash.
 
+Retention deletes what is done, and copies what is begun with and waits; some starts use an older checkpoint.
+
 Owners keep a client's rules (``ordered_node``). Whatever happens: a strict subject's keys are handled in the order they
 were sent, the first time each; what was acknowledged as done is not handled again; and in the end all is done.
 """
@@ -12,13 +14,16 @@ from typing import Literal
 
 from plait.limits import ServerLimits
 from plait.retry import Retry
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
+from plait.storage.checkpoint import KEEP
 from tests.broker.ordered_node import GROUP, SUBJECT, Held, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 from tests.support.progress import within_cpu_seconds
 
 LPS = 1024
 RETRY = Retry(first=1.0, factor=2.0, jitter=0.0, attempts=None)
-Crash = Literal["killed", "power_lost", "restart"]
+RETENTION = 5.0
+Crash = Literal["killed", "power_lost", "restart", "fallen_back"]
 
 
 class World:
@@ -27,7 +32,13 @@ class World:
     def __init__(self, seed: int, flush: str) -> None:
         self.rng = random.Random(seed)
         limits = ServerLimits(consumer_ranges=self.rng.choice((3, 10_000)))
-        self.node = Node(flush=flush, message_segment_size=65536, action_segment_size=16384, limits=limits)
+        self.node = Node(
+            flush=flush,
+            message_segment_size=self.rng.choice((2048, 2048, 65536)),
+            action_segment_size=16384,
+            limits=limits,
+            retention_seconds=RETENTION,
+        )
         make_subject(self.node)
         self.node.turn()
         self.producer = Producer(7)
@@ -158,12 +169,39 @@ class World:
             if self.node.config.flush == "async":
                 self.node.sync()
             self.node = self.node.power_lost()
+        elif how == "fallen_back":
+            disk = self.node.disk.copy()
+            names = [name for name in disk.list(CHECKPOINTS) if name.startswith("manifest-")]
+            if len(names) > 1:
+                disk.flip_bit(f"{CHECKPOINTS}/{max(names)}", 20, 2)
+            self.node = Node(disk, self.node.clock, self.node.config)
         else:
             self.node = getattr(self.node, how)()
         for name, owner in self.owners.items():
             owner.node = self.node
             if name not in self.silent:
                 owner.attach()
+
+    def expire(self) -> None:
+        """Retention, once every row was handed out: it deletes no row that a key still needs."""
+        for _ in range(30):
+            visible = self.node.partition(SUBJECT).visible
+            strands = self.node.group(SUBJECT, GROUP).strands
+            if all(strand.next == visible for strand in strands if strand.key is None):
+                break
+            self.heal()
+        else:
+            return
+        for _ in range(KEEP):
+            self.node.checkpoint()
+        self.node.clock.advance(RETENTION)
+        for _ in range(2):
+            # What the first run copies is durable at the second.
+            self.node.retention.run()
+            self.node.turn()
+            self.node.sync()
+        if self.rng.random() < 0.5:
+            self.crash(self.rng.choice(("killed", "power_lost", "fallen_back")))
 
     def step(self) -> None:
         step = self.rng.random()
@@ -182,9 +220,11 @@ class World:
         elif step < 0.25:
             self.allocate()
         elif step < 0.26:
-            self.crash(self.rng.choice(("killed", "power_lost", "restart")))
+            self.crash(self.rng.choice(("killed", "power_lost", "restart", "fallen_back")))
         elif step < 0.27:
             self.node.checkpoint()
+        elif step < 0.28:
+            self.expire()
         elif step < 0.35:
             self.node.later(self.rng.choice((0.1, 1.0, 4.0, 11.0)))
             self.node.membership.lose_silent()
@@ -196,20 +236,26 @@ class World:
                 name = self.rng.choice(awake)
                 self.rng.choice((self.lease, self.pull, self.handle))(name)
 
-    def drain(self) -> None:
-        """Everything heals: all is handled."""
+    def heal(self) -> None:
+        """Every owner is awake, pulls, and handles a few rows."""
         self.silent.clear()
-        self.failing = 0.0
         if not self.owners:
             self.join()
+        self.node.later(0.5)
+        self.node.membership.lose_silent()
+        self.node.broker.leases.look()
+        self.node.turn()
+        for name in sorted(self.owners):
+            self.lease(name)
+            self.pull(name)
+            self.handle(name)
+
+    def drain(self) -> None:
+        """Everything heals: all is handled."""
+        self.failing = 0.0
         for _ in range(400):
-            self.node.later(0.5)
-            self.node.membership.lose_silent()
-            self.node.broker.leases.look()
-            self.node.turn()
+            self.heal()
             for name in sorted(self.owners):
-                self.lease(name)
-                self.pull(name)
                 while self.owners[name].ready():
                     self.handle(name)
             if self.node.group(SUBJECT, GROUP).floor == self.node.partition(SUBJECT).visible:

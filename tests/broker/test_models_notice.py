@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from tests.broker.test_ordered_model import World
+from tests.broker.ordered_world import World
 from tests.broker.test_schedule_model import Scheduling
 from tests.support import broker_defects as defects
 
