@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import meta, ordered, ordered_handover, retry, schedule, throughput
+from benchmarks import meta, ordered, ordered_handover, partitions, retry, schedule, throughput
 from benchmarks import scale as scale_suite
 from benchmarks.plot import plot
 from benchmarks.result import Result, write_json
@@ -35,6 +35,7 @@ SUITES: dict[str, Suite] = {
     "allocation": meta.allocation,
     "ordered": ordered.throughput,
     "owners": ordered.scaling,
+    "partitions": partitions.consuming,
     "handover": ordered_handover.handover,
     "spark": lambda smoke: _spark(smoke),
     "archive": lambda smoke: _archive(smoke),

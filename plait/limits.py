@@ -81,6 +81,13 @@ FILES_PER_SEGMENT: Final = 2
 #: that one that fails at once fills neither a core nor the log.
 TASK_RESTART_SECONDS: Final = 1.0
 
+# --- consuming ----------------------------------------------------------------------------------
+#: Rows that each partition of a consumer may pull ahead at least, whatever the number of partitions: a pull and an ack
+#: of fewer cost more than handling them. On more than 62 partitions the default prefetch_count is exceeded by it...
+PREFETCH_SHARE_MIN: Final = 16
+#: ...where prefetch_count is so many times larger. A small one is a wish that is kept: one row each then.
+PREFETCH_SHARES_MAX: Final = 60
+
 # --- names --------------------------------------------------------------------------------------
 #: Subject, group, client and partition names: short enough for file and metric names.
 NAME_LENGTH_MAX: Final = 200

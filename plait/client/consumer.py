@@ -74,7 +74,13 @@ class Consumer:
         self._buffer: Rows = Buffer() if buffer is None else buffer
         #: Rows that were taken for a blocking caller who has not asked for them yet.
         self._handed_over = HandedOver()
-        self._prefetch = Prefetch(limits)
+        self._prefetch: Prefetch[PullClient] = Prefetch(limits)
+        #: Partitions that wait for room are looked at at the end of this turn.
+        self._relieving = False
+        #: Partitions that are attached and have more rows at their brokers.
+        self._more: dict[PullClient, None] = {}
+        #: Some partition is not in the route any more.
+        self._retiring = False
         self._demand = 0
         #: Who waits for rows: told True when there is news, False when its time is up.
         self._waiting: list[asyncio.Future[bool]] = []
@@ -145,8 +151,12 @@ class Consumer:
         try:
             pending = attaching
             while pending and (loop.time() < deadline or len(errors) + len(pending) == len(attaching)):
+                # Once there is one of them, the others are not looked at one by one.
+                some = len(errors) + len(pending) < len(attaching)
                 done, pending = await asyncio.wait(
-                    pending, timeout=max(deadline - loop.time(), 0), return_when=asyncio.FIRST_COMPLETED
+                    pending,
+                    timeout=max(deadline - loop.time(), 0),
+                    return_when=asyncio.FIRST_EXCEPTION if some else asyncio.FIRST_COMPLETED,
                 )
                 errors += [error for task in done if (error := task.exception()) is not None]
                 for error in errors:
@@ -205,7 +215,7 @@ class Consumer:
 
     def _resume(self) -> None:
         self._suspended = False
-        self._pull()
+        self._pull_all()
 
     def _hand_back(self) -> None:
         if self._tracks and not any(client.settling.closed for client in self._clients):
@@ -226,6 +236,7 @@ class Consumer:
         client = self._new_client(route, partition, terms)
         client.prepare(self._loop)
         self._clients.append(client)
+        self._prefetch.add(client)
         return client
 
     def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
@@ -247,13 +258,21 @@ class Consumer:
             if partition not in known:
                 # All of it came after the group began.
                 self._add_client(route, partition, self._terms._replace(start="earliest")).start()
+        named = set(route.partitions)
         for client in self._clients:
-            client.retiring = client.partition not in route.partitions
+            retiring = client.partition not in named
+            if client.retiring != retiring:
+                client.retiring = retiring
+                client.pull()
+        self._retiring = any(client.retiring for client in self._clients)
         self._leave_retired()
 
     def _leave_retired(self) -> None:
         for client in [c for c in self._clients if c.retiring and not c.open]:
             self._clients.remove(client)
+            self._prefetch.remove(client)
+            self._more.pop(client, None)
+            self._relieve_soon()
             task = tasks.start(self._left(client), f"plait-leave-{client.partition.name}")
             self._leaving.add(task)
             task.add_done_callback(self._leaving.discard)
@@ -274,30 +293,61 @@ class Consumer:
 
     # --- pulling --------------------------------------------------------------------------------
 
-    def _wanted(self, client: PullClient) -> int:
+    def _wanted(self, client: PullClient, *, patient: bool = True) -> int:
         """How many rows the next pull of a partition asks for; 0: none now."""
         if self._tracks:
-            return self._prefetch.wanted(client, self._clients)
-        return self._prefetch.wanted_now(self._demand - self._buffer.count, client, self._clients)
+            return self._prefetch.wanted(client, patient=patient)
+        return self._prefetch.wanted_now(self._demand - self._buffer.count, client)
 
-    def _pull(self) -> None:
+    def _pull_on_demand(self) -> None:
+        """Rows are asked for that are not here. At most once nothing else pulls; others pull ahead by themselves."""
         if self._stopping or self._suspended:
             return
-        if self._demand > self._buffer.count:
+        if not self._tracks:
+            self._pull_all()
+        elif self._demand > self._buffer.count:
+            if not self._buffer.count:
+                # The user waits: few rows are better than none.
+                for client in self._prefetch.patient():
+                    client.pull(patient=False)
             self._warn_of_unacked()
+
+    def _more_comes(self) -> bool:
+        """A partition that has more rows pulls them: the limits allow it."""
+        for client in list(self._more):
+            if not client.pulls:
+                client.pull(patient=False)
+            if client.pulls:
+                return True
+        return False
+
+    def _pull_all(self) -> None:
         if len(self._clients) > 1:
             # What is for all of them goes to another one first each time.
             self._clients.rotate()
         for client in self._clients:
             client.pull()
 
+    def _relieve_soon(self) -> None:
+        if self._prefetch.starved and not self._relieving:
+            assert self._loop is not None
+            self._relieving = True
+            self._loop.call_soon(self._relieve)
+
+    def _relieve(self) -> None:
+        """Partitions that waited for room pull, the one that has waited longest first, until there is none left."""
+        self._relieving = False
+        while (client := self._prefetch.relieved()) is not None:
+            client.pull()
+
     def _warn_of_unacked(self) -> None:
         """Once, when nothing comes because nothing is acked."""
         if self._warned or not any(client.attached for client in self._clients):
             return
-        for client in self._clients:
-            if client.pulls or client.settling.under_way or self._wanted(client):
-                return
+        if any(
+            client.pulls or client.settling.under_way or self._wanted(client, patient=False) for client in self._clients
+        ):
+            return
         self._warned = True
         log.warning(
             "%s has %d messages that are not acked, which is its limit: ack or nack some to get more",
@@ -317,7 +367,7 @@ class Consumer:
 
     async def flush(self) -> None:
         """Until the broker has every ack and nack so far."""
-        await flush_all(client.settling for client in self._clients)
+        await flush_all(client.settling for client in self._clients if not client.settling.quiet)
 
     async def _fetch(self, count: int, wait: Duration, *, apart: bool = False) -> list[Piece]:
         """What ``fetch`` gives; ``apart``: each row may be handled by itself."""
@@ -327,17 +377,17 @@ class Consumer:
         loop = self._opened()
         if count > self._limits.prefetch_count:
             # Who asks for so many gets them: one batch in the user's hands, the next one on its way.
-            self._prefetch.ahead = max(self._prefetch.ahead, 2 * min(count, FETCH_COUNT_MAX))
+            self._enlarge(2 * min(count, FETCH_COUNT_MAX))
         deadline = loop.time() + seconds
         try:
             while (available := self._buffer.available()) < count and not self._stopping:
                 self._opened()
-                if available and not any(client.more and client.attached for client in self._clients):
+                if available and not self._more:
                     break
                 remaining = deadline - loop.time()
                 self._demand = count
-                self._pull()
-                if available and not any(client.more and client.pulls for client in self._clients):
+                self._pull_on_demand()
+                if available and not self._more_comes():
                     # The limits allow no more until some are acked: what is here has to do.
                     break
                 longest = self._gathering(available)
@@ -347,9 +397,11 @@ class Consumer:
                     break
         finally:
             self._demand = 0
-        pieces = [] if self._stopping else self._take(count, apart)
-        self._pull()
-        return pieces
+        return [] if self._stopping else self._take(count, apart)
+
+    def _enlarge(self, ahead: int) -> None:
+        if self._prefetch.enlarge(ahead) and not (self._stopping or self._suspended):
+            self._pull_all()
 
     def _gathering(self, _: int) -> float | None:
         """How long to wait for more when there is something, and more at the brokers; None: as long as it takes."""
@@ -373,7 +425,7 @@ class Consumer:
             self._opened()
             self._demand = 1 if self._tracks else min(ITERATION_COUNT, self._limits.prefetch_count)
             try:
-                self._pull()
+                self._pull_on_demand()
                 await self._arrival(None)
             finally:
                 self._demand = 0
@@ -430,11 +482,15 @@ class Feeding:
         return not (self._consumer._stopping or self._consumer._suspended)
 
     @property
+    def several(self) -> bool:
+        return len(self._consumer._clients) > 1
+
+    @property
     def suspended(self) -> bool:
         return self._consumer._suspended
 
-    def wanted(self, client: PullClient) -> int:
-        return self._consumer._wanted(client)
+    def wanted(self, client: PullClient, *, patient: bool) -> int:
+        return self._consumer._wanted(client, patient=patient)
 
     def large(self) -> bool:
         return self._consumer._prefetch.large
@@ -451,11 +507,22 @@ class Feeding:
     def news(self) -> None:
         self._consumer._wake()
 
-    def room(self) -> None:
+    def pulled(self) -> None:
+        self._consumer._relieve_soon()
+
+    def has_more(self, client: PullClient) -> None:
+        if client.more and client.attached:
+            self._consumer._more[client] = None
+        else:
+            self._consumer._more.pop(client, None)
+
+    def room(self, client: PullClient) -> None:
         consumer = self._consumer
-        if any(client.retiring for client in consumer._clients):
+        if consumer._retiring:
             consumer._leave_retired()
-        consumer._pull()
+        consumer._prefetch.report(client)
+        client.pull()
+        consumer._relieve_soon()
 
     def failed(self, error: PlaitError) -> None:
         self._consumer._fail(error)

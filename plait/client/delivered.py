@@ -18,6 +18,7 @@ from plait.client.types import ACKNOWLEDGED, Acknowledgement, HeaderValue, Messa
 from plait.client.words import FAILED, EpochRange, Failed, Nacks
 from plait.errors import FrameError
 from plait.frame.arrow import keys as key_column
+from plait.frame.check import SMALL_COUNT
 from plait.frame.columns import Column
 from plait.frame.view import FrameView
 
@@ -133,6 +134,8 @@ class Delivered:
         if _KEY not in self.frame.places:
             return repeat(None)
         try:
+            if self.frame.count <= SMALL_COUNT:
+                return [key.decode() if key else None for key in self.frame.rows(_KEY, start, stop)]
             texts: list[str | None] = key_column(self.frame).slice(start, stop - start).to_pylist()
         except UnicodeDecodeError as error:
             raise FrameError(f"an order key is not UTF-8: {error}") from None
@@ -293,7 +296,7 @@ class Delivered:
         assert self.rows_done is not None
         marked &= ~self.rows_done
         self.rows_done |= marked
-        self.open_count = self.count - int(self.rows_done.sum())
+        self.open_count = self.count - int(np.count_nonzero(self.rows_done))
         return self._ranges(marked)
 
     def _settle(self, items: Sequence[Which]) -> list[EpochRange]:
@@ -301,8 +304,10 @@ class Delivered:
             return []
         if self.rows_done is None:
             whole = items[0]
-            if self.count == 1 or (
-                isinstance(whole, slice) and whole.start == 0 and whole.stop == self.count and len(items) == 1
+            if (
+                self.count == 1
+                or (isinstance(whole, slice) and whole.start == 0 and whole.stop == self.count and len(items) == 1)
+                or (len(items) == self.count <= SMALL_COUNT and self._names_all(items))
             ):
                 self.rows_done = np.ones(self.count, bool)
                 self.open_count = 0
@@ -317,11 +322,21 @@ class Delivered:
                 marked[item] = True
         return self._close(marked)
 
+    def _names_all(self, items: Sequence[Which]) -> bool:
+        """As many words as rows: each row by itself."""
+        return all(type(item) is int for item in items) and len({*items}) == self.count
+
     def _ranges(self, mask: npt.NDArray[np.bool_] | None) -> list[EpochRange]:
         base, epoch = self.frame.base, self.epoch
         if _SELECTION not in self.frame.places:
             if mask is None:
                 return [(base, base + self.count, epoch)]
+            rows = np.flatnonzero(mask)
+            if not len(rows):
+                return []
+            first, last = int(rows[0]), int(rows[-1])
+            if last - first < len(rows):
+                return [(base + first, base + last + 1, epoch)]
             edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)) + base
             return [(start, end, epoch) for start, end in edges.reshape(-1, 2).tolist()]
         rows = np.arange(self.count) if mask is None else np.flatnonzero(mask)

@@ -65,11 +65,15 @@ class Feed(Protocol):
         """Rows are wanted at all."""
 
     @property
+    def several(self) -> bool:
+        """There are several partitions."""
+
+    @property
     def suspended(self) -> bool:
         """What comes is for others."""
 
-    def wanted(self, client: PullClient) -> int:
-        """How many rows the next pull asks for; 0: none now."""
+    def wanted(self, client: PullClient, *, patient: bool) -> int:
+        """How many rows the next pull asks for; 0: none now. ``patient``: none rather than few."""
 
     def large(self) -> bool:
         """It is for large fetches."""
@@ -86,8 +90,14 @@ class Feed(Protocol):
     def news(self) -> None:
         """Whoever waits for rows is to look again."""
 
-    def room(self) -> None:
-        """Rows were settled: there may be room for new ones."""
+    def pulled(self) -> None:
+        """A partition got what it asked for, or less, and has asked for more: others may have room."""
+
+    def has_more(self, client: PullClient) -> None:
+        """Whether a partition is attached and has more rows at its broker has changed."""
+
+    def room(self, client: PullClient) -> None:
+        """Rows of a partition were settled: there may be room for new ones."""
 
     def failed(self, error: PlaitError) -> None:
         """Nothing works any more."""
@@ -244,6 +254,7 @@ class PullClient:
         self._session = attached.session
         self._link = link
         self.attached = True
+        self._feed.has_more(self)
         self.pulls = self.asked = 0
         self.settling.attached(link, attached.session, attached.reasons_from, attached.attempts)
         self._attached_as(attached, link)
@@ -284,6 +295,7 @@ class PullClient:
         self._stale |= stale
         if self.attached:
             self.attached = False
+            self._feed.has_more(self)
             self._lost_at = self._node.heard
             self.settling.detached()
         if self._detached is not None and not self._detached.done():
@@ -317,20 +329,20 @@ class PullClient:
 
     def held(self) -> int:
         """Rows in the user's hands, and those that wait for it."""
-        return sum(delivered.open_count for delivered in self.open)
+        return sum([delivered.open_count for delivered in self.open]) if self.open else 0
 
     def span(self) -> int:
         """Rows pulled since the oldest one that is still open."""
         oldest = next(iter(self.open), None)
         return 0 if oldest is None else self._pulled_count - oldest.position
 
-    def pull(self) -> None:
-        """Ask for rows, as many as there is room for."""
+    def pull(self, *, patient: bool = True) -> None:
+        """Ask for rows, as many as there is room for; where that is few, ``patient`` waits for more room."""
         link = self._link
         if not self.attached or self.retiring or link is None or link.closed or not self._feed.pulling:
             return
         # While there is more at the broker, it reads the next rows during the transfer of these.
-        while self.pulls < (PULLS_MAX if self.more else 1) and (count := self._feed.wanted(self)) > 0:
+        while self.pulls < (PULLS_MAX if self.more else 1) and (count := self._feed.wanted(self, patient=patient)) > 0:
             size = self._limits.pull_bytes
             if self._feed.large():
                 # Whole frames: their bytes limit a large pull, not a count that ends inside of one.
@@ -342,6 +354,7 @@ class PullClient:
                 m.Pull(self._session, count, size, self._limits.pull_wait_seconds),
                 functools.partial(self._pulled, self._session, count, self._pull_number),
             )
+        self._feed.pulled()
 
     def _pulled(
         self, session: int, count: int, number: int, answer: Any, payload: memoryview, error: PlaitError | None
@@ -359,7 +372,9 @@ class PullClient:
             else:
                 self._feed.failed(error)
             return
-        self.more = answer.more
+        if self.more != answer.more:
+            self.more = answer.more
+            self._feed.has_more(self)
         if len(payload):
             try:
                 self._take_in(answer, payload, number)
@@ -412,6 +427,11 @@ class PullClient:
 
     # --- what became of the rows ----------------------------------------------------------------
 
+    @property
+    def alone(self) -> bool:
+        """It is the only partition of its consumer."""
+        return not self._feed.several
+
     def settled(self, delivered: Delivered) -> None:
         """No row of the frame is open any more."""
         if delivered in self.open:
@@ -420,7 +440,7 @@ class PullClient:
 
     def progressed(self) -> None:
         """Rows were settled: there may be room for new ones."""
-        self._feed.room()
+        self._feed.room(self)
 
     def told(self) -> None:
         """The broker knows what was said."""

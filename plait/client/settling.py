@@ -23,12 +23,19 @@ from plait.wire.dial import Link
 
 #: Rows [start, stop) of a delivered frame.
 Piece = tuple[Delivered, int, int]
+#: Where a consumer has several partitions, the acks of a frame wait for each other so long: its rows are handled one
+#: after another, and an ack for each partition and each moment would cost more than the rows.
+LINGER_SECONDS = 0.001
 #: Requests under way at a time: where every row has a reason of its own, nobody waits for each.
 REQUESTS_MAX = 64
 
 
 class Listener(Protocol):
     """Who is told what became of the rows: the partition's pull client."""
+
+    @property
+    def alone(self) -> bool:
+        """It is the only one of its consumer."""
 
     def settled(self, delivered: Delivered) -> None:
         """No row of the frame is open any more."""
@@ -133,7 +140,7 @@ class Settling:
         """Rows were acked or nacked: tell the broker at the end of this turn."""
         self._unsent[delivered] = None
         if not self._scheduled:
-            self._schedule()
+            self._schedule(linger=delivered.open_count > 1 and not self._listener.alone)
 
     def settle_now(self, delivered: Delivered) -> None:
         """Collect what was said so far before anything else is said of the frame."""
@@ -173,11 +180,14 @@ class Settling:
 
     # --- to the broker --------------------------------------------------------------------------
 
-    def _schedule(self) -> None:
+    def _schedule(self, *, linger: bool = False) -> None:
         if self._closed or self._loop is None:
             raise _closed()
         self._scheduled = True
-        self._loop.call_soon(self._start)
+        if linger:
+            self._loop.call_later(LINGER_SECONDS, self._start)
+        else:
+            self._loop.call_soon(self._start)
 
     def _start(self) -> None:
         self._scheduled = False
@@ -287,6 +297,11 @@ class Settling:
     def closed(self) -> bool:
         """Nothing can be said any more."""
         return self._closed
+
+    @property
+    def quiet(self) -> bool:
+        """There is nothing to wait for, and nothing to raise."""
+        return self._error is None and not self.under_way
 
     @property
     def under_way(self) -> bool:

@@ -51,6 +51,8 @@ class Link(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._calls: dict[int, OnAnswer] = {}
         self._next = 1
+        #: Packets without a payload, of this turn of the loop: they leave together.
+        self._heads: list[bytes] = []
         self._resume: asyncio.Future[None] | None = None
         self.welcome: m.Welcome | None = None
         self.closed = False
@@ -128,11 +130,25 @@ class Link(asyncio.BufferedProtocol):
         head = pack(message.KIND, number, m.encode(message), size)
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
         self._calls[number] = on_answer
-        send(self._transport, head, payload, size)
+        if payload:
+            # It follows what was sent before.
+            self._write_heads()
+            send(self._transport, head, payload, size)
+            return
+        if not self._heads:
+            asyncio.get_running_loop().call_soon(self._write_heads)
+        self._heads.append(head)
+
+    def _write_heads(self) -> None:
+        """A system call for all of them: it costs more than all the rest of a request."""
+        heads, self._heads = self._heads, []
+        if heads and not self.closed and self._transport is not None:
+            self._transport.write(heads[0] if len(heads) == 1 else b"".join(heads))
 
     def notify(self, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> None:
         """Send a packet that has no answer."""
         if not self.closed and self._transport is not None:
+            self._write_heads()
             send(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
 
     async def request(self, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
@@ -163,6 +179,7 @@ class Link(asyncio.BufferedProtocol):
             await asyncio.shield(self._resume)
 
     def close(self) -> None:
+        self._write_heads()
         if self._transport is not None:
             self._transport.close()
 

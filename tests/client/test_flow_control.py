@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 import plait
+from plait.client.pull_client import PullClient
 from plait.testing import EmbeddedBroker
 from tests.client.support import fetch_all, numbers, send, until
 
@@ -133,3 +134,43 @@ async def test_a_fetch_may_ask_for_more_than_the_prefetch(client: plait.Client) 
         batch = await consumer.fetch_arrow(30_000, wait=20)
         assert len(batch) == 30_000
         await batch.ack()
+
+
+async def test_what_a_message_costs_does_not_grow_with_the_partitions(
+    client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = 0
+    held = PullClient.held
+
+    def counted(self: PullClient) -> int:
+        nonlocal looks
+        looks += 1
+        return held(self)
+
+    monkeypatch.setattr(PullClient, "held", counted)
+    await client.admin.create_subject("wide", partitions=32)
+    await client.send_many("wide", [b"%d" % n for n in range(1_000)], keys=[f"k{n}" for n in range(1_000)])
+    async with client.consumer("wide", "g") as consumer:
+        seen = []
+        async for message in consumer:
+            await asyncio.sleep(0)
+            message.ack()
+            seen.append(int(message.body))
+            if len(seen) == 1_000:
+                break
+        await consumer.flush()
+    assert sorted(seen) == list(range(1_000))
+    # One look at each pull and each ack. It was one for each partition, at each pull of each, at each ack.
+    assert looks < 5_000
+
+
+async def test_a_user_that_acks_nothing_gets_all_that_the_limit_allows_from_each_partition(
+    client: plait.Client,
+) -> None:
+    await client.admin.create_subject("wide", partitions=8)
+    await client.send_many("wide", [b"%d" % n for n in range(2_000)], keys=[f"k{n}" for n in range(2_000)])
+    got = 0
+    async with client.consumer("wide", "g", prefetch=160) as consumer:
+        while batch := await consumer.fetch(7, wait=1.0):
+            got += len(batch)
+    assert got == 160

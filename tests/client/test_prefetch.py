@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import plait
 from plait.client.prefetch import Prefetch
+from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX
 
 
 @dataclass(eq=False)
@@ -22,65 +23,148 @@ class Partition:
     more: bool = False
     since_oldest: int = 0
 
+    #: How often somebody looked.
+    looks: int = 0
+
     def held(self) -> int:
+        self.looks += 1
         return self.rows
 
     def span(self) -> int:
         return self.since_oldest
 
 
+def shared_by(limits: plait.ClientLimits, *partitions: Partition, spans: bool = True) -> Prefetch[Partition]:
+    prefetch: Prefetch[Partition] = Prefetch(limits, spans=spans)
+    for partition in partitions:
+        prefetch.add(partition)
+    return prefetch
+
+
 LIMITS = plait.ClientLimits(prefetch_count=100, prefetch_span=200, prefetch_bytes=1_000)
 
 
 def test_one_partition_has_all_of_it() -> None:
-    prefetch, alone = Prefetch(LIMITS), Partition()
-    assert prefetch.wanted(alone, [alone]) == 100
+    alone = Partition()
+    prefetch = shared_by(LIMITS, alone)
+    assert prefetch.wanted(alone) == 100
     alone.rows, alone.asked = 30, 50
-    assert prefetch.wanted(alone, [alone]) == 20
+    assert prefetch.wanted(alone) == 20
     alone.open_bytes = 1_000
-    assert prefetch.wanted(alone, [alone]) == 0
+    assert prefetch.wanted(alone) == 0
 
 
 def test_who_has_more_gets_what_is_for_all() -> None:
-    prefetch, idle, busy = Prefetch(LIMITS), Partition(), Partition(more=True)
-    both = [idle, busy]
-    assert (prefetch.wanted(idle, both), prefetch.wanted(busy, both)) == (25, 75)
+    idle, busy = Partition(), Partition(more=True)
+    prefetch = shared_by(LIMITS, idle, busy)
+    assert (prefetch.wanted(idle), prefetch.wanted(busy)) == (25, 75)
     busy.rows = 75
-    assert (prefetch.wanted(idle, both), prefetch.wanted(busy, both)) == (25, 0)
+    assert (prefetch.wanted(idle), prefetch.wanted(busy)) == (25, 0)
 
 
 def test_bytes_of_one_leave_the_other_its_share() -> None:
-    prefetch, idle, busy = Prefetch(LIMITS), Partition(), Partition(rows=10, more=True, open_bytes=750)
-    assert (prefetch.wanted(idle, [idle, busy]), prefetch.wanted(busy, [idle, busy])) == (25, 0)
+    idle, busy = Partition(), Partition(rows=10, more=True, open_bytes=750)
+    prefetch = shared_by(LIMITS, idle, busy)
+    assert (prefetch.wanted(idle), prefetch.wanted(busy)) == (25, 0)
+
+
+def test_who_starves_is_asked_again_once_another_has_less() -> None:
+    first, second = Partition(rows=75, more=True), Partition(rows=25, more=True)
+    prefetch = shared_by(LIMITS, first, second)
+    assert prefetch.wanted(second) == 0
+    assert prefetch.starved
+    assert prefetch.relieved() is None
+    first.rows = 60
+    prefetch.report(first)
+    assert prefetch.relieved() is second
+    assert prefetch.relieved() is None
+    assert prefetch.wanted(second) == 15
+
+
+def test_who_starves_by_bytes_is_asked_again_too() -> None:
+    first, second = Partition(rows=1, open_bytes=500), Partition(rows=1, more=True, open_bytes=300)
+    prefetch = shared_by(LIMITS, first, second)
+    assert prefetch.wanted(second) == 0
+    first.open_bytes = 100
+    prefetch.report(first)
+    assert prefetch.relieved() is second
+
+
+def test_who_is_gone_leaves_its_room_to_the_others() -> None:
+    first, second, third = Partition(rows=66, more=True), Partition(rows=17, more=True), Partition(rows=17)
+    prefetch = shared_by(LIMITS, first, second, third)
+    assert prefetch.wanted(second) == 0
+    prefetch.remove(first)
+    prefetch.report(second)
+    assert prefetch.relieved() is second
+
+
+def test_few_rows_are_asked_for_only_when_the_user_waits() -> None:
+    partition, other = Partition(rows=20), Partition()
+    prefetch = shared_by(LIMITS, partition, other)
+    assert prefetch.wanted(partition) == 0
+    assert prefetch.patient() == [partition]
+    assert prefetch.wanted(partition, patient=False) == 5
+    assert prefetch.patient() == []
+    partition.rows = 12
+    assert prefetch.wanted(partition) == 13
 
 
 @pytest.mark.parametrize(("spans", "wanted"), [(True, 0), (False, 99)])
 def test_a_stuck_row_lets_the_rest_not_run_away_unless_keys_are_apart(spans: bool, wanted: int) -> None:
     stuck = Partition(rows=1, since_oldest=200)
-    assert Prefetch(LIMITS, spans=spans).wanted(stuck, [stuck]) == wanted
+    assert shared_by(LIMITS, stuck, spans=spans).wanted(stuck) == wanted
 
 
 def test_at_most_once_only_what_is_asked_for_is_pulled_by_all_together() -> None:
     one, two = Partition(), Partition(asked=3)
-    assert Prefetch.wanted_now(10, one, [one, two]) == 5
-    assert Prefetch.wanted_now(10, two, [one, two]) == 2
-    assert Prefetch.wanted_now(0, one, [one, two]) == 0
+    prefetch = shared_by(LIMITS, one, two)
+    assert prefetch.wanted_now(10, one) == 5
+    assert prefetch.wanted_now(10, two) == 2
+    assert prefetch.wanted_now(0, one) == 0
+
+
+def test_of_many_partitions_each_has_enough_to_be_worth_a_pull_unless_the_user_wishes_few() -> None:
+    many = [Partition() for _ in range(1_024)]
+    assert shared_by(plait.ClientLimits(), *many).wanted(many[0]) == PREFETCH_SHARE_MIN
+    assert shared_by(LIMITS, *many).wanted(many[0]) == 1
+
+
+def test_a_pull_looks_at_its_own_partition_alone() -> None:
+    many = [Partition(more=True) for _ in range(1_024)]
+    prefetch = shared_by(plait.ClientLimits(), *many)
+    for each in many:
+        each.rows += prefetch.wanted(each)
+    looks = sum(each.looks for each in many)
+    for each in many[:100]:
+        each.rows -= 1
+        prefetch.report(each)
+        prefetch.wanted(each)
+    assert sum(each.looks for each in many) - looks == 200
 
 
 @given(
     st.integers(1, 200),
     st.lists(st.tuples(st.booleans(), st.integers(0, 1)), min_size=1, max_size=30),
-    st.lists(st.integers(0, 29), max_size=100),
+    st.lists(st.tuples(st.integers(0, 29), st.integers(0, 3)), max_size=100),
 )
 def test_together_they_stay_within_the_limit_and_each_has_its_share(
-    count: int, kinds: list[tuple[bool, int]], turns: list[int]
+    count: int, kinds: list[tuple[bool, int]], turns: list[tuple[int, int]]
 ) -> None:
-    prefetch = Prefetch(plait.ClientLimits(prefetch_count=count))
     partitions = [Partition(more=more, asked=asked) for more, asked in kinds]
-    for turn in turns:
+    prefetch = shared_by(plait.ClientLimits(prefetch_count=count), *partitions)
+    for turn, done in turns:
         partition = partitions[turn % len(partitions)]
-        partition.rows += prefetch.wanted(partition, partitions)
-    assert sum(each.rows + each.asked for each in partitions) <= max(count, len(partitions))
+        partition.rows += prefetch.wanted(partition, patient=False)
+        assert sum(each.rows + each.asked for each in partitions) <= most(count, partitions)
+        partition.rows = max(partition.rows - done, 0)
+        prefetch.report(partition)
     for each in partitions:
-        each.rows += prefetch.wanted(each, partitions)
+        each.rows += prefetch.wanted(each, patient=False)
         assert each.rows + each.asked >= max(count // (2 * len(partitions)), 1)
+    assert sum(each.rows + each.asked for each in partitions) <= most(count, partitions)
+
+
+def most(count: int, partitions: list[Partition]) -> int:
+    """What all may have together."""
+    return max(count, len(partitions) * max(min(count // PREFETCH_SHARES_MAX, PREFETCH_SHARE_MIN), 1))

@@ -47,6 +47,7 @@ class Nobody:
     """Hears what becomes of the rows."""
 
     losses = 0
+    alone = True
 
     def settled(self, delivered: Any) -> None: ...
 
