@@ -44,9 +44,13 @@ class Reader:
         """Where the next read starts; with several partitions, where it starts in each by the partition's name."""
         if not self._cursors:
             return self._start
-        if len(self._cursors) == 1:
-            return next(iter(self._cursors.values())).position
-        return {str(name): cursor.position for name, cursor in self._cursors.items()}
+        # What was read and not fetched yet is read again by a reader that starts there.
+        first = {message.partition: message.sequence for message in reversed(self._rest)}
+        positions = {
+            str(name): ["sequence", first[name]] if name in first else cursor.position
+            for name, cursor in self._cursors.items()
+        }
+        return positions if len(positions) > 1 else next(iter(positions.values()))
 
     async def __aenter__(self) -> Self:
         route = await self._router.refresh(self.subject, create=False)
@@ -69,7 +73,7 @@ class Reader:
         for name in route.partitions:
             if name not in self._cursors:
                 node = self._router.node(route, name.group)
-                self._cursors[name] = Cursor(node, self._limits, self.subject, name, start)
+                self._cursors[name] = Cursor(node, self._limits, self.subject, name, start, self._rest)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -109,7 +113,7 @@ class Reader:
                 self._follow(route, "earliest")
             first = next(iter(self._cursors.values()))
             if len(self._cursors) == 1 and first.reading is None:
-                self._rest.extend(await first.read(count, wait))
+                await first.read(count, wait)
             else:
                 await self._fill_from_all(count, wait)
             if remaining <= 0:
@@ -127,8 +131,6 @@ class Reader:
                     log.info("a partition of %s cannot be read: %s", self.subject, answer)
                 elif isinstance(answer, BaseException):
                     raise answer
-                else:
-                    self._rest.extend(answer)
             self._collect()
             return
         for cursor in self._cursors.values():
@@ -139,13 +141,13 @@ class Reader:
         self._collect()
 
     def _collect(self) -> None:
-        """What was read while nobody waited for it, too."""
+        """Reads that have ended, also while no caller waited for them: the next ones may begin."""
         for cursor in self._cursors.values():
             reading = cursor.reading
             if reading is not None and reading.done():
                 cursor.reading = None
                 try:
-                    self._rest.extend(reading.result())
+                    reading.result()
                 except (Unavailable, Timeout) as error:
                     # The others go on.
                     log.info("partition %s cannot be read: %s", cursor.name, error)

@@ -93,3 +93,39 @@ async def test_routes_are_looked_at_again_now_and_then(meta: PlayedMeta) -> None
         async with meta.client() as other:
             await other.send_many("s", [b"x"] * 20, keys=KEYS)
         assert {m.partition.name for m in await fetched(reader, 20)} == {"s", "s#1", "s#2"}
+
+
+@pytest.mark.parametrize("wait", [0.0, PATIENCE_SECONDS])
+async def test_a_fetch_that_is_cancelled_at_any_moment_skips_nothing(client: plait.Client, wait: float) -> None:
+    await client.send_many("s", [b"%d" % n for n in range(60)], keys=[KEYS[n % 20] for n in range(60)])
+    turns, cancelled = 0, 0
+    async with client.reader("s", start="earliest") as reader:
+        while turns < 40:
+            # One turn later each time, until it is too late.
+            fetching = asyncio.ensure_future(reader.fetch(1, wait=wait))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            before = reader.position
+            if fetching.cancel():
+                cancelled += 1
+            done = await asyncio.gather(fetching, return_exceptions=True)
+            turns += 1
+            if done[0] and not isinstance(done[0], BaseException):
+                break
+        found = [] if isinstance(done[0], BaseException) else done[0]
+        found += await fetched(reader, 60 - len(found))
+    assert cancelled
+    assert set(before) == {"s@g1", "s#1@g2"}
+    assert sorted(int(m.body) for m in found) == list(range(60))
+
+
+async def test_the_position_is_before_what_was_not_fetched_yet(client: plait.Client) -> None:
+    await client.send_many("s", [b"%d" % n for n in range(40)], keys=[KEYS[n % 20] for n in range(40)])
+    async with client.reader("s", start="earliest") as reader:
+        first = await reader.fetch(1, wait=PATIENCE_SECONDS)
+        positions = dict(reader.position)
+        rest = await fetched(reader, 39)
+    for name, (_, sequence) in positions.items():
+        left = [m.sequence for m in rest if str(m.partition) == name]
+        assert left == list(range(sequence, sequence + len(left)))
+    assert len(first) == 1
