@@ -73,7 +73,7 @@ async def send_many(
             step = max(1, count // (1 + size // (limits.many_frame_bytes * _lanes(outlet))))
             continue
         _refuse_large(array, _size(array))
-        if producer.buffered >= limits.buffer_bytes:
+        if producer.buffered >= producer.buffer_bytes:
             await producer.room()
         texts = None if keys is None else [_key(key) for key in keys[position : position + count]]
         hashes = None if texts is None else hash_keys(texts, count)

@@ -7,7 +7,7 @@ order and names each one's predecessor, so that a resend after a lost connection
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from plait.client.lane import Lane
     from plait.client.node import Node
     from plait.client.queue import PartitionQueue
+
+
+#: Senders that look again at a time when the buffer has room.
+WAKE_MAX = 500
 
 
 def new_producer_id() -> int:
@@ -45,6 +49,7 @@ class Producer:
     ) -> None:
         self.router = router
         self.limits = limits
+        #: What may be buffered; 0 while senders wait for room, so that those that come later wait behind them.
         self.buffer_bytes = limits.buffer_bytes
         self.now = clock_now
         #: The first microsecond that is not over: what delays are counted from, so that none ends early.
@@ -67,7 +72,8 @@ class Producer:
         #: Which broker groups answer well.
         self.health = Health()
         self._lanes: dict[Node, list[Lane]] = {}
-        self._room: deque[asyncio.Future[None]] = deque()
+        #: Senders that wait for room in the buffer, the one that came first first.
+        self._room: dict[object, asyncio.Future[None]] = {}
         self._urgent: list[PartitionQueue] = []
         router.on_route.append(self._new_route)
 
@@ -137,7 +143,7 @@ class Producer:
         """For ``post``, which does not wait."""
         if self.closed is not None:
             raise self.closed
-        if self.buffered >= self.limits.buffer_bytes:
+        if self.buffered >= self.buffer_bytes:
             raise BufferFull(
                 f"{self.buffered} bytes wait to be stored (limit {self.limits.buffer_bytes}); "
                 "await client.flush() or use send()",
@@ -146,32 +152,47 @@ class Producer:
             )
 
     async def room(self) -> None:
-        """Wait until the buffer takes more."""
-        while self.buffered >= self.limits.buffer_bytes:
-            if self.closed is not None:
-                raise self.closed
-            future: asyncio.Future[None] = self.loop.create_future()
-            self._room.append(future)
-            try:
-                async with asyncio.timeout(self.limits.send_seconds):
-                    await future
-            except TimeoutError:
-                raise Timeout(
-                    f"the send buffer stayed full for {self.limits.send_seconds:g} s; the server takes nothing"
-                ) from None
+        """Wait until the buffer takes more and those that came before have gone; the caller adds its rows at once."""
         if self.closed is not None:
             raise self.closed
+        limit = self.limits.buffer_bytes
+        if not self._room and self.buffered < limit:
+            return
+        self.buffer_bytes = 0
+        me = object()
+        try:
+            async with asyncio.timeout(self.limits.send_seconds):
+                while True:
+                    # In its place, also when it waits again.
+                    future = self._room[me] = self.loop.create_future()
+                    await future
+                    if self.closed is not None:
+                        raise self.closed
+                    if self.buffered < limit and next(iter(self._room)) is me:
+                        return
+        except TimeoutError:
+            raise Timeout(
+                f"the send buffer stayed full for {self.limits.send_seconds:g} s; the server takes less than is sent"
+            ) from None
+        finally:
+            self._room.pop(me, None)
+            if not self._room:
+                self.buffer_bytes = limit
+            elif self.buffered < limit:
+                self._wake_waiting()
 
     def released(self, size: int) -> None:
         """Rows are settled: their bytes are free."""
         self.buffered -= size
         if self._room and self.buffered < self.limits.buffer_bytes:
-            # All of them, each looks again: the first may have been cancelled, or send nothing after all.
             self._wake_waiting()
 
     def _wake_waiting(self) -> None:
-        while self._room:
-            future = self._room.popleft()
+        """Let those that wait look again, in their order: many at a time, so that their rows leave in one frame."""
+        if next(iter(self._room.values())).done():
+            # They have not looked yet.
+            return
+        for future in list(itertools.islice(self._room.values(), WAKE_MAX)):
             if not future.done():
                 future.set_result(None)
 
@@ -224,4 +245,6 @@ class Producer:
         self.closed = error
         for outlet in self._outlets.values():
             outlet.abandon(error)
-        self._wake_waiting()
+        for future in self._room.values():
+            if not future.done():
+                future.set_result(None)

@@ -9,7 +9,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from tests.client.support import until
+from tests.client.support import impatient, until
 
 
 async def read(client: plait.Client, subject: str) -> list[plait.Message]:
@@ -57,6 +57,45 @@ async def test_a_full_buffer_refuses_posts_and_lets_sends_wait(broker: EmbeddedB
         client.post("order.book", b"room again")
         await client.flush()
         assert client._producer.buffered == 0
+
+
+async def test_no_send_overtakes_one_that_waits_for_room(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(buffer_bytes=2_000)) as client:
+        await client.admin.create_subject("order.book", order="strict")
+        sends: list[asyncio.Future[plait.Receipt]] = []
+        posts: list[tuple[int, plait.Ticket]] = []
+        refused = 0
+        for number in range(600):
+            sends.append(asyncio.ensure_future(client.send("order.book", bytes(100 + number % 7 * 100), key="k")))
+            # Sends come at all times: while others wait, and while those are about to go.
+            for _ in range(1 if number % 10 == 1 else number % 3):
+                await asyncio.sleep(0)
+            if number % 10 == 1:
+                # The last send has begun, as it has had its turn.
+                sends[number // 2].cancel()
+                try:
+                    posts.append((number, client.post("order.book", b"", key="k")))
+                except plait.BufferFull:
+                    refused += 1
+        done = await asyncio.gather(*sends, return_exceptions=True)
+        stored = [(number + 0.0, each.sequence) for number, each in enumerate(done) if isinstance(each, plait.Receipt)]
+        stored += [(number + 0.5, (await ticket).sequence) for number, ticket in posts]
+    sequences = [sequence for _, sequence in sorted(stored)]
+    assert refused
+    assert len(sequences) > 500
+    assert sequences == sorted(sequences)
+
+
+async def test_a_send_that_finds_no_room_in_time_says_so_and_lets_the_next_go(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(buffer_bytes=2_000)) as client:
+        await client.send("order.book", b"")
+        producer = client._producer
+        # Rows that no broker ever answers.
+        producer.buffered += 5_000
+        with impatient(client), pytest.raises(plait.Timeout, match=r"buffer stayed full for 0.05 s"):
+            await client.send("order.book", b"waits")
+        producer.released(5_000)
+        assert (await client.send("order.book", b"goes")).sequence == 1
 
 
 async def test_a_waiting_send_that_is_cancelled_does_not_hold_up_the_next(broker: EmbeddedBroker) -> None:
