@@ -112,6 +112,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_bytes_per_connection: int = 32 * MIB
     #: Bytes queued towards one slow reader; its requests wait above it.
     outgoing_bytes_per_connection: int = 8 * MIB
+    #: Bytes queued towards all readers; above it the connection with the most is closed.
+    outgoing_bytes_total: int = 512 * MIB
     #: Long polls that one connection has waiting.
     polls_per_connection: int = 10_000
     #: Bytes of half-received packets over all connections; above it the one that has gone on longest is given up.

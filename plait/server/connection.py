@@ -1,8 +1,8 @@
 """One client connection of a server: bytes to requests, answers to bytes, and the limits on both.
 
 Memory stays bounded whatever a client does. While its answers are not taken its requests wait, and when too many of
-them wait, or too many of its frames have an open fate, nothing more is read from it. Bytes of half a packet count
-towards a limit of the whole server, long polls towards one of the connection.
+them wait, or too many of its frames have an open fate, nothing more is read from it. Bytes of half a packet and bytes
+that are not taken count towards limits of the whole server, long polls towards one of the connection.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ log = logging.getLogger("plait.server")
 
 #: Requests that wait until answers are taken: some heartbeats of a slow reader are heard, a flood is not read.
 DELAYED_SIZE_MAX = 256 * KIB
+#: Answers that are not taken count towards the server's total from here on: less is always there for each.
+COUNTED_SIZE_MIN = 64 * KIB
 #: What a waiting request takes beside its bytes.
 DELAYED_OVERHEAD = 256
 
@@ -56,7 +58,10 @@ class Connection(asyncio.BufferedProtocol):
         self.in_flight = 0
         self._too_many_in_flight = False
         self._reading_paused = False
-        #: The socket takes no more: requests wait here until it does.
+        #: Bytes of answers that the socket has not taken, as counted last; they are counted while there are many.
+        self.outgoing = 0
+        self._counts_outgoing = False
+        #: There are too many of them: requests wait here until they are taken.
         self.writing_paused = False
         self._delayed: list[Packet] = []
         self._delayed_size = 0
@@ -71,7 +76,8 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are none by inheritance, only by what they do.
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=self.server.limits.outgoing_bytes_per_connection)
+        limit = self.server.limits.outgoing_bytes_per_connection
+        self._transport.set_write_buffer_limits(high=min(limit, COUNTED_SIZE_MIN))
         if self.server.ending:
             self.abort()
             return
@@ -91,6 +97,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._count_partial(0)
+        self.count_outgoing(0)
         for session, consumer in self.consumers.items():
             self.server.lost(consumer, session)
             if self.server.holders.get(consumer) == (self, session):
@@ -117,10 +124,14 @@ class Connection(asyncio.BufferedProtocol):
         return False
 
     def pause_writing(self) -> None:
-        self.writing_paused = True
-        self._outgoing = self._outgoing_size()
+        # Called in the middle of a write: ``answer`` looks at it when that is done.
+        self._counts_outgoing = True
 
     def resume_writing(self) -> None:
+        self._counts_outgoing = False
+        self.count_outgoing(0)
+        if not self.writing_paused:
+            return
         self.writing_paused = False
         delayed, self._delayed, self._delayed_size = self._delayed, [], 0
         if self._transport is None or self._transport.is_closing():
@@ -245,6 +256,8 @@ class Connection(asyncio.BufferedProtocol):
             self.fail(correlation, TooLarge(f"the answer is too large ({error.message}); ask for less"))
             return
         send(transport, head, payload, size)
+        if self._counts_outgoing:
+            self._look_at_outgoing()
 
     def fail(self, correlation: int, error: PlaitError) -> None:
         self.answer(correlation, m.failure_of(error))
@@ -285,6 +298,34 @@ class Connection(asyncio.BufferedProtocol):
             transport.pause_reading()
         else:
             transport.resume_reading()
+
+    def _look_at_outgoing(self) -> None:
+        self.count_outgoing(self._outgoing_size())
+        if self.outgoing > self.server.limits.outgoing_bytes_per_connection and not self.writing_paused:
+            self.writing_paused = True
+            self._outgoing = self.outgoing
+        if self.server.outgoing_bytes > self.server.limits.outgoing_bytes_total:
+            self.server.give_up_outgoing()
+
+    def count_outgoing(self, size: int | None = None) -> None:
+        """Its part of the server's total is so much; without a number, what it is now."""
+        if size is None:
+            size = self._outgoing_size() if self._counts_outgoing else 0
+        self.server.outgoing_bytes += size - self.outgoing
+        self.outgoing = size
+
+    def give_up_outgoing(self) -> None:
+        """What it does not take takes memory that others need."""
+        log.warning(
+            "client %s is disconnected: it does not take %d bytes of answers, and %d wait on all connections "
+            "(limit outgoing_bytes_total)",
+            self.client or "without a name",
+            self.outgoing,
+            self.server.outgoing_bytes,
+        )
+        self.count_outgoing(0)
+        self._counts_outgoing = False
+        self.abort()
 
     def _outgoing_size(self) -> int:
         return 0 if self._transport is None else self._transport.get_write_buffer_size()

@@ -47,6 +47,8 @@ class Listener:
         self.holders: dict[Consumer, tuple[Connection, int]] = {}
         #: Bytes of unfinished packets on all connections.
         self.partial_bytes = 0
+        #: Bytes of answers that are not taken, on connections that have many.
+        self.outgoing_bytes = 0
         self.now = clock.monotonic()
         self._listening: asyncio.Server | None = None
         self._stopping = False
@@ -127,3 +129,14 @@ class Listener:
             if self.partial_bytes <= self.limits.partial_bytes_total:
                 break
             connection.give_up_partial()
+
+    def give_up_outgoing(self) -> None:
+        """Too many bytes of answers are not taken: close the connections that have the most."""
+        waiting = [connection for connection in self.connections if connection.outgoing]
+        for connection in waiting:
+            # Some may have been taken since they were counted.
+            connection.count_outgoing()
+        for connection in sorted(waiting, key=lambda c: -c.outgoing):
+            if self.outgoing_bytes <= self.limits.outgoing_bytes_total:
+                break
+            connection.give_up_outgoing()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -266,6 +267,30 @@ async def test_a_reader_that_takes_nothing_costs_its_share_and_hurts_nobody(serv
             async with client.consumer("calm", group="g") as consumer:
                 assert len(await consumer.fetch(1)) == 1
             assert time.perf_counter() - began < 2.0
+
+
+async def test_all_readers_that_take_nothing_cost_a_total_and_those_with_the_most_are_closed(
+    serve: Serve, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    caplog.set_level(logging.ERROR, "plait.server")
+    limits = {"outgoing_bytes_per_connection": 1 * MIB, "outgoing_bytes_total": 12 * MIB}
+    server = await serve(RealDisk(tmp_path), limits=limits, message_segment_size=64 * MIB)
+    async with plait.connect(server.address) as client, AsyncExitStack() as stack:
+        await client.send_many("large", [bytes(100 * KIB)] * 80)
+        highest = 0
+        for number in range(20):
+            write = await stack.enter_async_context(unread_socket(server, f"slow-{number}"))
+            write(packet(m.Read("large", "earliest", 1000, 4 * MIB, 0.0)))
+            await until(lambda number=number: server.outgoing_bytes or number == 0)
+            await client.send("calm", b"x")
+            highest = max(highest, sum(connection._outgoing_size() for connection in server.connections))
+            assert server.outgoing_bytes <= limits["outgoing_bytes_total"]
+        assert highest <= limits["outgoing_bytes_total"] + 20 * 64 * KIB
+        left = [connection for connection in server.connections if connection.client.startswith("slow")]
+        assert 2 <= len(left) < 20
+        assert (await client.send("calm", b"x")).sequence == 20
+    await until(lambda: not server.connections)
+    assert server.outgoing_bytes == 0
 
 
 async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_stay(serve: Serve):

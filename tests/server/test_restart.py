@@ -260,7 +260,7 @@ async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
         assert (group.lost, group.next) == (5, 7)
 
 
-async def test_a_long_gone_consumer_is_forgotten():
+async def test_a_lost_consumer_is_forgotten():
     async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("orders")
         async with Raw(broker.server) as raw:
@@ -272,9 +272,7 @@ async def test_a_long_gone_consumer_is_forgotten():
         await broker.advance(10)
         group = await client.admin.group("orders", "g")
         assert (group.unacked, group.returned) == (0, 1)
-        assert [consumer.client for consumer in group.consumers] == ["gone"]
-        await broker.advance(3 * 86400)
-        assert (await client.admin.group("orders", "g")).consumers == []
+        assert group.consumers == []
 
 
 async def test_the_default_retention_is_the_brokers():
