@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from plait import tasks
 from plait.client.router import Router
-from plait.errors import InternalError, PlaitError, SubjectNotFound, Unavailable
+from plait.errors import InternalError, PlaitError, SubjectNotFound, Unavailable, from_code
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 
 log = logging.getLogger("plait.client")
+
+#: (subject, group).
+GroupKey = tuple[str, str]
 
 #: After so many heartbeats that did not leave they are sent from elsewhere.
 LATE_BEATS = 3
@@ -118,14 +121,14 @@ class _Beats:
         self._poked = asyncio.Event()
         #: The newest that was heard.
         self._seen = 0
-        #: Changes so far, and who waits for one of them to be known to the meta server.
+        #: Changes so far, and callers that wait for one of them, of one membership, to be known to the meta server.
         self._changes = 0
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._waiting: list[tuple[int, GroupKey, asyncio.Future[None]]] = []
         self._refreshing: set[asyncio.Task[None]] = set()
 
     async def join(self, member: Member) -> None:
         self.members[member.subject, member.group_name] = member
-        await self._known()
+        await self._known((member.subject, member.group_name))
 
     def forget(self, member: Member) -> bool:
         """Name this member no longer; whether it was named. Another one in its place stays."""
@@ -137,7 +140,7 @@ class _Beats:
 
     async def leave(self, member: Member) -> None:
         if self.forget(member):
-            await self._known()
+            await self._known((member.subject, member.group_name))
 
     async def stop_without_members(self) -> None:
         """End the heartbeats, unless there is a member. One that joins meanwhile starts others."""
@@ -147,12 +150,12 @@ class _Beats:
             task.cancel()
             await asyncio.wait([task])
 
-    async def _known(self) -> None:
-        """Until the meta server knows of the members as they are."""
+    async def _known(self, key: GroupKey) -> None:
+        """Until the meta server knows of the members as they are, or refuses this one."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
         self.poke()
-        self._waiting.append((self._changes, future))
+        self._waiting.append((self._changes, key, future))
         if self._task is None or self._task.done() or self._task.cancelling():
             self._task = tasks.keep(self._run, "plait-membership")
         await future
@@ -166,18 +169,15 @@ class _Beats:
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         pause = self._limits.reconnect_first_seconds
-        while True:
+        while self.members or self._waiting:
             self._poked.clear()
             begun, changes = loop.time(), self._changes
             try:
                 answer = await self._beat()
             except PlaitError as error:
-                if isinstance(error, SubjectNotFound):
-                    await self._make_anew()
-                elif not error.retryable and not isinstance(error, InternalError):
-                    self._refused(error)
-                    if not self.members:
-                        return
+                if not error.retryable and not isinstance(error, InternalError):
+                    for member in list(self.members.values()):
+                        self._give_up(member, error)
                     continue
                 log.info("no answer to the heartbeat of %s: %s", self._client, error)
                 await self._rest(pause)
@@ -189,7 +189,7 @@ class _Beats:
                 continue
             news = answer.seen != self._seen
             self._heard(answer, changes)
-            if not news:
+            if not news or answer.refused:
                 # A meta server that answers too soon is not asked all the time.
                 await self._rest(self._limits.heartbeat_seconds - (loop.time() - begun))
 
@@ -229,6 +229,10 @@ class _Beats:
     def _heard(self, answer: m.Beaten, changes: int) -> None:
         if changes == self._changes:
             self._seen = answer.seen
+        refused = {(subject, group): from_code(code, text) for subject, group, code, text in answer.refused}
+        for key, error in refused.items():
+            if key in self.members:
+                self._refused(self.members[key], error)
         for subject, group, strategy, grants in answer.members:
             member = self.members.get((subject, group))
             if member is not None and member.overdue():
@@ -241,35 +245,51 @@ class _Beats:
             known = self._router.known(subject)
             if known is not None and known.version < version:
                 self._look_again(subject)
-        self._tell(changes, None)
+        told = [future for change, key, future in self._waiting if change <= changes and key not in refused]
+        self._settle(told, None)
 
     def _look_again(self, subject: str) -> None:
         async def refresh() -> None:
             with contextlib.suppress(PlaitError):
                 await self._router.refresh(subject)
 
-        task = tasks.start(refresh(), f"plait-route-{subject}")
+        self._begin(refresh(), f"plait-refresh-{subject}")
+
+    def _begin(self, job: Coroutine[Any, Any, None], name: str) -> None:
+        task = tasks.start(job, name)
         self._refreshing.add(task)
         task.add_done_callback(self._refreshing.discard)
 
-    async def _make_anew(self) -> None:
-        """A subject was deleted; who consumes it makes it anew."""
-        for subject in {subject for subject, _ in self.members}:
-            with contextlib.suppress(PlaitError):
-                await self._router.refresh(subject)
+    def _refused(self, member: Member, error: PlaitError) -> None:
+        """One membership cannot be, for the time being or at all. It costs the others nothing."""
+        if isinstance(error, SubjectNotFound):
+            self._begin(self._make_again(member), f"plait-make-{member.subject}")
+        elif error.retryable or isinstance(error, InternalError):
+            log.info("%s cannot join group %r of %r yet: %s", self._client, member.group_name, member.subject, error)
+        else:
+            self._give_up(member, error)
 
-    def _refused(self, error: PlaitError) -> None:
-        """Those that the error is about, or all, cannot be members."""
-        about = (error.details.get("subject"), error.details.get("group"))
-        for key in [key for key in self.members if about in (key, (None, None))]:
-            self.members.pop(key).give_up(error)
-        if not self.members:
-            self._tell(self._changes, error)
+    async def _make_again(self, member: Member) -> None:
+        """A subject was deleted: its consumers make it again, or end where subjects are not made by use."""
+        try:
+            await self._router.refresh(member.subject)
+        except SubjectNotFound as error:
+            self._give_up(member, error)
+        except PlaitError:
+            # The next heartbeat is refused, too.
+            pass
+        else:
+            self.poke()
 
-    def _tell(self, changes: int, error: PlaitError | None) -> None:
-        """Who waited for what was said by then."""
-        told = [future for change, future in self._waiting if change <= changes]
-        self._waiting = [(change, future) for change, future in self._waiting if change > changes]
+    def _give_up(self, member: Member, error: PlaitError) -> None:
+        key = (member.subject, member.group_name)
+        if self.forget(member):
+            member.give_up(error)
+            self._settle([future for _, waiting, future in self._waiting if waiting == key], error)
+
+    def _settle(self, told: list[asyncio.Future[None]], error: PlaitError | None) -> None:
+        """These have waited long enough."""
+        self._waiting = [entry for entry in self._waiting if entry[2] not in told]
         for future in told:
             if future.done():
                 continue

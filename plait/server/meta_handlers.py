@@ -250,13 +250,12 @@ class MetaHandlers:
         beaten = await self._host.beat(
             beat.client, beat.members, beat.seen, beat.wait, leaving=beat.leaving, affinity=beat.affinity
         )
-        for error in beaten.refused.values():
-            raise error
         return self._beaten(beaten)
 
     def _beaten(self, beaten: Beaten) -> m.Beaten:
         # Shares are packed already.
-        return m.Beaten(beaten.seen, beaten.packed, self._host.metas, beaten.routes)  # type: ignore[arg-type]
+        refused = [(*key, error.code, error.message) for key, error in beaten.refused.items()]
+        return m.Beaten(beaten.seen, beaten.packed, self._host.metas, beaten.routes, refused)  # type: ignore[arg-type]
 
     # --- management -----------------------------------------------------------------------------
 

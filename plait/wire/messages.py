@@ -368,7 +368,8 @@ class Beaten(Message, frozen=True):
     """What the client's members are to do: (subject, group, "exclusive" or "shared", logical partitions).
 
     Only of those for which that is newer than what the client has ``seen``: it goes on with what it knows of others.
-    ``metas`` are the addresses of all meta servers; ``routes`` the versions of the members' subjects' routes.
+    ``metas`` are the addresses of all meta servers; ``routes`` the versions of the members' subjects' routes;
+    ``refused`` the (subject, group, code, text) of memberships that cannot be: the others are as if it was alone.
     """
 
     KIND: ClassVar[int] = 53
@@ -376,6 +377,7 @@ class Beaten(Message, frozen=True):
     members: list[tuple[str, str, str, list[LpGrant]]]
     metas: list[str] = []
     routes: dict[str, int] = {}
+    refused: list[tuple[str, str, str, str]] = []
 
 
 def _kinds() -> dict[int, type[Message]]:

@@ -33,6 +33,8 @@ class MetaDouble:
         #: Client → what is its; None: an even share.
         self.fixed: dict[str, list[m.LpGrant]] | None = None
         self.routes: dict[str, int] = {}
+        #: (subject, group, code, text) of memberships that it refuses.
+        self.refused: list[tuple[str, str, str, str]] = []
         self._changed = asyncio.Event()
         self.beats: list[m.Beat] = []
 
@@ -52,7 +54,8 @@ class MetaDouble:
                     await self._changed.wait()
         members = [(subject, group, self.strategy, self.grants(beat.client)) for subject, group, _ in beat.members]
         # Who has heard it is not told again.
-        return m.Beaten(self.epoch, members if self.epoch > beat.seen else [], routes=self.routes)
+        refused = [each for each in self.refused if (*each[:2], True) in beat.members]
+        return m.Beaten(self.epoch, members if self.epoch > beat.seen else [], routes=self.routes, refused=refused)
 
     def grants(self, client: str) -> list[m.LpGrant]:
         """What is a client's."""

@@ -11,8 +11,9 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
+from plait.testing.embedded import TEST_CONFIG
 from tests.client.cluster import EAGER, Cluster, cluster_of
-from tests.client.support import PATIENCE_SECONDS, until
+from tests.client.support import PATIENCE_SECONDS, fetch_all, until
 
 
 @pytest.fixture
@@ -88,6 +89,40 @@ async def test_a_member_that_is_refused_does_not_cost_the_others(broker: Embedde
             await client.consumer("s", group="shared", ordered=True).__aenter__()
         await client.send("s", b"1", key="k")
         assert len(await consumer.fetch(1, wait=PATIENCE_SECONDS)) == 1
+
+
+async def test_a_subject_that_is_deleted_costs_the_clients_other_members_nothing(tmp_path: Path) -> None:
+    config = msgspec.structs.replace(TEST_CONFIG, auto_create=False)
+    async with (
+        EmbeddedBroker(tmp_path / "data", config=config) as broker,
+        broker.connect(client_id="a") as client,
+        broker.connect(client_id="b") as other,
+    ):
+        for subject in ("kept", "deleted"):
+            await client.admin.create_subject(subject)
+        async with (
+            client.consumer("kept", group="g", ordered=True) as kept,
+            client.consumer("deleted", group="g", ordered=True) as deleted,
+        ):
+            async with other.consumer("kept", group="g", ordered=True):
+                await client.admin.delete_subject("deleted")
+                with pytest.raises(plait.SubjectNotFound):
+                    await deleted.fetch(1, wait=PATIENCE_SECONDS)
+            # The share of the member that left is for the one that stays, which has to hear of it.
+            await client.send_many("kept", [b""] * 100, keys=[f"key-{n}" for n in range(100)])
+            assert len(await fetch_all(kept, 100)) == 100
+
+
+async def test_a_member_that_is_refused_for_a_while_keeps_no_other_from_joining(cluster: Cluster) -> None:
+    async with cluster.connect(client_id="a") as client:
+        cluster.meta.refused = [("s", "full", "flow_control", "later")]
+        waiting = asyncio.ensure_future(client.consumer("s", group="full", ordered=True).__aenter__())
+        await until(lambda: len(cluster.meta.beats) > 1)
+        async with client.consumer("s", group="g", ordered=True):
+            assert not waiting.done()
+            cluster.meta.refused = []
+            cluster.meta.change()
+            await (await waiting).close()
 
 
 async def test_a_newer_route_is_asked_for_when_a_heartbeat_tells_of_it(cluster: Cluster) -> None:

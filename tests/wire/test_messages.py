@@ -74,8 +74,14 @@ GOLDEN: list[tuple[m.Message, str]] = [
         "96a1639193a173a167c305cb4024000000000000c29192a173a167",
     ),
     (
-        m.Beaten(6, [("s", "g", "exclusive", [(0, 512, 7)])], ["plait://a:1"], {"s": 2}),
-        "94069194a173a167a96578636c7573697665919300cd02000791ab706c6169743a2f2f613a3181a17302",
+        m.Beaten(
+            6,
+            [("s", "g", "exclusive", [(0, 512, 7)])],
+            ["plait://a:1"],
+            {"s": 2},
+            [("t", "g", "subject_not_found", "no")],
+        ),
+        "95069194a173a167a96578636c7573697665919300cd02000791ab706c6169743a2f2f613a3181a173029194a174a167b17375626a6563745f6e6f745f666f756e64a26e6f",
     ),
 ]
 
@@ -103,6 +109,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     list[m.LpWant]: st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=4),
     list[tuple[int, int]]: st.lists(st.tuples(numbers, numbers), max_size=4),
     list[tuple[str, str]]: st.lists(st.tuples(texts, texts), max_size=4),
+    list[tuple[str, str, str, str]]: st.lists(st.tuples(texts, texts, texts, texts), max_size=4),
     list[m.LpHistory]: st.lists(
         st.tuples(numbers, numbers, st.lists(st.tuples(numbers, st.none() | numbers), max_size=3)), max_size=3
     ),
