@@ -86,6 +86,7 @@ __all__ = [
     "InvalidName",
     "KeyNotParked",
     "LimitExceeded",
+    "LostPartition",
     "MemberShare",
     "Message",
     "MessageId",
@@ -135,7 +136,7 @@ if TYPE_CHECKING:
     from plait.client.app import App
     from plait.client.batch import ArrowBatch, Batch
     from plait.client.client import Client, connect
-    from plait.client.cluster import AllocationInfo, BrokerInfo, MemberShare, PartitionShare, RouteInfo
+    from plait.client.cluster import AllocationInfo, BrokerInfo, LostPartition, MemberShare, PartitionShare, RouteInfo
     from plait.client.consumer import Consumer
     from plait.client.dead import DeadHistory, DeadLetter, DeadQueue, DeadReason
     from plait.client.delay import DelayLevel
@@ -152,7 +153,7 @@ else:
         "plait.client.app": "App",
         "plait.client.batch": "ArrowBatch Batch",
         "plait.client.client": "Client connect",
-        "plait.client.cluster": "AllocationInfo BrokerInfo MemberShare PartitionShare RouteInfo",
+        "plait.client.cluster": "AllocationInfo BrokerInfo LostPartition MemberShare PartitionShare RouteInfo",
         "plait.client.consumer": "Consumer",
         "plait.client.dead": "DeadHistory DeadLetter DeadQueue DeadReason",
         "plait.client.delay": "DelayLevel",

@@ -134,6 +134,12 @@ class Schedules:
         filed = sum(bucket.waiting for bucket in self.buckets.values())
         return filed + sum(schedule.fresh.waiting for schedule in self.by_subject.values())
 
+    def waits(self, schedule: Schedule) -> bool:
+        """It has rows."""
+        return schedule.fresh.waiting > 0 or any(
+            bucket.of(schedule.partition.id).any() for bucket in self.buckets.values()
+        )
+
     def report(self, file: str, reason: str, rows: int) -> None:
         """Rows that wait do not read back."""
         self.lost_count += rows

@@ -107,6 +107,10 @@ class Stages:
     def __contains__(self, producer: int) -> bool:
         return producer in self._all
 
+    def any_for(self, name: str) -> bool:
+        """Some hold rows for the partition ``name`` that may be published or copied."""
+        return any(each.row.name == name and _stage(each).state != EXPIRED for each in self._all.values())
+
     def add(self, partition: Partition) -> None:
         """A stage is known."""
         stage = _stage(partition)

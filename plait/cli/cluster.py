@@ -26,6 +26,37 @@ def brokers(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> Non
 
 
 @app.command
+def forget(
+    group: Annotated[str, Parameter(help="The broker group.")],
+    /,
+    *,
+    lost: Annotated[
+        bool, Parameter(negative="", help="Also if messages are lost with it that were not consumed; they are named.")
+    ] = False,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Give up a broker group that is switched off and will not come back; its subjects go to the others."""
+    found = with_client(server, lambda client: client.admin.forget_broker(group, lost=lost))
+    if output == "json":
+        print_json(found)
+        return
+    print_facts([("forgotten", group), ("lost", "nothing that was not consumed" if not found else "")])
+    if found:
+        columns = ("subject", "partition", "took", "not finished by")
+        rows = (
+            (
+                each.subject,
+                each.partition,
+                f"{each.takes:,}",
+                ", ".join(f"{name} ({count:,})" for name, count in each.groups.items()) or "-",
+            )
+            for each in found
+        )
+        print_table(columns, rows, right=columns[2:3])
+
+
+@app.command
 def state(
     group: Annotated[str, Parameter(help="The broker group.")],
     wished: Annotated[

@@ -30,7 +30,8 @@ class PartitionShare(msgspec.Struct, frozen=True):
     #: Those whose messages it takes now, and those that it is to take.
     takes: int
     wanted: int
-    #: Those whose older messages lie here, while newer ones go elsewhere or came back.
+    #: Those whose older messages lie here, while newer ones go elsewhere or came back, and that a group has not
+    #: finished. None are where no group reads.
     draining: int
     #: Of its broker group: "RW", "R", "W" or "NRW", which is also one that is lost.
     state: State
@@ -64,6 +65,18 @@ class BrokerInfo(msgspec.Struct, frozen=True):
     partitions: int
     #: Why the broker takes no messages, as it reports: a full disk. Empty where it takes them.
     reason: str = ""
+
+
+class LostPartition(msgspec.Struct, frozen=True):
+    """What is lost with a partition of a broker group that was given up."""
+
+    subject: str
+    #: As name@group.
+    partition: str
+    #: Logical partitions of 1024 whose messages it took: what a group has not handled of them is lost.
+    takes: int
+    #: Group → logical partitions that had moved elsewhere, and whose older messages here it had not finished.
+    groups: dict[str, int]
 
 
 class MemberShare(msgspec.Struct, frozen=True):
@@ -100,6 +113,10 @@ class _Route(msgspec.Struct):
     histories: list[tuple[int, int, list[tuple[int, int | None]]]]
     target: list[tuple[int, int, int]]
     brokers: dict[str, tuple[list[str], State]]
+    #: Group → (partition, first, end, fence): what it has finished in partitions that took more once.
+    passed: dict[str, list[tuple[int, int, int, int]]] = {}
+    #: Partitions of which that was reported.
+    reported: list[int] = []
 
 
 class _Allocation(msgspec.Struct):
@@ -142,6 +159,15 @@ class ClusterAdmin(Calls):
             raise InvalidArgument(f"state {state!r} is not known; use {', '.join(STATES)}")
         await self._run("broker.state", None, group=group, state=state)
 
+    async def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
+        """Give up a broker group that is switched off and will not come back: routes lead to others, permanently.
+
+        Where a group has not finished what is stored there, or messages are sent there, ``InvalidArgument`` says so;
+        with ``lost`` those messages are given up, and what is lost is returned.
+        """
+        found: list[LostPartition] = await self._run("broker.forget", list[LostPartition], group=group, lost=lost)
+        return found
+
     async def allocation(self, subject: str, group: str) -> AllocationInfo:
         """The members of a group, and who is to handle what."""
         found: _Allocation = await self._run("group.allocation", _Allocation, subject=subject, group=group)
@@ -166,9 +192,20 @@ def _route_info(route: _Route) -> RouteInfo:
     here = _table((first, end, spans[-1][0]) for first, end, spans in route.histories)
     there = _table(route.target)
     left: npt.NDArray[np.bool_] = np.zeros((count, LOGICAL_PARTITIONS), bool)
+    fences = np.zeros((count, LOGICAL_PARTITIONS), np.int64)
     for first, end, spans in route.histories:
-        for partition, _ in spans[:-1]:
+        for partition, fence in spans[:-1]:
             left[partition, first:end] = True
+            fences[partition, first:end] = np.maximum(fences[partition, first:end], fence or 0)
+    # Of what was not reported yet nobody knows who has finished it.
+    unfinished = np.ones((count, LOGICAL_PARTITIONS), bool)
+    unfinished[route.reported] = False
+    for runs in route.passed.values():
+        done = np.zeros((count, LOGICAL_PARTITIONS), np.int64)
+        for partition, first, end, fence in runs:
+            done[partition, first:end] = fence
+        unfinished |= done < fences
+    left &= unfinished
     takes, wanted = np.bincount(here, minlength=count), np.bincount(there, minlength=count)
     draining = left.sum(axis=1)
     moving = int((here != there).sum())

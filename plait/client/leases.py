@@ -27,6 +27,19 @@ class Wanted(NamedTuple):
     until: Numbers
 
 
+def with_passed(route: SubjectRoute, group: str, reports: Sequence[Report]) -> list[Report]:
+    """What the partitions have said, and what the group had finished there before, as the meta server knows.
+
+    So a broker that holds nothing for the group need not be there (R26).
+    """
+    found = list(reports)
+    for partition, first, end, fence in route.passed.get(group, ()):
+        done = found[partition].done.copy()
+        done[first:end] = np.maximum(done[first:end], fence)
+        found[partition] = found[partition]._replace(done=done)
+    return found
+
+
 def wanted(route: SubjectRoute, mine: LpSet, reports: Sequence[Report]) -> list[Wanted]:
     """For each partition of the route the logical partitions to ask it for.
 

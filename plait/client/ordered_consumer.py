@@ -18,7 +18,7 @@ from plait.client.consumer import Consumer, Feeding, Spools
 from plait.client.delivered import Delivered
 from plait.client.handed_over import HandedOver
 from plait.client.keeper import Keeper, Lease
-from plait.client.leases import left_behind, parked_before, wanted, wanted_at_once
+from plait.client.leases import left_behind, parked_before, wanted, wanted_at_once, with_passed
 from plait.client.membership import Membership
 from plait.client.ordered_buffer import OrderedBuffer
 from plait.client.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
@@ -194,6 +194,8 @@ class OrderedConsumer(Consumer):
         clients = {c.partition: c for c in self._clients if isinstance(c, OrderedPullClient)}
         listed = [clients.get(partition) for partition in route.partitions]
         reports = [nothing_said() if client is None else client.rights.report() for client in listed]
+        assert self.group is not None
+        reports = with_passed(route, self.group, reports)
         affine = self._terms.affinity
         chosen = wanted_at_once(route, self._mine) if affine else wanted(route, self._mine, reports)
         before = parked_before(route, reports, chosen)

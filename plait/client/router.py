@@ -41,7 +41,7 @@ class Span(NamedTuple):
 class SubjectRoute:
     """One version of a subject's route."""
 
-    __slots__ = ("brokers", "histories", "order", "partitions", "subject", "table", "version")
+    __slots__ = ("brokers", "histories", "order", "partitions", "passed", "subject", "table", "version")
 
     def __init__(self, found: m.RouteFound) -> None:
         self.subject = found.subject
@@ -57,6 +57,11 @@ class SubjectRoute:
             (first, end, [Span(index[partition], fence) for partition, fence in spans])
             for first, end, spans in found.histories
         ]
+        #: Group → (index of the partition, first, end, fence): what it has finished where rows were before.
+        self.passed = {
+            group: [(index[partition], *run) for partition, *run in runs if partition in index]
+            for group, runs in found.passed.items()
+        }
         #: Broker group → its addresses and its state ("RW", "R", "W", "NRW").
         self.brokers = found.brokers
         #: Logical partition → the index of the partition that takes its rows.
@@ -129,7 +134,11 @@ class Router:
         for group, node in self._nodes.items():
             if group in route.brokers and node is not self.meta:
                 node.move(route.brokers[group][0])
-        if known is None or known.version < route.version or known.brokers != route.brokers:
+        if known is None or (known.version, known.brokers, known.passed) != (
+            route.version,
+            route.brokers,
+            route.passed,
+        ):
             for call in list(self.on_route):
                 call(route)
         return route

@@ -10,7 +10,7 @@ from plait.client.admin import Admin as LoopAdmin
 from plait.client.admin import GroupInfo, SubjectDetails, SubjectInfo
 from plait.client.arguments import Duration, Start
 from plait.client.calls import Partition
-from plait.client.cluster import AllocationInfo, BrokerInfo, Partitions, RouteInfo, State
+from plait.client.cluster import AllocationInfo, BrokerInfo, LostPartition, Partitions, RouteInfo, State
 from plait.client.dead import DeadLetter, DeadQueue, DeadReason, Select
 from plait.client.loops import Run
 from plait.client.parked import ParkedKey
@@ -110,6 +110,10 @@ class Admin:
     def set_broker_state(self, group: str, state: State) -> None:
         """Use a broker group less: with "R", "W" or "NRW" new partitions go to others; "RW" is as usual."""
         self._run(self._admin.set_broker_state(group, state))
+
+    def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartition]:
+        """Give up a broker group that will not come back; with ``lost`` also what was not consumed there."""
+        return self._run(self._admin.forget_broker(group, lost=lost))
 
     def allocation(self, subject: str, group: str) -> AllocationInfo:
         """The members of a group, and who is to handle what."""

@@ -90,6 +90,19 @@ class Brokers:
         self._hear(group, broker)
         return True
 
+    def knows(self, group: str, broker: str) -> bool:
+        """The broker has registered."""
+        return broker in self._core.mirror.brokers.get(group, {})
+
+    def is_there(self, group: str) -> bool:
+        """A broker of the group is heard of, or may be: it has not been silent for long enough."""
+        return any(self._lives(row) and row.reported != "NRW" for row in self._core.mirror.brokers[group].values())
+
+    def forgotten(self, group: str) -> None:
+        """The broker group was given up."""
+        for who in [who for who in self._watch if who.startswith(f"{_PREFIX}{group}/")]:
+            self._watch.forget(who)
+
     def wish(self, group: str, state: State) -> None:
         """What the operator wants of a broker group."""
         _check_state(state)

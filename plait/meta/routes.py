@@ -218,6 +218,43 @@ def retire(route: Route, partition: int, below: int) -> Route:
     return _delisted(msgspec.structs.replace(route, version=route.version + 1, histories=histories))
 
 
+def give_up(route: Route, group: str, places: Sequence[Place]) -> Route:
+    """The next version, without the partitions of a broker group; what they took goes to ``places``, in equal shares.
+
+    The spans there are left out: no fence is known of the last ones, and nothing can be read there any more.
+    """
+    check_places(places)
+    listed = [*route.partitions, *(place for place in places if place not in route.partitions)]
+    lost = np.array([place.group == group for place in listed])
+    version = route.version + 1
+    named = np.array([listed.index(place) for place in places])
+    among = np.full(len(listed), -1, dtype=np.int64)
+    among[named] = np.arange(len(named))
+    here, before = current(route), target(route)
+    after = named[balance(among[here], len(named), loose=lost[here], wished=among[before])]
+    number = spread([(history.first, history.end, at) for at, history in enumerate(route.histories)])
+    histories = []
+    for first, end in pairwise(cut(number, here, after)):
+        kept = tuple(span for span in route.histories[number[first]].spans if not lost[span.partition])
+        if lost[here[first]]:
+            kept = (*kept, Span(int(after[first]), None, version))
+        histories.append(History(first, end, kept))
+    gaining = set(after[lost[here]].tolist())
+    gained = [*route.gained, *[version] * (len(listed) - len(route.partitions))]
+    return _delisted(
+        msgspec.structs.replace(
+            route,
+            version=version,
+            partitions=tuple(listed),
+            histories=joined(histories),
+            target=tuple(runs_of(after)),
+            # What was to move and may be sealed where it is stays in doubt, wherever it is to be by now.
+            doubt=tuple(runs_where((_moving(route, here) & (after == here)) & ~lost[here])),
+            gained=tuple(version if index in gaining else seen for index, seen in enumerate(gained)),
+        )
+    )
+
+
 def _moving(route: Route, here: Numbers) -> NDArray[np.bool_]:
     """The LPs that have to be sealed where they are, and so may be already."""
     moving: NDArray[np.bool_] = (here != target(route)) | mark(route.doubt)

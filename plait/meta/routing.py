@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from plait.errors import InvalidArgument
 from plait.meta import routes
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
 from plait.meta.lps import NumberedRun
+from plait.meta.retiring import progress_of
 from plait.meta.routes import Place, Route
 from plait.meta.settings import SubjectSettings
 from plait.meta.subjects import Subjects, check_count, check_groups, new_places
@@ -41,7 +41,15 @@ class Routing:
         route = self._core.mirror.route(subject)
         groups = sorted({place.group for place in route.partitions})
         brokers = {group: (self._brokers.addresses(group), self._brokers.state(group)) for group in groups}
-        return RouteView(route, settings, brokers)
+        passed: dict[str, list[tuple[int, int, int, int]]] = {}
+        reported = []
+        for index, place in enumerate(route.partitions):
+            progress = progress_of(self._core.mirror.partitions[place])
+            if progress is not None:
+                reported.append(index)
+                for group, runs in progress.passed.items():
+                    passed.setdefault(group, []).extend((index, *run) for run in runs)
+        return RouteView(route, settings, brokers, passed, reported)
 
     def retarget(self, subject: str, partitions: int | Sequence[Place]) -> Route:
         """So many partitions, or these, are to take all messages from now on; the route with that target."""
@@ -126,18 +134,6 @@ class Routing:
             if move.place in route.partitions:
                 index = route.partitions.index(move.place)
                 self._publish(route, routes.sealed(route, move.version, index, fences))
-
-        self._core.decide(decision)
-
-    def retire(self, subject: str, place: Place, below: int) -> None:
-        """What lies below that sequence in the partition is needed by nobody: the route forgets it."""
-
-        def decision() -> None:
-            self._subjects.row(subject)
-            route = self._core.mirror.route(subject)
-            if place not in route.partitions:
-                raise InvalidArgument(f"subject {subject!r} has no partition {place}")
-            self._publish(route, routes.retire(route, route.partitions.index(place), below))
 
         self._core.decide(decision)
 

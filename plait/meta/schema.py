@@ -80,6 +80,8 @@ class Partition(Row, frozen=True, gc=False):
     told: int = 0
     #: "kept"; "dropping": no route leads to it any more, its broker is to drop it; "gone": it has.
     state: str = "kept"
+    #: What its broker has reported last of what is finished there (``retiring.Progress``); empty: nothing.
+    progress: bytes = b""
     changed: int = 0
 
 
@@ -177,6 +179,7 @@ _table(
     _name("subject"),
     _number("told"),
     _name("state"),
+    sa.Column("progress", sa.LargeBinary, nullable=False),
     _number("changed"),
 )
 _table(

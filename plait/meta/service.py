@@ -23,6 +23,7 @@ from plait.meta.lps import NumberedRun
 from plait.meta.membership import Members, Membership
 from plait.meta.mirror import Changes
 from plait.meta.peers import Peers
+from plait.meta.retiring import Retiring
 from plait.meta.routes import Place, Route
 from plait.meta.routing import Routing
 from plait.meta.settings import SubjectSettings
@@ -34,9 +35,11 @@ from plait.meta.views import (
     Beaten,
     BrokerView,
     Drop,
+    Lost,
     Make,
     Move,
     PartitionFacts,
+    PartitionProgress,
     Registered,
     RouteView,
     State,
@@ -53,6 +56,7 @@ class MetaService:
         self._brokers = Brokers(self._core)
         self._subjects = Subjects(self._core, self._brokers)
         self._routing = Routing(self._core, self._brokers, self._subjects)
+        self._retiring = Retiring(self._core, self._brokers, self._subjects)
         self._members = Members(self._core)
         self._allocating = Allocating(self._core)
         self._peers = Peers(self._core, address)
@@ -246,9 +250,17 @@ class MetaService:
         """A broker has carried it out."""
         self._routing.dropped(drop)
 
-    def retire(self, subject: str, place: Place, below: int) -> None:
-        """Rows below that sequence of a partition are expired, or done by every group: the route forgets them."""
-        self._routing.retire(subject, place, below)
+    def report_progress(self, group: str, broker: str, reports: Sequence[PartitionProgress]) -> bool:
+        """A broker says what is finished in its partitions; False: it is not known here and has to register again."""
+        if not self._brokers.knows(group, broker):
+            return False
+        self._retiring.report(group, reports)
+        return True
+
+    def forget_broker(self, group: str, *, lost: bool = False) -> list[Lost]:
+        """Give up a broker group that will not come back; what is lost with it, if ``lost`` allows that."""
+        self._core.refresh()
+        return self._retiring.forget(group, lost=lost)
 
     # --- members --------------------------------------------------------------------------------
 

@@ -38,6 +38,36 @@ class PartitionFacts(msgspec.Struct, frozen=True):
     reopened: list[tuple[int, int, int, int]] = []
 
 
+class PartitionProgress(msgspec.Struct, frozen=True):
+    """What is finished in a partition, as its broker reports."""
+
+    name: str
+    subject: str
+    #: The newest route that the partition has heard of.
+    route: int
+    #: Group → (first, end, fence) of the logical partitions that end there and that it is done with.
+    passed: dict[str, list[NumberedRun]] = {}
+    #: Rows below this are gone, and nothing that belongs to them is left.
+    gone_below: int = 0
+
+
+class Lost(msgspec.Struct, frozen=True):
+    """What is lost with a partition of a broker group that is given up."""
+
+    subject: str
+    #: As name@group.
+    partition: str
+    #: Logical partitions that it took: messages sent there that a group has not come to are lost.
+    takes: int
+    #: Group → logical partitions whose older messages there it had not finished.
+    groups: dict[str, int]
+
+    def __str__(self) -> str:
+        parts = [f"{self.takes} of 1024 logical partitions are sent there"] if self.takes else []
+        parts += [f"group {name} has not finished {count} that ended there" for name, count in self.groups.items()]
+        return f"{self.partition}: {', '.join(parts) or 'nothing'}"
+
+
 class Registered(msgspec.Struct, frozen=True):
     """What a broker learns when it registers."""
 
@@ -82,6 +112,10 @@ class RouteView(msgspec.Struct, frozen=True):
     settings: SubjectSettings
     #: Broker group → addresses and state.
     brokers: dict[str, tuple[list[str], State]]
+    #: Group → (index of the partition, first, end, fence): what it has finished there, as brokers reported.
+    passed: dict[str, list[tuple[int, int, int, int]]] = {}
+    #: Partitions (by index) of which anything was reported.
+    reported: list[int] = []
 
 
 class Make(NamedTuple):

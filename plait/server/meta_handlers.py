@@ -18,7 +18,7 @@ from plait.errors import InternalError, InvalidArgument, PlaitError, Unavailable
 from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
-from plait.meta.views import Beaten, PartitionFacts, RouteView, State
+from plait.meta.views import Beaten, PartitionFacts, PartitionProgress, RouteView, State
 from plait.server.admin import set_fields
 from plait.server.meta_host import MetaHost
 from plait.wire import messages as m
@@ -96,6 +96,21 @@ class BeatBroker(msgspec.Struct, forbid_unknown_fields=True):
     reason: str = ""
 
 
+class ReportProgress(msgspec.Struct, forbid_unknown_fields=True):
+    """What is finished in some partitions of a broker."""
+
+    group: str
+    broker: str
+    partitions: list[PartitionProgress]
+
+
+class ForgetBroker(msgspec.Struct, forbid_unknown_fields=True):
+    """A broker group that will not come back; ``lost``: also if messages are lost with it."""
+
+    group: str
+    lost: bool = False
+
+
 class WishState(msgspec.Struct, forbid_unknown_fields=True):
     """What the operator wants of a broker group."""
 
@@ -157,6 +172,7 @@ def route_found(subject: str, view: RouteView, metas: list[str]) -> m.RouteFound
         [(each.first, each.end, [(span.partition, span.fence) for span in each.spans]) for each in route.histories],
         {group: (addresses, state) for group, (addresses, state) in view.brokers.items()},
         metas,
+        view.passed,
     )
 
 
@@ -177,6 +193,8 @@ class MetaHandlers:
             "subject.expand": (ExpandSubject, self._expand),
             "broker.register": (RegisterBroker, self._register),
             "broker.beat": (BeatBroker, self._beat_broker),
+            "broker.progress": (ReportProgress, self._progress),
+            "broker.forget": (ForgetBroker, self._forget_broker),
             "broker.state": (WishState, self._wish),
             "broker.list": (Nothing, self._broker_groups),
             "broker.describe": (Nothing, self._brokers),
@@ -291,6 +309,8 @@ class MetaHandlers:
             "histories": route_found(route.subject, view, []).histories,
             "target": route.target,
             "brokers": view.brokers,
+            "passed": view.passed,
+            "reported": view.reported,
         }
 
     async def _expand(self, request: ExpandSubject) -> dict[str, Any]:
@@ -323,6 +343,12 @@ class MetaHandlers:
         return await self._host.call(
             lambda s: s.beat_broker(request.group, request.broker, request.state, request.reason)
         )
+
+    async def _progress(self, request: ReportProgress) -> bool:
+        return await self._host.change(lambda s: s.report_progress(request.group, request.broker, request.partitions))
+
+    async def _forget_broker(self, request: ForgetBroker) -> Any:
+        return await self._host.choose(lambda s: s.forget_broker(request.group, lost=request.lost))
 
     async def _wish(self, request: WishState) -> None:
         await self._host.change(lambda s: s.set_broker_state(request.group, request.state))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from plait import tasks
 from plait.broker.ordered import OrderedGroup
+from plait.broker.partition import Partition
+from plait.broker.passed import gone_below, passed
 from plait.errors import InvalidArgument, PlaitError
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ BEAT_SECONDS = 1.0
 CLAIMS = 7
 #: Partitions that one request tells of.
 PAGE = 200
+#: Partitions whose progress is looked at with each heartbeat: a few milliseconds of work.
+REPORTED_MAX = 50
 
 NOT_TAKEN = "no meta server takes this broker at present: %s"
 
@@ -40,6 +44,9 @@ class Registrar:
         self._ask = ask
         self._task: asyncio.Task[None] | None = None
         self._registered = False
+        #: Partition → what was reported of it; and how far round the last report came.
+        self._reported: dict[str, dict[str, Any]] = {}
+        self._turn = 0
 
     async def start(self) -> None:
         """Register; where no meta server can be reached, go on trying.
@@ -63,10 +70,11 @@ class Registrar:
         self._task = tasks.keep(self._run, "plait-registrar")
 
     async def stop(self) -> None:
-        """Say that nothing can be sent here any more."""
+        """Say that nothing can be sent here any more, and what is finished here."""
         await self.abandon()
         if self._registered:
             try:
+                await self._report(self._sealed())
                 await self._ask("broker.beat", self._facts("NRW"))
             except PlaitError:
                 # They notice by themselves.
@@ -86,10 +94,45 @@ class Registrar:
     async def _step(self) -> None:
         try:
             if self._registered and await self._ask("broker.beat", self._facts(self._state())):
+                await self._report(self._next_sealed())
                 return
             await self._register()
         except PlaitError as error:
             log.warning(NOT_TAKEN, error)
+
+    # --- what is finished -----------------------------------------------------------------------
+
+    def _sealed(self) -> list[Partition]:
+        """Partitions that take fewer logical partitions than they did once."""
+        return [each for each in self._server.broker.subjects.values() if each.fences is not None]
+
+    def _next_sealed(self) -> list[Partition]:
+        """Some of them each time, all of them in turn."""
+        sealed = self._sealed()
+        start = self._turn % len(sealed) if sealed else 0
+        self._turn = start + REPORTED_MAX
+        return [*sealed[start:], *sealed[:start]][:REPORTED_MAX]
+
+    async def _report(self, partitions: list[Partition]) -> None:
+        """Tell the meta servers what is finished, where that has changed."""
+        reports = {each.row.name: self._progress(each) for each in partitions}
+        news = [(name, report) for name, report in reports.items() if self._reported.get(name) != report]
+        for at in range(0, len(news), REPORTED_MAX):
+            some = news[at : at + REPORTED_MAX]
+            facts = {"group": self._server.config.group, "broker": self._name}
+            if await self._ask("broker.progress", {**facts, "partitions": [report for _, report in some]}):
+                self._reported.update(some)
+
+    def _progress(self, partition: Partition) -> dict[str, Any]:
+        return {
+            "name": partition.row.name,
+            "subject": partition.row.subject,
+            "route": partition.row.route,
+            "passed": passed(partition),
+            "gone_below": gone_below(self._server.broker, partition),
+        }
+
+    # --- who this is ----------------------------------------------------------------------------
 
     def _state(self) -> str:
         broker = self._server.broker
@@ -104,6 +147,8 @@ class Registrar:
         facts = {**self._facts(self._state()), "address": server.address, "epoch": server.broker.epoch}
         partitions = [self._partition(name) for name in sorted(server.broker.subjects)]
         pages = [partitions[at : at + PAGE] for at in range(0, len(partitions), PAGE)] or [[]]
+        # A meta server whose database is another one knows nothing of earlier reports.
+        self._reported = {}
         for page in pages:
             answer = await self._ask("broker.register", {**facts, "partitions": page})
         for name in answer["unrouted"]:

@@ -335,7 +335,8 @@ class RouteFound(Message, frozen=True):
     """The subject's route: its partitions as (name, broker group), and the history of each logical partition.
 
     ``brokers`` has the addresses of each broker group and its state: "RW", "R", "W" or "NRW"; ``metas`` are the
-    addresses of all meta servers.
+    addresses of all meta servers. ``passed`` has, for each group, what it has finished in partitions that took more
+    once, as their brokers have reported: (index of the partition, first, end, fence).
     """
 
     KIND: ClassVar[int] = 51
@@ -346,6 +347,7 @@ class RouteFound(Message, frozen=True):
     histories: list[LpHistory]
     brokers: dict[str, tuple[list[str], str]]
     metas: list[str] = []
+    passed: dict[str, list[tuple[int, int, int, int]]] = {}
 
 
 class Beat(Message, frozen=True):

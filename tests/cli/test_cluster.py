@@ -92,6 +92,17 @@ def test_brokers_are_listed_and_their_states_set(cluster: Cluster, there: Here):
     )
 
 
+def test_a_broker_group_that_is_there_is_not_forgotten(there: Here):
+    assert refused(there("cluster", "forget", "g2")) == (
+        2,
+        "error: broker group 'g2' is there; stop its broker first (invalid_argument)\n",
+    )
+    assert refused(there("cluster", "forget", "g7", "--lost")) == (
+        2,
+        "error: there is no broker group 'g7'; there are g1, g2 (invalid_argument)\n",
+    )
+
+
 def test_a_subject_is_made_spread_further_and_drawn_together_again(there: Here, subject: str):
     created = json_of(there("subject", "create", subject, "--partitions", "2", "--order", "strict", "-o", "json"))
     assert created["partition"] == f"{subject}@g1, {subject}@g2"

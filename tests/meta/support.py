@@ -11,7 +11,7 @@ from plait.meta.routes import Place
 from plait.meta.service import MetaService
 from plait.meta.shares import Share
 from plait.meta.store import Store
-from plait.meta.views import Beaten
+from plait.meta.views import Beaten, PartitionProgress
 
 #: Makes a store over the test's database.
 Stores = Callable[..., Store]
@@ -72,6 +72,18 @@ def places(service: MetaService, subject: str) -> list[str]:
 
 def place(text: str) -> Place:
     return Place(*text.split("@"))
+
+
+def expire(service: MetaService, subject: str, name: str, below: int) -> None:
+    """The broker of a partition reports that rows below a sequence are gone."""
+    where = place(name)
+    progress(service, where.group, PartitionProgress(where.name, subject, 1 << 60, gone_below=below))
+
+
+def progress(service: MetaService, group: str, *reports: PartitionProgress) -> None:
+    """The broker of a group reports what is finished."""
+    [broker] = [each.broker for each in service.brokers() if each.group == group]
+    assert service.report_progress(group, broker, reports)
 
 
 ALL = [(0, LOGICAL_PARTITIONS)]

@@ -15,7 +15,7 @@ from plait.meta.schema import CLUSTER
 from plait.meta.service import MetaService
 from plait.meta.settings import SubjectSettings
 from plait.meta.store import Store
-from tests.meta.support import join, lps, pass_time, place, register, settle, share
+from tests.meta.support import expire, join, lps, pass_time, place, register, settle, share
 from tests.support.postgres import Postgres
 
 
@@ -42,7 +42,8 @@ CALLS: dict[str, Callable[[MetaService], object]] = {
     "subject": lambda service: service.subject("s"),
     "route": lambda service: service.route("s"),
     "expand": lambda service: service.expand("s", 2),
-    "retire": lambda service: service.retire("s", place("s@g1"), 1),
+    "progress": lambda service: expire(service, "s", "s@g1", 1),
+    "forget broker": lambda service: service.forget_broker("g9"),
     "beat_client": lambda service: join(service, "c1"),
     "allocation": lambda service: service.allocation("s", "g"),
 }

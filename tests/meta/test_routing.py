@@ -11,7 +11,7 @@ from plait.meta.lps import mark
 from plait.meta.routes import current, moves, openings, spans, target
 from plait.meta.service import MetaService
 from plait.meta.views import Drop
-from tests.meta.support import ALL, Stores, converge, place, places, register
+from tests.meta.support import ALL, Stores, converge, expire, place, places, register
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_fewer_partitions_leave_the_others_listed_while_they_drain(spread: MetaS
     converge(spread)
     assert places(spread, "s") == ["s@g1", "s@g2"]
     assert openings(spread.route("s").route)[0] == ALL
-    spread.retire("s", place("s@g2"), 10)
+    expire(spread, "s", "s@g2", 10)
     assert places(spread, "s") == ["s@g1"]
     (drop,) = spread.pending_drops()
     assert str(drop.place) == "s@g2"
@@ -107,7 +107,7 @@ def give_up(service: MetaService) -> Drop:
     service.expand("s", [place("s@g1")])
     converge(service)
     for each in ("s@g1", "s@g2"):
-        service.retire("s", place(each), 10)
+        expire(service, "s", each, 10)
     (drop,) = service.pending_drops()
     return drop
 

@@ -31,6 +31,7 @@ from plait.testing.checker import Violation, check
 from plait.testing.embedded import empty_database
 from plait.testing.history import History
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
+from tests.sim.delayed_sends import DelayedSends
 from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, ways_back
 from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
 from tests.sim.ordered_senders import Senders
@@ -118,7 +119,9 @@ class OrderedCluster:
         #: The newest life of each.
         self.servers: dict[str, Server] = {}
         self._meta_servers: list[MetaServer] = []
-        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, many=slow > 0)
+        # Of a run with a script of its own nothing else is asked.
+        self._delayed = DelayedSends(seed, share=None if script is None else 0.0)
+        self.senders = Senders(sim, self.histories, ADDRESSES, CLIENT_LIMITS, self._delayed, many=slow > 0)
         self._affinity = affinity
         self.members = Members(
             sim,
@@ -137,6 +140,7 @@ class OrderedCluster:
         ]
         self.script = self._faults() if script is None else script
         self.changes = changes_of(draw, seconds, [STRICT, STRICT, LOOSE]) if changes is None else changes
+        self.script = [*self.script, *self._delayed.faults(seconds, list(BROKERS))]
         if script is None and changes is None:
             self._add_ways_back()
         if outages is None:

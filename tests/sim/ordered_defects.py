@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plait.broker.forwards import Forwards
 from plait.broker.group import Consumer
 from plait.broker.leases import Leases
 from plait.broker.locks import Locks
@@ -34,6 +35,11 @@ Defect = Callable[[Patch], None]
 def take_rows_behind_the_fence(patch: Patch) -> None:
     """R5: a sealed logical partition still takes rows of producers with an old route."""
     patch.setattr(Partition, "takes", lambda self, frame: True)
+
+
+def deliver_behind_the_fence(patch: Patch) -> None:
+    """R25: a delayed row enters the partition that it waited at, whether that still takes its key or not."""
+    patch.setattr(Forwards, "ways", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
 
 
 def report_drained_too_early(patch: Patch) -> None:

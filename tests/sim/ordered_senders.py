@@ -9,6 +9,7 @@ import plait
 from plait.errors import FlowControl, PlaitError
 from plait.testing.history import Handling, History, Send
 from plait.testing.sim import Process, Simulation
+from tests.sim.delayed_sends import DelayedSends
 
 KEYS: list[str | None] = [*(f"k{n}" for n in range(10)), None]
 
@@ -22,6 +23,7 @@ class Senders:
         histories: dict[str, History],
         addresses: Sequence[str],
         limits: plait.ClientLimits,
+        delayed: DelayedSends,
         *,
         many: bool = False,
     ) -> None:
@@ -29,6 +31,7 @@ class Senders:
         self.histories = histories
         self._addresses = addresses
         self._limits = limits
+        self._delayed = delayed
         self.sending = True
         self._bursts = (4, 8) if many else (1, 1, 2, 6)
         self._number = 0
@@ -70,27 +73,39 @@ class Senders:
         subject = draw.choice(list(self.histories))
         for _ in range(draw.choice(self._bursts)):
             number = self._number = self._number + 1
-            key = draw.choice(KEYS)
+            key, delay = draw.choice(KEYS), self._delayed.delay(draw)
+            if delay is not None:
+                key = self._delayed.key(number, draw)
             record = self.histories[subject].send(key, number, self.simulation.now, producer=client.client_id)
             body = f"{number}|".encode() + bytes(draw.choice((0, 0, 100, 2000)))
             self._under_way[number] = process, process.lives
             try:
-                ticket = client.post(subject, body, key=key)
+                ticket = client.post(subject, body, key=key, delay=delay)
             except PlaitError as error:
                 del self._under_way[number]
                 record.failed(error, self.simulation.now)
             else:
-                process.spawn(self._sent(ticket, number, record))
+                process.spawn(self._sent(client, ticket, number, record, draw))
 
-    async def _sent(self, ticket: plait.Ticket, number: int, record: Send) -> None:
+    async def _sent(
+        self, client: plait.Client, ticket: plait.Ticket, number: int, record: Send, draw: random.Random
+    ) -> None:
         try:
             receipt = await ticket
+            cancelled = receipt.schedule is not None and await self._delayed.cancelled(client, receipt, draw)
         except FlowControl as error:
             record.failed(error, self.simulation.now)
         except PlaitError as error:
             record.unknown(error, self.simulation.now)
         else:
-            record.ok((str(receipt.partition), receipt.sequence or 0), self.simulation.now)
-            if number not in self.done:
-                self.waiting.add(number)
+            if cancelled is None:
+                record.unknown("it may be cancelled", self.simulation.now)
+            elif cancelled:
+                record.failed("it is cancelled", self.simulation.now)
+            else:
+                # A delayed message gets its place when it is due.
+                place = None if receipt.sequence is None else (str(receipt.partition), receipt.sequence)
+                record.ok(place, self.simulation.now)
+                if number not in self.done:
+                    self.waiting.add(number)
         del self._under_way[number]

@@ -61,7 +61,8 @@ ONE_BY_ONE = (busy(KILLED, 0.25), (3, 4))
 LONG_HANDLING = (busy(CUT_OFF, 1.5), (3, 1))
 SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] = {
     defects.take_rows_behind_the_fence: COMMON,
-    defects.report_drained_too_early: COMMON,
+    defects.deliver_behind_the_fence: COMMON,
+    defects.report_drained_too_early: (common, (203,)),
     defects.ask_the_newest_span_first: COMMON,
     defects.ask_all_spans_at_once: COMMON,
     defects.overtake_rows_that_are_sent_again: COMMON,

@@ -53,6 +53,7 @@ def upgrade() -> None:
         _name("subject"),
         _number("told"),
         _name("state"),
+        sa.Column("progress", sa.LargeBinary, nullable=False),
         _number("changed"),
     )
     op.create_table(

@@ -1,0 +1,68 @@
+"""What the groups of a partition have passed of the logical partitions that it takes no more (R26).
+
+A broker reports it to the meta servers, who keep it: a consumer then needs no answer from a broker that holds nothing
+for its group, and a partition whose rows are gone leaves the route.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from plait.broker.group import Group
+from plait.broker.ordered import OrderedGroup
+from plait.broker.partition import Partition
+from plait.frame.lp import runs_with
+from plait.storage.catalog import Fence
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+
+
+def passed(partition: Partition) -> dict[str, list[Fence]]:
+    """Group → (first, end, fence) of the logical partitions that end here and that it is done with.
+
+    Groups that are not done with any are in it too. A broadcast has no successor that would ask.
+    """
+    if partition.fences is None:
+        return {}
+    groups = [group for group in partition.groups.values() if not group.definition.broadcast]
+    return {group.name: _passed(group, partition.fences) for group in groups}
+
+
+def _passed(group: Group, fences: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Fence]:
+    done = fences > 0
+    if isinstance(group, OrderedGroup):
+        for strand in group.strands:
+            # A parked key waits here for a decision, and its successors with it.
+            done &= ~strand.lps | ((fences <= strand.floor) & (not strand.parked))
+    else:
+        done &= fences <= group.floor
+    return runs_with(fences, done)
+
+
+def gone_below(broker: Broker, partition: Partition) -> int:
+    """Rows below this are gone from the partition, as is all that belongs to them; 0: a route has nothing to leave out.
+
+    A route without the rows' spans may have no place for the partition any more, which is then dropped. So it is 0 as
+    well while anything else waits in a partition that takes nothing.
+    """
+    fences, accepts = partition.fences, partition.accepts
+    if fences is None or accepts is None:
+        return 0
+    below = int(fences[(fences > 0) & (fences <= partition.start)].max(initial=0))
+    return 0 if below and not accepts.any() and _holds(broker, partition) else below
+
+
+def _holds(broker: Broker, partition: Partition) -> bool:
+    """It has rows, delayed messages, messages on their way to other partitions, dead letters or staged rows."""
+    name = partition.row.name
+    schedule = broker.schedules.by_subject.get(name)
+    return (
+        partition.start < partition.next
+        or (schedule is not None and broker.schedules.waits(schedule))
+        or any(each.start < each.next for each in broker.forwards.of(name))
+        or any(group.kept or group.pull_log.dead for group in partition.groups.values())
+        or broker.stages.any_for(name)
+    )

@@ -1,0 +1,172 @@
+"""What is finished: spans leave routes when their rows are gone, and a broker group that is lost can be given up (R26).
+
+Brokers report, for each partition that has taken more logical partitions than it takes, how far each group is done with
+those, and below which sequence rows are gone. The report is kept with the partition, so it outlives the broker: clients
+get it with the route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+
+import msgspec
+import numpy as np
+
+from plait.errors import InvalidArgument, NoBroker
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta import routes
+from plait.meta.brokers import Brokers
+from plait.meta.core import Core
+from plait.meta.lps import NumberedRun, Numbers, spread
+from plait.meta.routes import Place, Route
+from plait.meta.schema import Partition
+from plait.meta.subjects import Subjects, new_places
+from plait.meta.views import Lost, PartitionProgress
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """What a broker has reported of a partition."""
+
+    #: Group → (first, end, fence) of the logical partitions that end there and that it is done with.
+    passed: dict[str, list[NumberedRun]] = {}
+    #: Rows below this are gone.
+    gone_below: int = 0
+
+
+_decoder = msgspec.msgpack.Decoder(Progress)
+
+
+def progress_of(row: Partition) -> Progress | None:
+    """What was reported of a partition; None: nothing yet."""
+    return _decoder.decode(row.progress) if row.progress else None
+
+
+class Retiring:
+    """Takes reports in, and what is finished out of routes."""
+
+    def __init__(self, core: Core, brokers: Brokers, subjects: Subjects) -> None:
+        self._core = core
+        self._brokers = brokers
+        self._subjects = subjects
+
+    def report(self, group: str, reports: Sequence[PartitionProgress]) -> None:
+        """A broker group says what is finished in some of its partitions."""
+        self._core.decide(lambda: self._note(group, reports))
+        for subject in sorted({report.subject for report in reports}):
+            self._core.decide(lambda subject=subject: self._retire(subject))  # type: ignore[misc]
+
+    def _note(self, group: str, reports: Sequence[PartitionProgress]) -> None:
+        pairs = []
+        for report in reports:
+            row = self._core.mirror.partitions.get(Place(report.name, group))
+            # One of an earlier partition of that name has heard of older routes only.
+            if row is None or row.subject != report.subject or row.state != "kept" or not 0 < row.told <= report.route:
+                continue
+            body = msgspec.msgpack.encode(Progress(report.passed, report.gone_below))
+            if body != row.progress:
+                pairs.append((row, msgspec.structs.replace(row, progress=body)))
+        if pairs:
+            with self._core.change() as change:
+                change.replace(*pairs)
+
+    def _retire(self, subject: str) -> None:
+        """Leave out spans whose rows are gone, the oldest first, of whatever partition they are."""
+        mirror = self._core.mirror
+        if mirror.subject(subject) is None:
+            return
+        route = before = mirror.route(subject)
+        while True:
+            after = route
+            for place in after.partitions:
+                progress = progress_of(mirror.partitions[place])
+                if progress is not None and progress.gone_below and place in after.partitions:
+                    after = routes.retire(after, after.partitions.index(place), progress.gone_below)
+            if after is route:
+                break
+            route = after
+        if route is not before:
+            with self._core.change() as change:
+                # However many steps it took, it is one change.
+                self._subjects.publish(change, msgspec.structs.replace(route, version=before.version + 1))
+
+    # --- a broker group that is lost --------------------------------------------------------------
+
+    def forget(self, group: str, *, lost: bool) -> list[Lost]:
+        """A broker group will not come back: routes lead elsewhere, and what it had is lost; what that is.
+
+        ``InvalidArgument`` unless ``lost`` allows it, where groups have not passed what is there.
+        """
+
+        def decision() -> list[Lost]:
+            mirror = self._core.mirror
+            if not mirror.brokers.get(group):
+                raise InvalidArgument(
+                    f"there is no broker group {group!r}; there are {', '.join(sorted(mirror.brokers))}"
+                )
+            if self._brokers.state(group) != "NRW" or self._brokers.is_there(group):
+                raise InvalidArgument(f"broker group {group!r} is there; stop its broker first")
+            places = sorted(
+                place for place, row in mirror.partitions.items() if place.group == group and row.state == "kept"
+            )
+            found = [self._lost(place) for place in places]
+            missed = [each for each in found if each.takes or each.groups]
+            if missed and not lost:
+                raise InvalidArgument(
+                    f"broker group {group!r} may hold messages that were not consumed: {'; '.join(map(str, missed))}; "
+                    "start its broker again, or give them up with --lost"
+                )
+            self._forget(group, places)
+            return missed
+
+        return self._core.decide(decision)
+
+    def _lost(self, place: Place) -> Lost:
+        """What is lost with a partition."""
+        mirror = self._core.mirror
+        row = mirror.partitions[place]
+        route = mirror.route(row.subject)
+        takes = int((routes.current(route) == route.partitions.index(place)).sum())
+        progress = progress_of(row)
+        fences = closed_fences(route, place)
+        if progress is None:
+            behind = {"(not reported)": int((fences > 0).sum())} if (fences > 0).any() else {}
+        else:
+            behind = {
+                name: count
+                for name, runs in sorted(progress.passed.items())
+                if (count := int(((fences > 0) & (spread(runs) < fences)).sum()))
+            }
+        return Lost(row.subject, str(place), takes, behind)
+
+    def _forget(self, group: str, places: Sequence[Place]) -> None:
+        mirror = self._core.mirror
+        with self._core.change() as change:
+            for subject in sorted({mirror.partitions[place].subject for place in places}):
+                route = mirror.route(subject)
+                rest = [each for each in route.partitions if each.group != group]
+                named = {route.partitions[index] for index in set(routes.target(route).tolist())}
+                targets = [each for each in rest if each in named] or self._others(subject, group)
+                self._subjects.publish(change, routes.give_up(route, group, targets))
+            # Their broker cannot be told to drop them.
+            gone = [row for row in change.rows if isinstance(row, Partition) and row.broker_group == group]
+            change.replace(*((row, msgspec.structs.replace(row, state="gone", progress=b"")) for row in gone))
+            change.remove(*mirror.brokers[group].values())
+        self._brokers.forgotten(group)
+
+    def _others(self, subject: str, group: str) -> list[Place]:
+        fit = [each for each in self._brokers.available() if each != group]
+        if not fit:
+            raise NoBroker(f"no other broker group is available for subject {subject!r}")
+        return new_places(subject, islice(cycle(fit), 1), self._core.mirror.is_taken)
+
+
+def closed_fences(route: Route, place: Place) -> Numbers:
+    """For each logical partition the highest fence that it has in a partition; 0: none."""
+    index = route.partitions.index(place)
+    fences = np.zeros(LOGICAL_PARTITIONS, np.int64)
+    for history in route.histories:
+        for span in history.spans:
+            if span.partition == index and span.fence:
+                fences[history.first : history.end] = np.maximum(fences[history.first : history.end], span.fence)
+    return fences

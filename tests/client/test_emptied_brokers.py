@@ -1,0 +1,151 @@
+"""Broker groups that are emptied and switched off: what the groups of a subject have finished there is known without
+them (R26), and one that is lost can be given up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+import plait
+from plait.errors import InvalidArgument
+from plait.testing import EmbeddedBroker
+from tests.client.support import EAGER, PATIENCE_SECONDS, config_of, fetch_all
+from tests.client.test_expanding import settled, wait_for
+
+KEYS = [f"k{n}" for n in range(20)]
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
+    """A node with a meta server and a broker, and a broker that belongs to it."""
+    async with EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first:
+        second = EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address])
+        await second.start()
+        try:
+            async with first.connect() as client:
+                await wait_for(client, lambda brokers: len(brokers) == 2)
+            yield [first, second]
+        finally:
+            await second.stop()
+
+
+async def handle(client: plait.Client, count: int, group: str = "g") -> list[bytes]:
+    async with client.consumer("s", group=group, ordered=True) as consumer:
+        messages = await fetch_all(consumer, count)
+        for message in messages:
+            await message.ack()
+        await consumer.flush()
+    return sorted(message.body for message in messages)
+
+
+async def moved(client: plait.Client, places: list[str]) -> None:
+    await client.admin.expand_subject("s", places)
+    await settled(client, "s")
+
+
+async def draining(client: plait.Client) -> int:
+    return sum(share.draining for share in (await client.admin.route("s")).partitions)
+
+
+async def drained(client: plait.Client) -> None:
+    """Until nothing is draining."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while await draining(client):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def lost(client: plait.Client, group: str) -> None:
+    """Until the meta server takes a broker group for lost."""
+    await wait_for(client, lambda brokers: any(b.group == group and b.state == "NRW" for b in brokers))
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+async def test_a_group_goes_on_when_a_broker_that_it_has_finished_is_gone(
+    nodes: list[EmbeddedBroker], orderly: bool
+) -> None:
+    first, second = nodes
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g2"], order="strict")
+        await client.send_many("s", [b"old"] * 20, keys=KEYS)
+        await handle(client, 20)
+        await moved(client, ["s@g1"])
+        if orderly:
+            await second.stop()
+        else:
+            # Reported with a heartbeat, soon after the last ack.
+            await drained(client)
+            await second.kill()
+    # Whoever knew that it is done there is gone.
+    async with first.connect(limits=EAGER) as client:
+        assert await draining(client) == 0
+        await client.send_many("s", [b"new"] * 20, keys=KEYS)
+        assert await handle(client, 20) == [b"new"] * 20
+
+
+async def test_what_a_group_has_not_finished_there_holds_its_keys_until_the_broker_is_given_up(
+    nodes: list[EmbeddedBroker],
+) -> None:
+    first, second = nodes
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g2"], order="strict")
+        await client.send_many("s", [b"old"] * 20, keys=KEYS)
+        await handle(client, 20, "quick")
+        async with client.consumer("s", group="slow", ordered=True) as consumer:
+            await (await fetch_all(consumer, 1))[0].ack()
+            await consumer.flush()
+        await moved(client, ["s@g1"])
+        with pytest.raises(InvalidArgument, match="'g2' is there; stop its broker first"):
+            await client.admin.forget_broker("g2")
+        await second.stop()
+        await lost(client, "g2")
+        assert await draining(client) > 0
+        await client.send_many("s", [b"new"] * 20, keys=KEYS)
+        assert await handle(client, 20, "quick") == [b"new"] * 20
+        async with client.consumer("s", group="slow", ordered=True) as consumer:
+            assert len(await consumer.fetch(1, wait=0.2)) == 0
+            with pytest.raises(InvalidArgument, match=r"s@g2: group slow has not finished \d+ .*--lost"):
+                await client.admin.forget_broker("g2")
+            [gone] = await client.admin.forget_broker("g2", lost=True)
+            assert (gone.subject, gone.partition, gone.takes, list(gone.groups)) == ("s", "s@g2", 0, ["slow"])
+            assert sorted(m.body for m in await fetch_all(consumer, 20)) == [b"new"] * 20
+        assert {str(share.partition) for share in (await client.admin.route("s")).partitions} == {"s@g1"}
+        assert [broker.group for broker in await client.admin.brokers()] == ["g1"]
+        with pytest.raises(InvalidArgument, match="no broker group 'g2'; there are g1"):
+            await client.admin.forget_broker("g2")
+
+
+async def test_what_a_lost_broker_took_is_sent_to_others_once_it_is_given_up(nodes: list[EmbeddedBroker]) -> None:
+    first, second = nodes
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g2"], order="strict")
+        await client.admin.create_subject("both", partitions=2)
+        await client.send("s", b"lost", key="k")
+        await second.kill()
+        await lost(client, "g2")
+        with pytest.raises(InvalidArgument, match="s@g2: 1024 of 1024 logical partitions are sent there"):
+            await client.admin.forget_broker("g2")
+        gone = await client.admin.forget_broker("g2", lost=True)
+        assert {each.partition: each.takes for each in gone} == {"s@g2": 1024, "both@g2": 512}
+        await client.send_many("s", [b"new"] * 20, keys=KEYS)
+        assert await handle(client, 20) == [b"new"] * 20
+        assert sum(share.takes for share in (await client.admin.route("both")).partitions) == 1024
+
+
+async def test_a_broker_that_is_emptied_and_finished_is_forgotten_with_nothing_lost(
+    nodes: list[EmbeddedBroker],
+) -> None:
+    first, second = nodes
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=2)
+        await client.send_many("s", [b"old"] * 20, keys=KEYS)
+        await handle(client, 20)
+        await moved(client, ["s@g1"])
+        await drained(client)
+        await second.stop()
+        await lost(client, "g2")
+        assert await client.admin.forget_broker("g2") == []
+        await client.send_many("s", [b"new"] * 20, keys=KEYS)
+        assert await handle(client, 20) == [b"new"] * 20

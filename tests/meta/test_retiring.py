@@ -1,0 +1,178 @@
+"""What is finished leaves the routes, what brokers report of it is kept, and a lost broker group is given up (R26)."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from plait.clock import ManualClock
+from plait.errors import InvalidArgument, NoBroker
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta import routes
+from plait.meta.routes import Place
+from plait.meta.service import MetaService
+from plait.meta.views import PartitionProgress
+from tests.meta.support import converge, expire, pass_time, place, places, progress, register
+
+
+@pytest.fixture
+def spread(service: MetaService) -> MetaService:
+    """A subject on two of three broker groups."""
+    register(service, "g2", "g3")
+    service.create_subject("s", groups=["g1", "g2"])
+    converge(service)
+    return service
+
+
+def report(
+    service: MetaService, name: str, passed: dict[str, list[tuple[int, int, int]]], route: int = 1 << 60
+) -> None:
+    where = place(name)
+    progress(service, where.group, PartitionProgress(where.name, "s", route, passed))
+
+
+def span_count(service: MetaService) -> int:
+    return max(len(history.spans) for history in service.route("s").route.histories)
+
+
+def test_histories_do_not_grow_where_retention_comes_by(spread: MetaService) -> None:
+    fence = 10
+    for _ in range(12):
+        for count in (1, 3):
+            spread.expand("s", count)
+            converge(spread, fence=fence)
+            fence += 10
+        for name in places(spread, "s"):
+            expire(spread, "s", name, fence)
+        for drop in spread.pending_drops():
+            spread.dropped(drop)
+    assert span_count(spread) == 1
+    assert len(places(spread, "s")) == 3
+
+
+def test_a_span_stays_while_an_older_one_of_another_partition_has_rows(spread: MetaService) -> None:
+    spread.expand("s", [place("s@g2")])
+    converge(spread, fence=10)
+    spread.expand("s", [place("s@g3")])
+    converge(spread, fence=20)
+    expire(spread, "s", "s@g2", 20)
+    # Half of the logical partitions were at g1 before, where nothing is reported.
+    assert span_count(spread) == 3
+    expire(spread, "s", "s@g1", 10)
+    assert span_count(spread) == 1
+    assert places(spread, "s") == ["s@g3"]
+
+
+def test_what_a_group_has_finished_is_told_with_the_route(spread: MetaService) -> None:
+    spread.expand("s", [place("s@g1")])
+    converge(spread, fence=10)
+    assert (spread.route("s").passed, spread.route("s").reported) == ({}, [])
+    report(spread, "s@g2", {"a": [(512, 1024, 10)], "b": []})
+    found = spread.route("s")
+    index = found.route.partitions.index(place("s@g2"))
+    assert (found.passed, found.reported) == ({"a": [(index, 512, 1024, 10)], "b": []}, [index])
+    # The newest report counts, as dead letters may have been sent again.
+    report(spread, "s@g2", {"a": [], "b": []})
+    assert spread.route("s").passed == {"a": [], "b": []}
+
+
+def test_a_report_of_an_earlier_partition_of_the_name_is_passed_over(spread: MetaService) -> None:
+    old = spread.route("s").route.version
+    spread.expand("s", [place("s@g1")])
+    converge(spread, fence=10)
+    expire(spread, "s", "s@g2", 10)
+    (drop,) = spread.pending_drops()
+    report(spread, "s@g2", {"a": [(0, 1024, 10)]})
+    spread.dropped(drop)
+    spread.expand("s", [place("s@g1"), place("s@g2")])
+    report(spread, "s@g2", {"a": [(0, 1024, 10)]})
+    assert spread.route("s").passed == {}
+    converge(spread, fence=20)
+    report(spread, "s@g2", {"a": [(0, 1024, 10)]}, route=old)
+    assert spread.route("s").passed == {}
+
+
+def test_a_broker_that_is_not_known_has_to_register(spread: MetaService) -> None:
+    assert not spread.report_progress("g9", "g9-1", [])
+
+
+# --- giving up ------------------------------------------------------------------------------------
+
+
+def lose(service: MetaService, clock: ManualClock, *groups: str) -> None:
+    """Only these are heard of for a while."""
+    heard = [(each.group, each.broker) for each in service.brokers() if each.group in groups]
+    for _ in range(10):
+        for group, broker in heard:
+            assert service.beat_broker(group, broker, "RW")
+        pass_time(clock, 1, service)
+
+
+def test_a_broker_group_that_is_there_is_not_given_up(spread: MetaService, clock: ManualClock) -> None:
+    with pytest.raises(InvalidArgument, match="'g2' is there; stop its broker first"):
+        spread.forget_broker("g2", lost=True)
+    with pytest.raises(InvalidArgument, match="no broker group 'g9'; there are g1, g2, g3"):
+        spread.forget_broker("g9")
+    lose(spread, clock, "g1", "g3")
+    assert [each.partition for each in spread.forget_broker("g2", lost=True)] == ["s@g2"]
+    assert [broker.group for broker in spread.brokers()] == ["g1", "g3"]
+    # Nobody is there to be told to drop anything.
+    assert spread.pending_drops() == []
+    converge(spread)
+    assert places(spread, "s") == ["s@g1"]
+
+
+def test_what_would_be_lost_is_named_first(spread: MetaService, clock: ManualClock) -> None:
+    spread.expand("s", [place("s@g1")])
+    converge(spread, fence=10)
+    lose(spread, clock, "g1", "g3")
+    with pytest.raises(InvalidArgument, match=r"s@g2: group \(not reported\) has not finished 512 .*--lost"):
+        spread.forget_broker("g2")
+    report(spread, "s@g2", {"done": [(512, 1024, 10)], "slow": [(600, 1024, 10)]})
+    with pytest.raises(InvalidArgument, match="s@g2: group slow has not finished 88 that ended there"):
+        spread.forget_broker("g2")
+    report(spread, "s@g2", {"done": [(512, 1024, 10)], "slow": [(512, 1024, 10)]})
+    assert spread.forget_broker("g2") == []
+
+
+def test_without_another_broker_group_nothing_is_given_up(service: MetaService, clock: ManualClock) -> None:
+    service.create_subject("s", groups=["g1"])
+    converge(service)
+    lose(service, clock)
+    with pytest.raises(NoBroker, match="no other broker group is available for subject 's'"):
+        service.forget_broker("g1", lost=True)
+    assert places(service, "s") == ["s@g1"]
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_a_route_without_a_broker_group_leads_every_logical_partition_to_another(number: int, seed: int) -> None:
+    draw = random.Random(seed + number)
+    listed = [Place("s", f"g{n}") for n in range(4)]
+    route = routes.default_route("s", listed[:2])
+    fence = 1
+    for _ in range(draw.randrange(6)):
+        route = routes.retarget(route, draw.sample(listed, draw.randrange(1, 5)))
+        for index, lps in routes.moves(route):
+            if draw.random() < 0.7:
+                route = routes.sealed(route, route.version, index, [(first, end, fence) for first, end in lps])
+                fence += 1
+    rest = [each for each in listed if each.group != "g0"]
+    after = routes.give_up(route, "g0", draw.sample(rest, draw.randrange(1, 4)))
+    assert after.histories[0].first == 0
+    assert sum(history.end - history.first for history in after.histories) == LOGICAL_PARTITIONS
+    assert all(each.group != "g0" for each in after.partitions)
+    for lp in range(0, LOGICAL_PARTITIONS, 37):
+        before = [route.partitions[span.partition] for span in routes.spans(route, lp)]
+        now = [after.partitions[span.partition] for span in routes.spans(after, lp)]
+        kept = [each for each in before if each.group != "g0"]
+        assert now[: len(kept)] == kept
+        assert len(now) == len(kept) + (before[-1].group == "g0")
+        assert routes.spans(after, lp)[-1].fence is None
+    shares = np.bincount(routes.target(after), minlength=len(after.partitions))
+    assert shares[shares > 0].max() - shares[shares > 0].min() <= 1
+    # It goes on from there.
+    for index, lps in routes.moves(after):
+        after = routes.sealed(after, after.version, index, [(first, end, fence) for first, end in lps])
+    assert routes.moves(after) == []
