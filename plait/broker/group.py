@@ -148,6 +148,7 @@ class Group:
         "kept",
         "limits",
         "lost_count",
+        "lost_estimated",
         "partition",
         "pull_log",
         "redelivered_count",
@@ -172,6 +173,8 @@ class Group:
         #: Messages that became dead letters since the start of the broker.
         self.died_count = 0
         self.lost_count = 0
+        #: Not all of them could be counted.
+        self.lost_estimated = False
         #: Wall time of the last attach or pull.
         self.used = definition.created
 

@@ -18,6 +18,7 @@ import numpy as np
 from plait.broker.group import FAILURE, LOST_ATTEMPTS_MIN, Consumer, Delivery, Failure, Group, Journal
 from plait.broker.locks import Locks, Standing, Want, epochs_of
 from plait.broker.partition import Partition
+from plait.broker.row_counts import LOST_COUNTED_MAX, RowCounter
 from plait.broker.strand_failures import StrandFailures
 from plait.broker.strand_rows import LOOK_MAX, Chooser, Taking, select
 from plait.broker.waiting import Waiter
@@ -26,7 +27,7 @@ from plait.frame.header import SEQUENCE_MAX
 from plait.frame.lp import LpSet, lp_set, runs_of
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.reason import Reason
-from plait.storage.action_log import FLAG_UNCOUNTED, Action, GroupDefinition
+from plait.storage.action_log import FLAG_ESTIMATED, FLAG_UNCOUNTED, Action, GroupDefinition
 from plait.storage.log import Log
 from plait.storage.ranges import Range, Ranges, joined
 from plait.storage.strand import Strand
@@ -269,8 +270,7 @@ class OrderedGroup(StrandFailures):
             return True
         first, last, frame = found
         if frame is None:
-            journal.event(Action.SKIP, self, lead.id, first, last, 0)
-            self.lost_count += lead.skipped(first, last)
+            self._skip_rows(RowCounter(self, None, 0), lead, first, last, journal)
             return True
         frame_end = frame.end if first >= self.partition.start else last
         # Those of a strand in their order: what is on another attempt holds back what is behind it.
@@ -340,8 +340,7 @@ class OrderedGroup(StrandFailures):
         for first, last, frame in self._walk(journal, start, end, again=attempt > 0):
             if frame is None:
                 for strand in strands:
-                    journal.event(Action.SKIP, self, strand.id, first, last, 0)
-                    self.lost_count += strand.skipped(first, last)
+                    self._skip_rows(RowCounter(self, None, 0), strand, first, last, journal)
                 continue
             piece = self._cut(frame, chooser, first, last, taking)
             if piece is None:
@@ -523,11 +522,11 @@ class OrderedGroup(StrandFailures):
                 strand.next = end
 
     def expire(self, lost: list[Range], start: int, journal: Journal) -> None:
+        counter = RowCounter(self, journal, LOST_COUNTED_MAX)
         for strand in self.strands:
             for first, last in [*((piece.start, piece.end) for piece in lost), (strand.next, start)]:
                 if first < last:
-                    journal.event(Action.SKIP, self, strand.id, first, last, 0)
-                    self.lost_count += strand.skipped(first, last)
+                    self._skip_rows(counter, strand, first, last, journal)
 
     # --- replay ---------------------------------------------------------------------------------
 
@@ -577,7 +576,8 @@ class OrderedGroup(StrandFailures):
             if not uncounted:
                 self.pull_log.note_failure(start, end, time)
         elif action == Action.SKIP:
-            self.lost_count += strand.skipped(start, end)
+            self._lost(due, estimated=bool(flags & FLAG_ESTIMATED))
+            strand.skipped(start, end)
         elif action == Action.BURY:
             self.buried(consumer, start, end, attempt, time)
         elif action == Action.REVIVE:

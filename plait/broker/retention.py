@@ -163,10 +163,11 @@ class Retention:
                 # There is no room to keep them: nothing goes until there is.
                 return
             lost.append((group, rest))
+        for group, pieces in lost:
+            # Before the rows are out of reach: those that are lost are counted.
+            group.expire(pieces, start, self._broker)
         partition.start = start
         self._broker.touch(partition)
-        for group, pieces in lost:
-            group.expire(pieces, start, self._broker)
 
     def _by_time(self, partition: Partition) -> int:
         seconds = partition.row.settings.retention_seconds

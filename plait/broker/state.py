@@ -63,6 +63,7 @@ class GroupState(msgspec.Struct, array_like=True):
     kept: bytes = b""
     #: Of ordered groups.
     ordered: OrderedState | None = None
+    lost_estimated: bool = False
 
 
 class PartitionState(msgspec.Struct, array_like=True):
@@ -126,6 +127,7 @@ def _dump_group(group: Group) -> GroupState:
         log.resent,
         group.kept.dump(),
         OrderedState(group.strands.dump(), group.locks.dump()) if isinstance(group, OrderedGroup) else None,
+        group.lost_estimated,
     )
 
 
@@ -139,6 +141,7 @@ def load_groups(state: PartitionState, partition: Partition, broker: Broker, hea
         group.kept = Kept.load(entry.kept)
         group.redelivered_count = entry.redelivered_count
         group.lost_count = entry.lost_count
+        group.lost_estimated = entry.lost_estimated
         group.used = entry.used
         for consumer in entry.consumers:
             group.consumers[consumer.client] = Consumer(consumer.id, group, consumer.client, heard)

@@ -5,7 +5,7 @@ A strand's ranges are of its own rows, so nothing here looks at more rows than a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import numpy.typing as npt
 from plait.broker.group import Delivery, Group, Journal
 from plait.broker.keys import FrameKeys
 from plait.broker.partition import Partition
+from plait.broker.row_counts import RowCounter, lost_ranges
 from plait.broker.strands import Strands
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
@@ -23,7 +24,7 @@ from plait.frame.lp import NO_KEY_HASH, LpSet
 from plait.frame.slicing import slice_mask, slice_rows
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
-from plait.storage.action_log import GroupDefinition
+from plait.storage.action_log import FLAG_ESTIMATED, Action, GroupDefinition
 from plait.storage.hands import Rows
 from plait.storage.strand import Strand
 
@@ -241,6 +242,22 @@ class StrandRows(Group):
             if chosen.any():
                 hashes = None if keys.hashes is None else keys.hashes[chosen]
                 yield sequences[chosen], FrameKeys(keys.lps[chosen], hashes)
+
+    def _skip_rows(self, counter: RowCounter, strand: Strand, first: int, last: int, journal: Journal) -> None:
+        """A strand never gets its rows in [first, last). The event says how many: who replays it cannot count them."""
+        rows = counter.count(strand, lost_ranges(strand, first, last))
+        self._lost(rows, estimated=not counter.exact)
+        flags = 0 if counter.exact else FLAG_ESTIMATED
+        journal.event(Action.SKIP, self, strand.id, first, last, 0, due=rows, flags=flags)
+        strand.skipped(first, last)
+
+    def _lost(self, rows: int, *, estimated: bool) -> None:
+        self.lost_count += rows
+        self.lost_estimated |= estimated and rows > 0
+
+    def count_rows(self, journal: Journal, strand: Strand, ranges: Iterable[tuple[int, int]]) -> int:
+        """How many rows of a strand lie in [start, end) ranges."""
+        return sum(len(rows) for start, end in ranges for rows, _ in self._rows(journal, strand, start, end))
 
     def _all_rows(self, journal: Journal, start: int, end: int) -> Iterator[tuple[Sequences, FrameKeys]]:
         self.partition.expire_deleted(journal.message_log)

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from plait.broker.broker import Broker
-from plait.broker.group import Group
+from plait.broker.group import Group, Journal
 from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
-from plait.limits import LOGICAL_PARTITIONS
+from plait.broker.row_counts import LAG_COUNTED_MAX, RowCounter
 from plait.retry import Retry
 
 
@@ -63,6 +63,9 @@ class GroupView(msgspec.Struct, frozen=True):
     parked: int = 0
     #: What is kept at one member, without order: "key", or nothing.
     affinity: str | None = None
+    #: Not exact: ``lag`` with ``unacked`` and ``returned``, or ``lost``. Rows of several owners lie between each other.
+    estimated: bool = False
+    lost_estimated: bool = False
 
 
 def subject_view(broker: Broker, partition: Partition) -> SubjectView:
@@ -82,9 +85,10 @@ def subject_view(broker: Broker, partition: Partition) -> SubjectView:
     )
 
 
-def group_view(group: Group) -> GroupView:
+def group_view(group: Group, journal: Journal | None = None) -> GroupView:
+    """What there is to say of a group; ``journal``: rows of an ordered one may be looked at, to count them."""
     if isinstance(group, OrderedGroup):
-        return _ordered_view(group)
+        return _ordered_view(group, journal)
     log, partition = group.pull_log, group.partition
     held, returned, waiting = log.held_count, log.returned.count, log.waiting.count
     consumers = [
@@ -111,19 +115,18 @@ def group_view(group: Group) -> GroupView:
     )
 
 
-def _ordered_view(group: OrderedGroup) -> GroupView:
-    """Its strands' ranges are of their rows only, so what they add up to is an estimate by their shares."""
+def _ordered_view(group: OrderedGroup, journal: Journal | None) -> GroupView:
     partition, strands = group.partition, list(group.strands)
-    held, returned, waiting, lag = 0.0, 0.0, 0.0, 0.0
-    hands: dict[int, float] = {}
+    counter = RowCounter(group, journal, LAG_COUNTED_MAX)
+    held, returned, waiting, lag = 0, 0, 0, 0
+    hands: dict[int, int] = {}
     for strand in strands:
-        share = 0.0 if strand.key is not None else int(strand.lps.sum()) / LOGICAL_PARTITIONS
-        mine = share * sum(piece.end - piece.start for piece in strand.all_held())
-        hands[strand.owner] = hands.get(strand.owner, 0.0) + mine
+        mine = counter.count(strand, strand.all_held())
+        hands[strand.owner] = hands.get(strand.owner, 0) + mine
         held += mine
-        returned += share * strand.returned.count
+        returned += counter.count(strand, strand.returned)
         waiting += strand.waiting.count
-        lag += share * max(partition.visible - strand.next, 0)
+        lag += counter.count(strand, [(strand.next, partition.visible)])
     return GroupView(
         partition.row.subject,
         group.name,
@@ -132,17 +135,15 @@ def _ordered_view(group: OrderedGroup) -> GroupView:
         group.retry,
         max(strand.next for strand in strands),
         group.floor,
-        round(lag + held + returned + waiting),
-        round(held),
-        round(returned),
-        round(waiting),
+        lag + held + returned + waiting,
+        held,
+        returned,
+        waiting,
         group.redelivered_count,
         group.lost_count,
         sum(consumer.connected for consumer in group.consumers.values()),
         [
-            ConsumerView(
-                c.client, c.connected, round(hands.get(c.id, 0.0)), int(np.count_nonzero(group.locks.owner == c.id))
-            )
+            ConsumerView(c.client, c.connected, hands.get(c.id, 0), int(np.count_nonzero(group.locks.owner == c.id)))
             for c in group.consumers.values()
         ],
         group.pull_log.dead.count,
@@ -150,4 +151,6 @@ def _ordered_view(group: OrderedGroup) -> GroupView:
         len(group.strands.by_key),
         len(group.parked()),
         "key" if group.definition.affinity else None,
+        not counter.exact,
+        group.lost_estimated,
     )

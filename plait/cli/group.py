@@ -74,14 +74,17 @@ def describe(
             ("kind", kind_of(found)),
             ("delivery", found.delivery.replace("_", " ")),
             ("retry", f"failed messages wait {found.retry}"),
-            ("lag", f"{found.lag:,} not done yet"),
+            ("lag", f"{_about(found.estimated)}{found.lag:,} not done yet"),
             ("next", f"{found.next} is handed out next; everything before {found.floor} is done"),
-            ("unacked", f"{found.unacked:,} in consumers' hands"),
-            ("returned", f"{found.returned:,} to be handed out again"),
+            ("unacked", f"{_about(found.estimated)}{found.unacked:,} in consumers' hands"),
+            ("returned", f"{_about(found.estimated)}{found.returned:,} to be handed out again"),
             ("waiting", f"{found.waiting:,} failed and wait for their next attempt"),
             ("dead", f"{found.dead:,} failed for good (plait dlq)"),
             ("redelivered", f"{found.redelivered:,} so far"),
-            ("lost", f"{found.lost:,} taken by retention or damage before they were done"),
+            (
+                "lost",
+                f"{_about(found.lost_estimated)}{found.lost:,} taken by retention or damage before they were done",
+            ),
             *_facts_of_keys(found),
         ]
     )
@@ -90,6 +93,11 @@ def describe(
     elif found.consumers:
         rows = ((c.client, "yes" if c.online else "no", f"{c.held:,}") for c in found.consumers)
         print_table(("consumer", "online", "unacked"), rows, right=("unacked",))
+
+
+def _about(estimated: bool) -> str:
+    """What stands before a number that is not exact."""
+    return "about " if estimated else ""
 
 
 def _facts_of_keys(group: GroupInfo) -> list[tuple[str, str]]:
@@ -229,14 +237,14 @@ def print_groups(groups: Iterable[GroupInfo]) -> None:
             g.subject,
             g.group,
             kind_of(g),
-            f"{g.lag:,}",
+            f"{_about(g.estimated)}{g.lag:,}",
             f"{g.unacked:,}",
             f"{g.returned:,}",
             f"{g.waiting:,}",
             f"{g.dead:,}",
             f"{g.parked:,}",
             f"{g.redelivered:,}",
-            f"{g.lost:,}",
+            f"{_about(g.lost_estimated)}{g.lost:,}",
             str(g.online),
         )
         for g in groups

@@ -68,6 +68,10 @@ class GroupInfo(msgspec.Struct, frozen=True):
     parked: int = 0
     #: What its members keep to one of them, without order: "key", or nothing.
     affinity: str | None = None
+    #: ``lag``, ``unacked`` and ``returned`` are estimates, or ``lost`` is one: messages that different members of an
+    #: ordered group own lie between each other, and counting them one by one would take too long.
+    estimated: bool = False
+    lost_estimated: bool = False
 
 
 #: What is added up over the partitions of a subject: all its numbers. Who is online at several of them is so once.
@@ -250,6 +254,8 @@ def _merged_group(parts: list[GroupInfo]) -> GroupInfo:
         parts[0],
         consumers=list(consumers.values()),
         online=sum(consumer.online for consumer in consumers.values()),
+        estimated=any(part.estimated for part in parts),
+        lost_estimated=any(part.lost_estimated for part in parts),
         **_sums(parts, _GROUP_SUMS),
     )
 

@@ -141,7 +141,7 @@ def _list_groups(server: Server, request: ListGroups) -> list[GroupView]:
 
 
 def _describe_group(server: Server, request: OfGroup) -> GroupView:
-    return group_view(server.membership.group(request.subject, request.group))
+    return group_view(server.membership.group(request.subject, request.group), server.broker)
 
 
 def _reset_group(server: Server, request: ResetGroup) -> int:

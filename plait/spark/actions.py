@@ -173,7 +173,7 @@ def _batch(frames: list[tuple[int, FrameView, npt.NDArray[Any]]], names: Names) 
     written = np.repeat([frame.store_time for _, frame, _ in frames], counts)
     action = events["action"]
     is_due = (events["flags"] & FLAG_DUE) != 0
-    is_value = is_due & _NOT_OF_ROWS[action]
+    is_value = is_due & (_NOT_OF_ROWS[action] | (action == Action.SKIP))
     subject, partition, group, consumer = _names_of(events, names)
     columns = {
         "time": pa.array(np.where(is_due, written, events["time"]), pa.int64()).cast(_TIME),

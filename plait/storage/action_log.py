@@ -38,7 +38,7 @@ class Action(IntEnum):
     NACK = 3
     OFFLINE = 4
     RESET = 5
-    #: Retention or damage took what the group had not finished.
+    #: Retention or damage took what the group had not finished; of an ordered group, so many rows (as a due time).
     SKIP = 6
     FORGET_CONSUMER = 7
     FORGET_GROUP = 8
@@ -70,6 +70,8 @@ NOT_OF_ROWS = frozenset((Action.LOCK, Action.MOVE, Action.HOLD, Action.JOIN, Act
 FLAG_DUE = 1
 #: Nobody had begun with what came back: it was no attempt.
 FLAG_UNCOUNTED = 2
+#: How many rows were lost, which stands in the place of the time, is an estimate.
+FLAG_ESTIMATED = 4
 
 EVENT = np.dtype(
     [

@@ -1,0 +1,133 @@
+"""Lag and ``lost`` of ordered groups: exact where they can be, and called estimates where they are (R21)."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.broker import row_counts, sealing
+from plait.broker.views import GroupView, group_view
+from plait.frame.lp import lp_of_key
+from plait.storage.catalog import SubjectSettings
+from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed
+from tests.support.broker_node import Node, Producer
+
+#: Keys of the lower and of the upper half of the logical partitions.
+KEYS = [f"k{n}" for n in range(40)]
+LOWER = [key for key in KEYS if lp_of_key(key) < 512]
+UPPER = [key for key in KEYS if lp_of_key(key) >= 512]
+
+
+def half(node: Node) -> None:
+    """A partition that takes the lower half of the logical partitions."""
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 512)], 1, SubjectSettings(order="strict"))
+    node.turn()
+
+
+def send(node: Node, producer: Producer, keys: list[str]) -> None:
+    for key in keys:
+        keyed(node, producer, [(key, key.encode())])
+
+
+def view(node: Node, *, counted: bool = True) -> GroupView:
+    return group_view(node.group(SUBJECT, GROUP), node.broker if counted else None)
+
+
+def test_a_partition_of_several_has_no_lag_where_all_of_its_own_is_acked() -> None:
+    node, producer = Node(), Producer(1)
+    half(node)
+    owner = Owner(node, "a")
+    send(node, producer, LOWER)
+    # It asks for what the route leads here.
+    owner.lease([(0, 512, 1)])
+    for counted in (True, False):
+        assert (view(node, counted=counted).lag, view(node, counted=counted).estimated) == (len(LOWER), False)
+    owner.pull_all()
+    owner.ack(*owner.rows)
+    for counted in (True, False):
+        assert (view(node, counted=counted).lag, view(node, counted=counted).estimated) == (0, False)
+
+
+def test_what_moved_elsewhere_is_no_lag_once_it_is_done() -> None:
+    node, producer = Node(), Producer(1)
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 1, SubjectSettings(order="strict"))
+    owner = Owner(node, "a")
+    send(node, producer, KEYS)
+    owner.lease([(0, 1024, 1)])
+    owner.pull_all()
+    owner.ack(*owner.rows)
+    sealing.seal(node.broker, SUBJECT, [(512, 1024)], 2, lambda _: None)
+    node.turn()
+    # The others go on here, and nobody asks for what has moved.
+    owner.lease([(0, 512, 1)])
+    send(node, producer, LOWER)
+    assert (view(node).lag, view(node).estimated) == (len(LOWER), False)
+    owner.pull_all()
+    owner.ack(*owner.rows)
+    assert (view(node).lag, view(node).estimated) == (0, False)
+
+
+def test_rows_of_two_owners_are_counted_by_their_keys_or_called_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, producer = Node(), Producer(1)
+    sealing.open_lps(node.broker, SUBJECT, SUBJECT, [(0, 1024)], 1, SubjectSettings(order="strict"))
+    lower, upper = Owner(node, "a"), Owner(node, "b")
+    lower.lease([(0, 512, 1)])
+    upper.lease([(512, 1024, 2)])
+    send(node, producer, KEYS)
+    lower.pull_all()
+    lower.ack(*lower.rows)
+    assert (view(node).lag, view(node).estimated) == (len(UPPER), False)
+    upper.pull_all()
+    found = view(node)
+    assert (found.lag, found.unacked, found.estimated) == (len(UPPER), len(UPPER), False)
+    assert {each.client: each.held for each in found.consumers} == {"a": 0, "b": len(UPPER)}
+    # A listing of all groups looks at no row; nor does a description where there are too many.
+    assert view(node, counted=False).estimated
+    monkeypatch.setattr("plait.broker.views.LAG_COUNTED_MAX", 3)
+    assert view(node).estimated
+    assert abs(view(node).lag - len(UPPER)) < len(KEYS)
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_lost_counts_what_the_group_had_not_done_and_nothing_else(
+    counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not counted:
+        monkeypatch.setattr("plait.broker.ordered.LOST_COUNTED_MAX", 0)
+    node, producer = Node(retention_seconds=10.0), Producer(1)
+    half(node)
+    owner = Owner(node, "a")
+    send(node, producer, LOWER)
+    owner.lease([(0, 512, 1)])
+    owner.pull_all()
+    owner.ack(*owner.rows)
+    node.clock.advance(60)
+    send(node, producer, LOWER[:1])
+    node.retention.run()
+    node.turn()
+    assert (view(node).lost, view(node).lost_estimated) == (0, False)
+    assert (node.killed().group(SUBJECT, GROUP).lost_count, node.partition(SUBJECT).start) == (0, len(LOWER))
+    # Two owners, of whom one does not come.
+    owner.lease([(0, 256, 2)])
+    missed = [key for key in LOWER if lp_of_key(key) >= 256]
+    send(node, producer, LOWER)
+    owner.pull_all()
+    owner.ack(*owner.rows)
+    node.clock.advance(60)
+    send(node, producer, LOWER[:1])
+    node.retention.run()
+    node.turn()
+    # One row was there before.
+    first = LOWER[0] in missed
+    found = view(node)
+    if counted:
+        assert (found.lost, found.lost_estimated) == (len(missed) + first, False)
+    else:
+        assert found.lost > 0
+        assert found.lost_estimated
+    for again in (node.killed(), node.restart()):
+        group = again.group(SUBJECT, GROUP)
+        assert (group.lost_count, group.lost_estimated) == (found.lost, found.lost_estimated)
+
+
+def test_the_limits_are_what_a_turn_can_take() -> None:
+    assert row_counts.LAG_COUNTED_MAX <= row_counts.LOST_COUNTED_MAX <= 1_000_000
