@@ -7,7 +7,7 @@ Sizes are bytes, times are seconds. A limit a user may change is a field of ``Se
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -32,6 +32,18 @@ HEADERS_SIZE_MAX: Final = 64 * KIB
 TAGS_MAX: Final = 16
 #: Slots that order keys hash to (DESIGN: logical partitions).
 LOGICAL_PARTITIONS: Final = 1024
+
+# --- numbers from outside ------------------------------------------------------------------------
+#: A number that a client may send where no narrower limit holds: one that fits a signed 64-bit column.
+Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+#: Route versions and epochs of locks, which come from one counter of the meta servers, end here.
+NUMBER_MAX: Final = 1 << 62
+Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
+#: A route version or an epoch is believed when it is at most so much above the highest number that is known: more than
+#: meta servers count in years, and so little that made-up numbers cannot use the counter up.
+NUMBER_STEP_MAX: Final = 1 << 32
+#: The number of a broker's life: 32 bits of a frame's stamp.
+BrokerEpoch = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 
 # --- delays -------------------------------------------------------------------------------------
 #: What can be asked for as a delay. Less than this is within what delivery takes anyway...

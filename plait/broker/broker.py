@@ -23,6 +23,7 @@ from plait.broker.forwards import Forwards
 from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
 from plait.broker.heads import Heads
 from plait.broker.leases import Leases
+from plait.broker.numbers import Numbers
 from plait.broker.partition import Partition
 from plait.broker.recover import Recovery, RecoveryReport
 from plait.broker.retries import Retries
@@ -31,6 +32,7 @@ from plait.broker.sends import Appended, Appender, SendReply, Submission
 from plait.broker.snapshot import CheckpointWork, Snapshots
 from plait.broker.staging import Stages
 from plait.broker.waiting import Deadlines, Waiter
+from plait.broker.waking import Waking
 from plait.clock import Clock
 from plait.errors import DiskFull, FrameError, PlaitError, ReadOnly, StorageFailed
 from plait.frame.builder import FrameParts
@@ -73,6 +75,7 @@ class Broker:
         #: By partition name; a plain subject's partition is named as the subject.
         self.subjects: dict[str, Partition] = {}
         self.dropped = sealing.Dropped()
+        self.numbers = Numbers()
         self.group_count = 0
         self.next_partition = 1
         self.next_group = 1
@@ -123,6 +126,7 @@ class Broker:
         self.heads = Heads(self)
         self.dead_letters = DeadLetters(self)
         self.leases = Leases(self)
+        self.waking = Waking(self)
 
     # --- start and stop -------------------------------------------------------------------------
 
@@ -364,7 +368,7 @@ class Broker:
         # Who waits for messages waits longest: it goes first.
         for partition in commit.appended.partitions:
             if partition.waiting or partition.readers:
-                self._wake(partition)
+                self.waking.wake(partition)
         for reply, sequence, error in commit.appended.replies:
             reply(sequence, error)
         for answer in commit.replies:
@@ -436,7 +440,7 @@ class Broker:
         # Who waits already was served as far as there were rows for it: nobody is overtaken here.
         delivery = group.take(self.message_log, consumer, count, size, self)
         if delivery is not None:
-            self._deliver(group, delivery, reply)
+            self.deliver(group, delivery, reply)
             return
         if wait <= 0:
             reply(None)
@@ -463,27 +467,17 @@ class Broker:
         waiter = Waiter(partition.readers, None, count, size, reply, max(sequence, batch.end))
         self.deadlines.add(self.clock.monotonic() + min(wait, self.limits.pull_wait_seconds), waiter, Waiter.time_out)
 
-    def _deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
+    def deliver(self, group: Group, delivery: Delivery, reply: Callable[[Delivery | None], None]) -> None:
+        """Answer a pull."""
         if group.definition.delivery == "at_most_once":
             # R12: the event is durable before the rows leave, whatever the flush mode.
             self.answer_when_durable(lambda: reply(delivery))
         else:
             reply(delivery)
 
-    def _wake(self, partition: Partition) -> None:
-        for group in list(partition.waiting):
-            self.wake_group(group)
-        for waiter in list(partition.readers):
-            batch = partition.read(self.message_log, waiter.sequence, partition.visible, waiter.count, waiter.size)
-            if batch.count and waiter.leave():
-                waiter.reply(batch)
-
     def wake_group(self, group: Group) -> None:
-        """There may be rows for a group: serve who waits."""
-        if group.waiters:
-            group.serve(self.message_log, self, lambda waiter, delivery: self._deliver(group, delivery, waiter.reply))
-        if not group.waiters:
-            group.partition.waiting.pop(group, None)
+        """There may be rows for a group: serve the pulls that wait."""
+        self.waking.wake_group(group)
 
     def refuse_when_stalled(self) -> None:
         """Raise while decisions about consumption cannot be recorded."""
@@ -593,7 +587,7 @@ class Broker:
 
     def run_timers(self) -> None:
         """Hand out what has become due; answer the long polls whose time is up."""
-        for group in self.retries.due(self.clock.now()):
+        for group in self.retries.due(self.clock.now(), self.waking.failed):
             self.wake_group(group)
         if (self.schedules.by_subject and self.schedules.look()) or self.stages.look():
             self._mark()

@@ -14,7 +14,8 @@ import numpy as np
 from plait.broker.locks import NO_EPOCHS, Epochs, Grant, Want, epochs_of
 from plait.broker.ordered import OrderedGroup
 from plait.errors import InvalidArgument, StaleSession
-from plait.frame.lp import lp_set, runs_of, runs_with
+from plait.frame.header import SEQUENCE_MAX
+from plait.frame.lp import NO_KEY_HASH, LpSet, lp_set, runs_of, runs_with
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
@@ -69,6 +70,8 @@ class Leases:
     def set_floors(self, floors: Mapping[tuple[str, str], Iterable[Grant]]) -> None:
         """What the meta server says; from now on locks are granted."""
         for group, grants in floors.items():
+            for _, _, epoch in grants:
+                self._broker.numbers.learn(epoch)
             epochs = epochs_of(each for each in grants if each[2] > 0)
             self._floors[group] = np.maximum(self._floors.get(group, NO_EPOCHS), epochs)
         self.waits_for_floors = False
@@ -84,10 +87,14 @@ class Leases:
     ) -> Leased:
         """All the locks that a consumer wants from now on; what it has of them, for another lease.
 
-        ``route`` is the version of the route that it goes by.
+        ``route`` is the version of the route that it goes by. A request with a number that cannot be is refused before
+        it changes anything.
         """
         group = self._ordered(consumer)
-        wanted = list(wants)
+        wanted = self._checked(wants)
+        chosen = lp_set((first, end) for first, end, _, _ in wanted)
+        marks, resumed = self._checked_keys(marks, chosen), self._checked_keys(resumed, chosen)
+        group.refuse_more_keys(marks)
         if route < group.partition.row.route and not group.definition.affinity:
             wanted = _as_far_as_known(wanted, group.partition.known_until(route))
         consumer.leased_until = self.now() + self.longest
@@ -96,15 +103,45 @@ class Leases:
         self._broker.wake_group(group)
         owned, leaving, refused = group.standing(consumer)
         drained, again = runs_of(group.drained(wanted)), runs_of(group.again())
-        parked, inherited = _parked(group, wanted)
+        parked, inherited = _parked(group, chosen)
         return Leased(self.seconds, consumer.news, owned, leaving, drained, refused, parked, inherited, again)
+
+    def _checked(self, wants: Iterable[Want]) -> list[Want]:
+        """What is wanted, of runs, epochs and sequences that can be."""
+        wanted = list(wants)
+        if len(wanted) > LOGICAL_PARTITIONS:
+            raise InvalidArgument(
+                f"{len(wanted)} runs of logical partitions are more than there are logical partitions; "
+                f"ask for at most {LOGICAL_PARTITIONS}, each once"
+            )
+        for first, end, epoch, until in wanted:
+            if not (0 <= first < end <= LOGICAL_PARTITIONS and epoch > 0 and 0 <= until < SEQUENCE_MAX):
+                raise InvalidArgument(
+                    f"[{first}, {end}) under epoch {epoch} up to {until} is not a run of logical partitions"
+                )
+            self._broker.numbers.check("epoch", epoch)
+        return wanted
+
+    def _checked_keys(self, keys: list[int], lps: LpSet) -> list[int]:
+        """Those of the keys, named by their hashes, that are of the logical partitions that are asked for."""
+        limit = self._broker.limits.held_keys
+        if len(keys) > limit:
+            raise InvalidArgument(
+                f"{len(keys)} parked keys are more than the {limit} of a group (limit held_keys); resume or skip some"
+            )
+        try:
+            hashes = np.array(keys, np.uint64)
+        except OverflowError:
+            wrong = next(key for key in keys if not 0 <= key < 1 << 64)
+            raise InvalidArgument(f"{wrong} is not the hash of a key; use 64 bits without a sign") from None
+        return hashes[lps[hashes % LOGICAL_PARTITIONS] & (hashes != NO_KEY_HASH)].tolist()  # type: ignore[no-any-return]
 
     def give_back(
         self, consumer: Consumer, runs: list[tuple[int, int]], ranges: list[tuple[int, int, int]], tags: list[int]
     ) -> None:
         """A consumer has not begun with the rows of some logical partitions in (start, end, epoch) ranges."""
-        if not all(0 <= first < end <= LOGICAL_PARTITIONS for first, end in runs):
-            raise InvalidArgument(f"{runs} are not runs of logical partitions")
+        if len(runs) > LOGICAL_PARTITIONS or not all(0 <= first < end <= LOGICAL_PARTITIONS for first, end in runs):
+            raise InvalidArgument(f"{runs[:10]} (of {len(runs)}) are not runs of logical partitions, each named once")
         self._ordered(consumer).give_back(consumer, lp_set(runs), ranges, tags, self._broker)
 
     def _ordered(self, consumer: Consumer) -> OrderedGroup:
@@ -137,23 +174,26 @@ class Leases:
         for partition in self._broker.partitions.values():
             for group in partition.groups.values():
                 if isinstance(group, OrderedGroup) and group.consumers:
-                    group.pass_on(self._broker, self.now())
+                    try:
+                        group.pass_on(self._broker, self.now())
+                    except Exception:  # noqa: BLE001 (it is logged there)
+                        self._broker.waking.failed(group)
 
 
-def _parked(group: OrderedGroup, wanted: list[Want]) -> tuple[list[int], list[int]]:
+def _parked(group: OrderedGroup, lps: LpSet) -> tuple[list[int], list[int]]:
     """The parked keys of what is wanted, and those of them that are so only because they were told to be."""
     parked = group.parked()
     if not parked:
         return [], []
-    lps = lp_set([(first, end) for first, end, _, _ in wanted])
-    found = [(each.key, each.letter < 0) for each in parked if lps[each.lps].any() and each.key is not None]
+    among = lps.tolist()
+    found = [
+        (each.key, each.letter < 0) for each in parked if each.key is not None and among[each.key % LOGICAL_PARTITIONS]
+    ]
     return [key for key, _ in found], [key for key, only in found if only]
 
 
 def _as_far_as_known(wants: list[Want], known_until: Epochs) -> list[Want]:
     """What is wanted by who goes by an older route: not what came after the route led elsewhere and back (R4)."""
-    # Who says anything is refused before.
-    epochs_of((first, end, epoch) for first, end, epoch, _ in wants)
     known: list[Want] = []
     for first, end, epoch, until in wants:
         if until:

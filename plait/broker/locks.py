@@ -72,6 +72,11 @@ class Locks:
         self._leaving = None
         self._standings.clear()
 
+    @property
+    def newest(self) -> int:
+        """The highest epoch of all."""
+        return int(self.epoch.max())
+
     def heard(self, consumer: int) -> None:
         """What is in its hands is known."""
         if consumer in self.unheard:

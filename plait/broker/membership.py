@@ -262,7 +262,13 @@ class Membership:
             if (consumer.leased_until <= now if consumer.group.definition.ordered else consumer.heard < deadline)
         ]
         silent.sort(key=lambda consumer: consumer.id)
-        return [(consumer, self._lose(consumer.group, consumer)) for consumer in silent]
+        lost = []
+        for consumer in silent:
+            try:
+                lost.append((consumer, self._lose(consumer.group, consumer)))
+            except Exception:  # noqa: BLE001 (it is logged there)
+                broker.waking.failed(consumer.group)
+        return lost
 
     @property
     def next_lease_end(self) -> float | None:

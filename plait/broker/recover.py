@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
@@ -40,6 +41,8 @@ from plait.storage.recovery import Damage, LogScan, missing_files, settle
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
 
+log = logging.getLogger("plait.broker")
+
 
 #: Why a valid frame is part of a torn tail: a start cut it, and the sync of the cut failed. The frame stayed on the
 #: medium, behind where the log continued in a later epoch.
@@ -75,6 +78,8 @@ class Recovery:
         self._frames = 0
         self._events = 0
         self._unknown: set[int] = set()
+        #: Frames whose checksums are right, with an event that cannot be applied.
+        self._unusable: list[Damage] = []
 
     def run(self) -> RecoveryReport:
         broker = self._broker
@@ -133,7 +138,7 @@ class Recovery:
                 actions.stop_before(offset, "rests on messages that were lost")
                 break
             epoch = frame.epoch
-            self._action(frame)
+            self._action(offset, frame)
         settle(broker.disk, broker.action_log, actions)
         for offset, frame in copies:
             self._kept(offset, frame)
@@ -145,15 +150,18 @@ class Recovery:
         broker.schedules.filed.recovered()
         broker.stages.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
-        damages = [*missing, *messages.damages, *kept.damages, *actions.damages]
+        damages = [*missing, *messages.damages, *kept.damages, *actions.damages, *self._unusable]
         rejected = broker.checkpoints.rejected
         clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
         # Every start writes a checkpoint, so each one that does not read back hides at most one epoch.
         broker.epoch = max(self._epoch_max + (0 if clean else 1 + len(rejected)), 1)
         for partition in broker.partitions.values():
             partition.visible = partition.next
+            broker.numbers.learn(partition.row.route)
             for group in partition.groups.values():
                 broker.retries.expect(group)
+                if isinstance(group, OrderedGroup):
+                    broker.numbers.learn(group.locks.newest)
         return RecoveryReport(
             clean=clean,
             epoch=broker.epoch,
@@ -248,7 +256,8 @@ class Recovery:
 
     # --- action log -----------------------------------------------------------------------------
 
-    def _action(self, frame: FrameView) -> None:
+    def _action(self, offset: int, frame: FrameView) -> None:
+        """Apply a frame of the action log. One event that cannot be applied costs itself, and is reported."""
         broker = self._broker
         self._epoch_max = max(self._epoch_max, frame.epoch)
         broker.action_index = max(broker.action_index, frame.base + 1)
@@ -257,7 +266,12 @@ class Recovery:
                 self._definition(definition, frame.epoch)
         elif frame.partition == EVENTS:
             for event in read_events(frame).tolist():
-                self._event(event, frame.store_time)
+                try:
+                    self._event(event, frame.store_time)
+                except Exception as error:
+                    reason = f"event {event} cannot be applied: {error!r}"
+                    log.exception("%s", reason)
+                    self._unusable.append(Damage("action", offset, frame.size, "damaged", reason))
 
     def _kept(self, offset: int, frame: FrameView) -> None:
         """A group's messages are here; whether it needs them still, its events say."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,14 +44,19 @@ class Retries:
         heapq.heapify(self._heap)
         self._clean_at = 2 * len(self._heap) + STALE_MAX
 
-    def due(self, now: int) -> Iterator[Group]:
-        """The groups that have something to hand out now that they had not before."""
+    def due(self, now: int, failed: Callable[[Group], None]) -> Iterator[Group]:
+        """The groups that have something to hand out now that they had not before; ``failed``: one raised an error."""
         while self._heap and self._heap[0][0] <= now:
             due, _, group = heapq.heappop(self._heap)
             if due != group.expected:
                 # An earlier moment was put in since, and has been seen to.
                 continue
             group.expected = 0
-            if group.return_due(now):
+            try:
+                ready = group.return_due(now)
+            except Exception:  # noqa: BLE001 (it is logged there)
+                failed(group)
+                continue
+            if ready:
                 yield group
             self.expect(group)

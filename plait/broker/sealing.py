@@ -36,6 +36,7 @@ def open_lps(
 ) -> Partition:
     """The partition takes rows of these from now on; it is made where there is none. Twice is as once."""
     chosen = checked(lps)
+    broker.numbers.check("route", version)
     partition = broker.subjects.get(name)
     if partition is None:
         broker.dropped.refuse_late(name, version, broker.clock.monotonic())
@@ -66,6 +67,7 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
     ``FlowControl``: stages have begun to be published to it, and more remains of them than is done at once; ask again.
     """
     chosen = checked(lps)
+    broker.numbers.check("route", version)
     partition = broker.subjects.get(name)
     if partition is None:
         raise SubjectNotFound(f"there is no partition {name!r} here", subject=name)
@@ -86,6 +88,7 @@ def seal(broker: Broker, name: str, lps: Iterable[Lps], version: int, reply: Cal
 
 def drop(broker: Broker, subject: str, name: str, version: int) -> None:
     """The partition goes with all that is in it, unless it is another subject's; twice is as once."""
+    broker.numbers.check("route", version)
     partition = broker.subjects.get(name)
     if partition is None or partition.row.subject != subject:
         return

@@ -14,6 +14,7 @@ from plait.broker.group import FAILURE, Failure, Journal
 from plait.broker.keys import FrameKeys
 from plait.broker.strand_hands import StrandHands
 from plait.broker.strand_rows import Sequences
+from plait.errors import LimitExceeded
 from plait.frame.lp import NO_KEY_HASH
 from plait.limits import LOGICAL_PARTITIONS
 from plait.retry import due_time
@@ -87,19 +88,27 @@ class StrandFailures(StrandHands):
             return
         self._wait_for(strand, row, journal, now, FAILURE if dies else failure)
 
+    def refuse_more_keys(self, parked: Iterable[int]) -> None:
+        """Raise where these keys are more than a group may have apart; nothing has changed then."""
+        keys = len(self.strands.by_key.keys() | set(parked))
+        if keys > self.limits.held_keys:
+            raise LimitExceeded(
+                f"group {self.name!r} of {self.partition.row.subject!r} would have {keys} keys apart, failed or "
+                f"parked; the limit is {self.limits.held_keys} (held_keys); resume or skip some"
+            )
+
     def inherit(self, parked: Iterable[int], resumed: Iterable[int], journal: Journal) -> None:
         """Keys that are parked where their rows were before are parked here; those that went on there go on."""
-        for key in parked:
+        known = self.strands.by_key
+        for key in [key for key in parked if key not in known or not known[key].parked]:
             lp = key % LOGICAL_PARTITIONS
             strand = self.strands.for_row(lp, key)
             if strand.key is None:
                 strand = self.strands.hold(strand, lp, key)
                 strand.drop()
-            if not strand.parked:
-                self._park(strand, -1, journal)
+            self._park(strand, -1, journal)
         for key in resumed:
-            known = self.strands.by_key.get(key)
-            if known is not None and known.letter < 0:
+            if key in known and known[key].letter < 0:
                 # One that has a letter here as well waits for somebody's decision about that.
                 self.resume(key, journal, skip=True)
 

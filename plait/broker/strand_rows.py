@@ -67,7 +67,7 @@ class Taking:
         self.rows = count
         self.size = size
         self.looked = 0
-        #: A piece did not fit. The pull ends: its rows come first in the next one, which takes them whatever their size.
+        #: A piece did not fit. The pull ends: its rows come first in the next one, which takes them at any size.
         self.full = False
 
     @property

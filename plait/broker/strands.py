@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from plait.frame.lp import LpSet, runs_of
+from plait.frame.lp import LpSet, runs_of, single_lp
 from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.action_log import Action
 from plait.storage.strand import Strand, StrandState
@@ -85,9 +85,7 @@ class Strands:
 
     def hold(self, strand: Strand, lp: int, key: int) -> Strand:
         """A strand of its own for a key."""
-        lps = np.zeros(LOGICAL_PARTITIONS, bool)
-        lps[lp] = True
-        part = strand.split(self._number(), lps, key)
+        part = strand.split(self._number(), single_lp(lp), key)
         self._add(part)
         self._tell(Action.HOLD, strand.id, lp, part.id, _signed(key), 0)
         return part
@@ -158,9 +156,7 @@ class Strands:
                 known.lps, known.without = known.lps | part.lps, known.without | part.without
                 self._add(known)
         elif action == Action.HOLD:
-            lps = np.zeros(LOGICAL_PARTITIONS, bool)
-            lps[start] = True
-            self._add(strand.split(end, lps, value % 2**64))
+            self._add(strand.split(end, single_lp(start), value % 2**64))
         elif action == Action.JOIN:
             other = self._all.get(start)
             if other is not None:

@@ -7,6 +7,7 @@ it, so that they can be handed out together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Final
 
@@ -73,6 +74,16 @@ def lp_set(runs: Iterable[tuple[int, int]]) -> LpSet:
     chosen = np.zeros(LOGICAL_PARTITIONS, bool)
     for first, end in runs:
         chosen[first:end] = True
+    return chosen
+
+
+@functools.cache
+def single_lp(lp: int) -> LpSet:
+    """One slot. All that ask share it, so it cannot be written to."""
+    if not 0 <= lp < LOGICAL_PARTITIONS:
+        raise ValueError(f"there is no logical partition {lp}")
+    chosen = lp_set([(lp, lp + 1)])
+    chosen.setflags(write=False)
     return chosen
 
 

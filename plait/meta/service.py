@@ -7,13 +7,14 @@ broker talks to.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
 
 from plait.clock import Clock
-from plait.limits import MetaLimits
+from plait.limits import NUMBER_STEP_MAX, MetaLimits
 from plait.meta.allocating import Allocating, Writing
 from plait.meta.brokers import Brokers
 from plait.meta.commits import Commits
@@ -45,6 +46,8 @@ from plait.meta.views import (
     State,
     SubjectView,
 )
+
+log = logging.getLogger("plait.meta")
 
 
 class MetaService:
@@ -138,20 +141,39 @@ class MetaService:
         reason: str = "",
     ) -> Registered:
         """A broker has started: it says what it has, and learns what it may have missed."""
-        newest = max((facts.newest for facts in partitions), default=0)
         self._core.refresh()
-        if newest > self._core.mirror.seen:
-            with self._core.noted():
-                self._core.store.advance(newest)
+        self._advance(group, max((facts.newest for facts in partitions), default=0))
         self._brokers.register(group, broker, address, state, epoch, reason)
         unrouted = self._subjects.adopt(group, partitions)
-        return Registered(self.cluster, self._floors(group), unrouted)
+        return Registered(self.cluster, self._floors(group), unrouted, self.newest)
+
+    def _advance(self, group: str, newest: int) -> None:
+        """A broker knows a higher number: the database is an older copy of itself, or a new one."""
+        seen = self._core.mirror.seen
+        believed = min(newest, seen + NUMBER_STEP_MAX)
+        if believed < newest:
+            # Refused, it would keep the broker from starting.
+            log.warning(
+                "broker group %s knows number %d, the highest here is %d: not believed, counting on from %d",
+                group,
+                newest,
+                seen,
+                believed,
+            )
+        if believed > seen:
+            with self._core.noted():
+                self._core.store.advance(believed)
 
     def _floors(self, group: str) -> dict[tuple[str, str], list[NumberedRun]]:
         mirror = self._core.mirror
         subjects = {row.subject for place, row in mirror.partitions.items() if place.group == group}
         keys = ((subject, name) for subject in sorted(subjects) for name in sorted(mirror.groups_of.get(subject, ())))
         return {key: mirror.allocation(key).floors for key in keys if mirror.settings[key].ordered}
+
+    @property
+    def newest(self) -> int:
+        """How far the counter has come that routes and epochs are numbered by."""
+        return self._core.mirror.seen
 
     def beat_broker(self, group: str, broker: str, state: State, reason: str = "") -> bool:
         """A broker lives and is in that state; False: it is not known here and has to register again."""

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from plait.errors import PlaitError
+from plait.limits import Int64, Number
 from plait.meta.lps import NumberedRun, Run
 from plait.meta.mirror import GroupKey
 from plait.meta.routes import Place, Route
@@ -25,14 +26,14 @@ class PartitionFacts(msgspec.Struct, frozen=True):
     subject: str
     settings: SubjectSettings = SubjectSettings()
     #: Wall time in microseconds.
-    created: int = 0
+    created: Int64 = 0
     #: The highest route version or epoch that the broker has heard of there: all that are given out are to be higher,
     #: even by a meta server whose database was lost.
-    newest: int = 0
+    newest: Number = 0
     #: The version of the route that it knows, the logical partitions that it takes by that (None: all), those that it
     #: took once with the sequences at which their rows end, and those that it took later than from its beginning on
     #: with the sequence and the route version of that. A lost route is rebuilt from these.
-    route: int = 0
+    route: Number = 0
     lps: list[Run] | None = None
     fences: list[NumberedRun] = []
     reopened: list[tuple[int, int, int, int]] = []
@@ -77,6 +78,8 @@ class Registered(msgspec.Struct, frozen=True):
     floors: dict[GroupKey, list[NumberedRun]]
     #: Partitions that it has and no route leads to, though their subject has one: nothing is read from them.
     unrouted: list[str]
+    #: How far the counter has come that routes and epochs are numbered by.
+    newest: int
 
 
 class BrokerView(msgspec.Struct, frozen=True):

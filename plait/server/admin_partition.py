@@ -10,6 +10,7 @@ import msgspec
 from plait import names
 from plait.broker import sealing
 from plait.errors import InvalidArgument
+from plait.limits import Number
 from plait.storage.catalog import Lps, SubjectSettings
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ class OpenPartition(msgspec.Struct, forbid_unknown_fields=True):
     subject: str
     name: str
     lps: list[Lps]
-    version: int
+    version: Number
     settings: SubjectSettings = SubjectSettings()
 
 
@@ -39,7 +40,7 @@ class SealPartition(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     lps: list[Lps]
-    version: int
+    version: Number
 
 
 class DropPartition(msgspec.Struct, forbid_unknown_fields=True):
@@ -47,7 +48,7 @@ class DropPartition(msgspec.Struct, forbid_unknown_fields=True):
 
     subject: str
     name: str
-    version: int
+    version: Number
 
 
 def order(server: Server, operation: str, arguments: dict[str, Any], reply: Callable[[Any], None]) -> None:

@@ -8,16 +8,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from plait import names
 from plait.broker.partition import Partition
 from plait.errors import InvalidArgument
+from plait.limits import Int64
 from plait.storage import spans
 from plait.storage.consume_log import Records
 
 if TYPE_CHECKING:
     from plait.server.host import Server
 
+#: Partitions and times that one request names, so that its answer takes a few milliseconds.
+SPAN_NAMES_MAX = 1_000
+SPAN_TIMES_MAX = 64
 #: Cuts that one range has at most: a listing of them stays well below a packet's size. Larger pieces are made instead.
 CUTS_MAX = 100_000
 
@@ -26,7 +31,7 @@ class DescribeSpans(msgspec.Struct, forbid_unknown_fields=True):
     """Partitions by name, and times (microseconds) to find in each."""
 
     names: list[str]
-    times: list[int] = []
+    times: list[Int64] = []
 
 
 class SpanView(msgspec.Struct, frozen=True):
@@ -53,7 +58,7 @@ class CutSpans(msgspec.Struct, forbid_unknown_fields=True):
     With ``reach`` each is answered with one cut: how far its size reaches from its start.
     """
 
-    ranges: list[tuple[str, int, int, int]]
+    ranges: list[tuple[str, Int64, Int64, Int64]]
     reach: bool = False
 
 
@@ -65,9 +70,14 @@ class CutView(msgspec.Struct, frozen=True):
 
 
 def describe(server: Server, request: DescribeSpans) -> list[SpanView]:
-    """Those of the partitions that are here."""
+    """Those of the partitions that are here, each once."""
     found = []
-    for name in request.names:
+    if len(request.names) > SPAN_NAMES_MAX or len(request.times) > SPAN_TIMES_MAX:
+        raise InvalidArgument(
+            f"{len(request.names)} partitions and {len(request.times)} times are too many for one request; "
+            f"ask for at most {SPAN_NAMES_MAX} and {SPAN_TIMES_MAX}"
+        )
+    for name in dict.fromkeys(request.names):
         names.check_partition(name)
         partition = server.broker.subjects.get(name)
         if partition is not None:
@@ -80,8 +90,8 @@ def _view(partition: Partition, times: list[int]) -> SpanView:
     records = _records(partition, start, end) if times else None
     at, until = [], []
     if records is not None:
-        at = [max(spans.first_at(records, time, end), start) for time in times]
-        until = [min(spans.end_before(records, time, start), end) for time in times]
+        at = np.maximum(spans.first_at(records, times, end), start).tolist()
+        until = np.minimum(spans.end_before(records, times, start), end).tolist()
     row = partition.row
     return SpanView(row.name, row.subject, row.id, start, end, partition.epochs, at, until)
 

@@ -15,6 +15,7 @@ import msgspec
 
 from plait import names, tasks
 from plait.errors import InternalError, InvalidArgument, PlaitError, Unavailable
+from plait.limits import BrokerEpoch
 from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
@@ -80,7 +81,7 @@ class RegisterBroker(msgspec.Struct, forbid_unknown_fields=True):
     broker: str
     address: str
     state: State
-    epoch: int
+    epoch: BrokerEpoch
     partitions: list[PartitionFacts]
     #: Why it takes no messages; empty where it does.
     reason: str = ""
@@ -337,11 +338,17 @@ class MetaHandlers:
             "cluster": registered.cluster,
             "floors": [(*key, runs) for key, runs in registered.floors.items()],
             "unrouted": registered.unrouted,
+            "newest": registered.newest,
         }
 
-    async def _beat_broker(self, request: BeatBroker) -> bool:
+    async def _beat_broker(self, request: BeatBroker) -> int:
+        """How far the counter of routes and epochs has come; 0: the broker is not known."""
         return await self._host.call(
-            lambda s: s.beat_broker(request.group, request.broker, request.state, request.reason)
+            lambda s: (
+                max(s.newest, 1)
+                if s.beat_broker(request.group, request.broker, request.state, request.reason)
+                else 0
+            )
         )
 
     async def _progress(self, request: ReportProgress) -> bool:

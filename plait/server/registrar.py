@@ -15,6 +15,7 @@ from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
 from plait.broker.passed import gone_below, passed
 from plait.errors import InvalidArgument, PlaitError
+from plait.limits import NUMBER_MAX
 
 if TYPE_CHECKING:
     from plait.server.host import Server
@@ -93,7 +94,8 @@ class Registrar:
 
     async def _step(self) -> None:
         try:
-            if self._registered and await self._ask("broker.beat", self._facts(self._state())):
+            if self._registered and (newest := await self._ask("broker.beat", self._facts(self._state()))):
+                self._server.broker.numbers.learn(newest)
                 await self._report(self._next_sealed())
                 return
             await self._register()
@@ -153,15 +155,14 @@ class Registrar:
             answer = await self._ask("broker.register", {**facts, "partitions": page})
         for name in answer["unrouted"]:
             log.warning("no route leads to partition %s: nothing is read from it", name)
+        server.broker.numbers.learn(answer["newest"])
         server.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer["floors"]})
         self._registered = True
 
     def _partition(self, name: str) -> dict[str, Any]:
         partition = self._server.broker.subjects[name]
         row = partition.row
-        epochs = [
-            int(group.locks.epoch.max()) for group in partition.groups.values() if isinstance(group, OrderedGroup)
-        ]
+        epochs = [group.locks.newest for group in partition.groups.values() if isinstance(group, OrderedGroup)]
         settings = {
             "retention_seconds": row.settings.retention_seconds,
             "retention_bytes": row.settings.retention_bytes,
@@ -172,8 +173,9 @@ class Registrar:
             "subject": row.subject,
             "settings": {key: value for key, value in settings.items() if value is not None},
             "created": row.created,
-            "newest": max([row.route, *epochs]),
-            "route": row.route,
+            # A damaged log may say anything: what cannot be is not believed, and prevents no start.
+            "newest": min(max([row.route, *epochs]), NUMBER_MAX),
+            "route": min(row.route, NUMBER_MAX),
             "lps": row.lps,
             "fences": row.fences,
             "reopened": row.reopened,

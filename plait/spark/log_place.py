@@ -6,6 +6,8 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from plait.client.spans import PartitionSpan, SpanRange
 from plait.errors import DamageError, Expired
 from plait.spark.offsets import check_epoch
@@ -61,8 +63,8 @@ class LogPlace:
         found = []
         for number, partition in sorted(self._index.partitions.items()):
             start, end, records = partition.start, partition.end, partition.records
-            at = [max(arithmetic.first_at(records, time, end), start) for time in times]
-            until = [min(arithmetic.end_before(records, time, start), end) for time in times]
+            at = np.maximum(arithmetic.first_at(records, times, end), start).tolist()
+            until = np.minimum(arithmetic.end_before(records, times, start), end).tolist()
             row = partition.row
             found.append(
                 PartitionSpan(

@@ -6,6 +6,8 @@ or made from segment files.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -50,19 +52,21 @@ def reach(records: Records, start: int, end: int, size: int) -> int:
     return min(max(int(record["base"]) + int(record["count"]), start), end)
 
 
-def first_at(records: Records, time: int, end: int) -> int:
-    """The first sequence that was stored at or after ``time``; ``end`` where there is none."""
-    later = np.flatnonzero(records["time"] >= np.int64(time))
-    return min(int(records["base"][later[0]]), end) if len(later) else end
+def first_at(records: Records, times: Sequence[int], end: int) -> npt.NDArray[np.int64]:
+    """For each time the first sequence that was stored then or later; ``end`` where there is none."""
+    # The wall clock may be set back; the first record at or after a time is the first whose running maximum is.
+    at = np.searchsorted(np.maximum.accumulate(records["time"]), np.array(times, np.int64), "left")
+    found: npt.NDArray[np.int64] = np.minimum(np.append(records["base"].astype(np.int64), end)[at], end)
+    return found
 
 
-def end_before(records: Records, time: int, start: int) -> int:
-    """The sequence after the last one that was stored before ``time``; ``start`` where there is none.
+def end_before(records: Records, times: Sequence[int], start: int) -> npt.NDArray[np.int64]:
+    """For each time the sequence after the last one that was stored before; ``start`` where there is none.
 
     Not the same as ``first_at`` where the wall clock was set back.
     """
-    earlier = np.flatnonzero(records["time"] < np.int64(time))
-    if not len(earlier):
-        return start
-    record = records[earlier[-1]]
-    return max(int(record["base"]) + int(record["count"]), start)
+    later = np.minimum.accumulate(records["time"][::-1])[::-1]
+    at = np.searchsorted(later, np.array(times, np.int64), "left")
+    ends = (records["base"] + records["count"]).astype(np.int64)
+    found: npt.NDArray[np.int64] = np.maximum(np.insert(ends, 0, start)[at], start)
+    return found

@@ -200,8 +200,10 @@ class Strand:
         """A strand of its own for some of its logical partitions, or for one key."""
         part = Strand(number, lps, self.next, key)
         part.held = {tag: held.copy() for tag, held in self.held.items()}
-        part.returned = self.returned.copy()
-        part.waiting = Waiting(self.waiting)
+        if self.returned:
+            part.returned = self.returned.copy()
+        if self.waiting:
+            part.waiting = Waiting(self.waiting)
         part.owner, part.leaving, part.limit = self.owner, self.leaving, self.limit
         part.loose_until = self.loose_until
         if key is None:

@@ -7,7 +7,6 @@ are; ``due_time`` keeps those few.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Iterator
 
 from plait.storage.ranges import Range, Ranges
@@ -27,7 +26,7 @@ class Waiting:
         self._moments: list[int] = []
         self._known: set[int] = set()
         #: Moments that have come, the earliest first.
-        self._released: deque[int] = deque()
+        self._released: list[int] = []
         self._length = 0
         for due, ranges in entries:
             for start, end, attempt in ranges:
@@ -98,7 +97,7 @@ class Waiting:
     def pop_released(self) -> Ranges | None:
         """Take out what waited for the earliest moment that has come; None when nothing has."""
         while self._released:
-            ranges = self._at.pop(self._released.popleft(), None)
+            ranges = self._at.pop(self._released.pop(0), None)
             if ranges is not None:
                 self._length -= len(ranges)
                 return ranges

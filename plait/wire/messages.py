@@ -395,11 +395,16 @@ _encoder = msgspec.msgpack.Encoder()
 HEAD_SIZE_MAX = 8 * MIB
 #: Heads whose values may be anything: a byte of them can become a whole object.
 OPEN_HEAD_SIZE_MAX = 64 * KIB
+#: Every logical partition by itself and many times the parked keys that a group may have; many sessions. More would
+#: keep a server from everything else while it is decoded.
+LEASE_HEAD_SIZE_MAX = 1 * MIB
 #: What an error says; the value it names may be long.
 MESSAGE_LENGTH_MAX = 4_000
 _HEAD_SIZES_MAX = {
     Admin.KIND: OPEN_HEAD_SIZE_MAX,
     Failure.KIND: OPEN_HEAD_SIZE_MAX,
+    Lease.KIND: LEASE_HEAD_SIZE_MAX,
+    Renew.KIND: LEASE_HEAD_SIZE_MAX,
     # Its result is not decoded here; a listing may fill a packet.
     AdminReply.KIND: PACKET_SIZE_MAX,
 }

@@ -10,18 +10,31 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
+from contextlib import suppress
 from typing import Literal
 
+from plait.errors import InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
 from plait.retry import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import KEEP
-from tests.broker.ordered_node import GROUP, SUBJECT, Held, Owner, keyed, make_subject
+from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Held, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 from tests.support.progress import within_cpu_seconds
 
 LPS = 1024
 RETRY = Retry(first=1.0, factor=2.0, jitter=0.0, attempts=None)
+HOSTILE: list[tuple[list[tuple[int, int, int, int]], list[int], list[int]]] = [
+    ([(0, LPS, 2**62 - 1, 0)], [], []),
+    ([(0, LPS, 2**40, 0)], [], []),
+    ([(0, LPS, 0, 0)], [], []),
+    ([(0, 1, 1, 0)] * (LPS + 1), [], []),
+    ([(0, 1, 1, 0)], [-1], []),
+    ([(0, LPS, 1, -1)], [], []),
+    # The mark of a key that is not its to speak of.
+    ([(0, 1, 1, 0)], [2**64 - 1, 2**63 + 5], [5]),
+    ([], [], [-1]),
+]
 RETENTION = 5.0
 Crash = Literal["killed", "power_lost", "restart", "fallen_back"]
 
@@ -163,6 +176,16 @@ class World:
         assert row.body == self.sent[key][len(done)], f"{key}: {row.body!r} came after {done[-3:]!r}"
         done.append(row.body)
 
+    def hostile(self) -> None:
+        """A member asks for what cannot be. Whatever it is answered, the others must not notice."""
+        name = f"hostile{self.rng.randrange(2)}"
+        consumer = self.node.attach(SUBJECT, GROUP, name, ordered=True, retry=RETRY)
+        wants, parked, resumed = self.rng.choice(HOSTILE)
+        with suppress(InvalidArgument, LimitExceeded):
+            self.node.broker.leases.ask(consumer, wants, parked, resumed, NEWEST)
+        self.node.turn()
+        self.node.membership.disconnected(consumer, consumer.session)
+
     def crash(self, how: Crash) -> None:
         if how == "power_lost":
             # What was not synced may be gone, with the acks that were answered.
@@ -225,7 +248,9 @@ class World:
             self.node.checkpoint()
         elif step < 0.28:
             self.expire()
-        elif step < 0.35:
+        elif step < 0.3:
+            self.hostile()
+        elif step < 0.38:
             self.node.later(self.rng.choice((0.1, 1.0, 4.0, 11.0)))
             self.node.membership.lose_silent()
             self.node.broker.leases.look()

@@ -64,7 +64,7 @@ def test_a_reach_stays_in_its_range():
 def test_times_are_found_also_where_the_clock_was_set_back():
     times = records(*[(number * 10, 10, 1000) for number in range(5)])
     times["time"] = [10, 20, 15, 30, 40]
-    assert spans.first_at(times, 16, 50) == 10
-    assert spans.end_before(times, 16, 0) == 30
-    assert spans.first_at(times, 41, 50) == 50
-    assert spans.end_before(times, 10, 3) == 3
+    assert spans.first_at(times, [16, 41, 10], 50).tolist() == [10, 50, 0]
+    assert spans.end_before(times, [16, 10, 41], 3).tolist() == [30, 3, 50]
+    assert spans.first_at(times[:0], [16], 50).tolist() == [50]
+    assert spans.end_before(times[:0], [16], 3).tolist() == [3]

@@ -150,7 +150,7 @@ def believe_any_epoch(patch: Patch) -> None:
 
 def hand_out_at_once(patch: Patch) -> None:
     """R12: at-most-once rows leave before their event is durable."""
-    patch.setattr(Broker, "_deliver", lambda self, group, delivery, reply: reply(delivery))
+    patch.setattr(Broker, "deliver", lambda self, group, delivery, reply: reply(delivery))
 
 
 def ignore_holds(patch: Patch) -> None:

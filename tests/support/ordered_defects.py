@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from plait.broker.group import Journal
+from plait.broker.leases import Leases
+from plait.broker.numbers import Numbers
 from plait.broker.ordered import OrderedGroup
 from plait.broker.strand_rows import Taking
 from plait.storage.strand import Strand
@@ -31,3 +33,13 @@ def take_a_row_that_does_not_fit_again(patch: Patch) -> None:
             taking.full = False
 
     patch.setattr(OrderedGroup, "_take_key", naive)
+
+
+def believe_any_number(patch: Patch) -> None:
+    """An epoch or a route version counts, however high it is."""
+    patch.setattr(Numbers, "check", lambda self, what, number: None)
+
+
+def believe_any_key(patch: Patch) -> None:
+    """A parked key may be any number, of any logical partition."""
+    patch.setattr(Leases, "_checked_keys", lambda self, keys, lps: keys)

@@ -1,0 +1,157 @@
+"""Numbers that clients make up, against a whole node: refused, nobody else notices, and the node starts again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from plait.errors import InvalidArgument, PlaitError, ProtocolError
+from plait.limits import NUMBER_STEP_MAX, ServerLimits
+from plait.server.admin_spans import SPAN_NAMES_MAX, SPAN_TIMES_MAX
+from plait.testing import EmbeddedBroker
+from plait.testing.embedded import TEST_CONFIG
+from plait.wire import messages as m
+from tests.server.raw import PATIENCE_SECONDS, Raw, until
+from tests.support.progress import within_cpu_seconds
+
+SUBJECT, GROUP = "orders", "billing"
+WANT = (0, 1024, 1, 0)
+
+
+#: Nothing that waits for a lease waits long.
+CONFIG = msgspec.structs.replace(TEST_CONFIG, limits=ServerLimits(lease_seconds=0.3))
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
+    async with EmbeddedBroker(tmp_path / "data", config=CONFIG) as running:
+        yield running
+
+
+async def consumes(node: EmbeddedBroker, number: int, group: str = GROUP) -> None:
+    """An ordered member of a group gets what is sent now."""
+    async with node.connect() as client, client.consumer(SUBJECT, group=group, ordered=True) as consumer:
+        await client.send(SUBJECT, b"%d" % number, key="k")
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while True:
+                batch = await consumer.fetch(10, wait=1.0)
+                await batch.ack()
+                if b"%d" % number in [message.body for message in batch]:
+                    return
+
+
+async def refused(node: EmbeddedBroker, request: m.Message) -> PlaitError:
+    async with Raw(node.server) as raw:
+        await raw.hello("hostile")
+        with pytest.raises(PlaitError) as refusal:
+            await raw.ask(request)
+        return refusal.value
+
+
+async def lease(node: EmbeddedBroker, *fields: Any) -> PlaitError | None:
+    """What a member that asks for that is answered."""
+    async with Raw(node.server) as raw:
+        await raw.hello("hostile")
+        session = await raw.attach(SUBJECT, GROUP, "hostile", ordered=True)
+        try:
+            await raw.ask(m.Lease(session, *fields))
+        except PlaitError as error:
+            return error
+        finally:
+            await raw.ask(m.Detach(session))
+    return None
+
+
+LEASES: list[tuple[Any, ...]] = [
+    ([(0, 1024, 2**62 - 1, 0)],),
+    ([WANT], [-1]),
+    ([WANT], [], [-1]),
+    ([(0, 1024, 1, 2**64 - 1)],),
+    ([WANT] * 2000,),
+    ([WANT], list(range(2**40, 2**40 + 20_000))),
+]
+
+
+async def test_a_made_up_lease_harms_neither_its_group_nor_others_now_or_after_a_restart(node: EmbeddedBroker):
+    await consumes(node, 1)
+    with within_cpu_seconds(10):
+        for number, fields in enumerate(LEASES):
+            assert isinstance(await lease(node, *fields), InvalidArgument)
+            await consumes(node, 2 + number)
+    await node.restart()
+    await consumes(node, 10)
+    await consumes(node, 11, "another")
+
+
+@pytest.mark.parametrize("fields", [([WANT] * 1_600_000,), ([WANT], [2**63] * 150_000)], ids=["wants", "parked"])
+async def test_a_lease_of_a_size_that_cannot_be_is_not_even_decoded(node: EmbeddedBroker, fields: tuple[Any, ...]):
+    await consumes(node, 1)
+    request = m.Lease(1, *fields)
+    with within_cpu_seconds(3):
+        async with Raw(node.server) as raw:
+            await raw.hello("hostile")
+            raw.request(request)
+            error = await raw.ending()
+    assert isinstance(error, ProtocolError)
+    assert "over the limit" in error.message
+    await consumes(node, 2)
+
+
+FACTS = {"group": "local", "broker": "local", "address": "plait://127.0.0.1:1", "state": "RW", "epoch": 1}
+
+
+ORDERS: list[tuple[str, dict[str, Any]]] = [
+    ("partition.open", {"subject": SUBJECT, "name": SUBJECT, "lps": [(0, 1024)], "version": 2**64 - 1}),
+    ("partition.open", {"subject": SUBJECT, "name": SUBJECT, "lps": [(0, 1024)], "version": 2**62}),
+    ("partition.seal", {"name": SUBJECT, "lps": [(0, 1024)], "version": 2**64 - 1}),
+    ("partition.drop", {"subject": SUBJECT, "name": SUBJECT, "version": 2**64 - 1}),
+    ("broker.register", {**FACTS, "partitions": [{"name": "x", "subject": "x", "newest": 2**63 - 2}]}),
+    ("broker.register", {**FACTS, "partitions": [{"name": "x", "subject": "x", "newest": -1}]}),
+    ("broker.register", {**FACTS, "partitions": [{"name": "x", "subject": "x", "created": 2**64 - 1}]}),
+    ("broker.register", {**FACTS, "partitions": [], "epoch": 2**64 - 1}),
+    ("partition.spans", {"names": [SUBJECT], "times": [2**64 - 1]}),
+    ("partition.spans", {"names": [SUBJECT] * (SPAN_NAMES_MAX + 1), "times": []}),
+    ("partition.spans", {"names": [SUBJECT], "times": [1] * (SPAN_TIMES_MAX + 1)}),
+    ("partition.cuts", {"ranges": [(SUBJECT, 0, 2**64 - 1, 1)]}),
+]
+
+
+async def test_a_made_up_order_is_refused_and_the_node_starts_again(node: EmbeddedBroker):
+    await consumes(node, 1)
+    for operation, arguments in ORDERS:
+        assert isinstance(await refused(node, m.Admin(operation, arguments)), InvalidArgument), operation
+    await consumes(node, 2)
+    await node.restart()
+    await consumes(node, 3)
+
+
+async def test_a_number_far_above_all_others_is_not_believed_by_the_meta_server(node: EmbeddedBroker, caplog: Any):
+    """Of a broker whose log says so: refused, it would never start."""
+    facts = {**FACTS, "group": "g2", "broker": "b2", "partitions": [{"name": "x", "subject": "x", "newest": 2**62}]}
+    for _ in range(2):
+        async with Raw(node.server) as raw:
+            await raw.hello("hostile")
+            await raw.ask(m.Admin("broker.register", facts))
+    assert "not believed" in caplog.text
+    # The broker learns of it with its next heartbeat, and takes orders by it from then on.
+    await until(lambda: node.server.broker.numbers.known > NUMBER_STEP_MAX)
+    async with node.connect() as client:
+        await client.admin.create_subject("next", groups=[CONFIG.group])
+    assert 0 < node.server.broker.subjects["next"].row.route <= 3 * NUMBER_STEP_MAX
+    await consumes(node, 1)
+
+
+async def test_many_partitions_and_times_are_described_at_once(node: EmbeddedBroker):
+    async with node.connect() as client:
+        for number in range(300):
+            await client.send(SUBJECT, b"%d" % number)
+    names = [SUBJECT] * SPAN_NAMES_MAX
+    with within_cpu_seconds(1):
+        async with Raw(node.server) as raw:
+            await raw.hello("spark")
+            await raw.ask(m.Admin("partition.spans", {"names": names, "times": list(range(SPAN_TIMES_MAX))}))
