@@ -43,6 +43,9 @@ APART_MAX = 4_096
 #: a lost consumer held it had not begun with.
 LOST_ATTEMPTS_MIN = 16
 
+#: Stands between the client id and the number of a consumer whose name another process has taken over; in no client id.
+AFTER_CLIENT = "#"
+
 #: The policy of groups that name none.
 USUAL = Retry()
 
@@ -75,9 +78,9 @@ class Delivery:
 class Consumer:
     """One member of a group. ``session`` changes with every attach; requests of an older one are refused."""
 
-    __slots__ = ("client", "connected", "group", "heard", "id", "leased_until", "news", "online", "session", "token")
+    __slots__ = ("client", "connected", "group", "heard", "id", "leased_until", "news", "online", "proof", "session")
 
-    def __init__(self, consumer_id: int, group: Group, client: str, heard: float) -> None:
+    def __init__(self, consumer_id: int, group: Group, client: str, heard: float, proof: int = 0) -> None:
         self.id = consumer_id
         self.group = group
         self.client = client
@@ -91,8 +94,9 @@ class Consumer:
         self.leased_until = 0.0
         #: Goes up whenever there is something new about its locks.
         self.news = 0
-        #: What proves that a renewal is its own.
-        self.token = 0
+        #: Of an ordered group: what is kept of the secret token with which it continues its session and renews its
+        #: lease; 0: none.
+        self.proof = proof
 
 
 class Failure(NamedTuple):
@@ -542,6 +546,18 @@ class Group:
     def forget(self, consumer: int, time: int) -> None:
         """A consumer is gone for good."""
         self.pull_log.offline(consumer, time)
+
+    def take_definition(self, consumer: Consumer) -> bool:
+        """A consumer as the action log defines it, again or with another name or proof; whether that is new."""
+        known = self.consumers.get(consumer.client)
+        if known is not None and (known.id, known.proof) == (consumer.id, consumer.proof):
+            return False
+        if AFTER_CLIENT in consumer.client:
+            before = self.consumers.get(consumer.client.partition(AFTER_CLIENT)[0])
+            if before is not None and before.id == consumer.id:
+                del self.consumers[before.client]
+        self.consumers[consumer.client] = consumer
+        return True
 
     def forget_strangers(self, now: int) -> None:
         """What is in the hands of consumers that nobody knows any more goes back to the group."""

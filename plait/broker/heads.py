@@ -55,7 +55,8 @@ class Heads:
             for group in partition.groups.values():
                 definitions.append(group.definition)
                 definitions.extend(
-                    ConsumerDefinition(consumer.id, group.id, consumer.client) for consumer in group.consumers.values()
+                    ConsumerDefinition(consumer.id, group.id, consumer.client, consumer.proof)
+                    for consumer in group.consumers.values()
                 )
         frames = head_frames(
             definitions,

@@ -13,6 +13,7 @@ import numpy as np
 
 from plait.broker.locks import NO_EPOCHS, Epochs, Grant, Want, epochs_of
 from plait.broker.ordered import OrderedGroup
+from plait.broker.proof import proves
 from plait.errors import InvalidArgument, StaleSession
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.lp import NO_KEY_HASH, LpSet, lp_set, runs_of, runs_with
@@ -156,7 +157,7 @@ class Leases:
         now = self.now()
         for session, token in sessions:
             consumer = self._broker.sessions.get(session)
-            if consumer is None or not consumer.token or consumer.token != token:
+            if consumer is None or not proves(token, consumer.proof):
                 raise StaleSession("this consumer was given up; attach again")
             consumer.leased_until = now + self.longest
             consumer.heard = now

@@ -77,6 +77,10 @@ class Locks:
         """The highest epoch of all."""
         return int(self.epoch.max())
 
+    def had_by(self, consumer: int) -> bool:
+        """The consumer has any."""
+        return bool((self.owner == consumer).any())
+
     def heard(self, consumer: int) -> None:
         """What is in its hands is known."""
         if consumer in self.unheard:

@@ -13,9 +13,10 @@ import msgspec
 
 from plait import names
 from plait.broker.broker import Broker
-from plait.broker.group import Consumer, Group
+from plait.broker.group import AFTER_CLIENT, Consumer, Group
 from plait.broker.ordered import OrderedGroup, new_group
 from plait.broker.partition import Partition
+from plait.broker.proof import proof_of, proves
 from plait.errors import GroupBusy, GroupMismatch, GroupNotFound, InvalidArgument, LimitExceeded, StaleSession
 from plait.retry import Retry
 from plait.storage.action_log import Action, ConsumerDefinition, GroupDefinition
@@ -81,7 +82,8 @@ class Membership:
         """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session.
 
         ``holds`` is of partition ``holds_of`` (0: of the present one). Without ``retry`` the group's holds.
-        ``affinity`` is a kind of ``ordered``, in which what fails holds nothing back.
+        ``affinity`` is a kind of ``ordered``, in which what fails holds nothing back. ``token`` is the secret of an
+        ordered member: only with it an earlier session of the same client id is continued.
         """
         broker = self._broker
         broker.refuse_when_stalled()
@@ -118,6 +120,17 @@ class Membership:
             )
         consumer = group.consumers.get(client)
         now = broker.clock.monotonic()
+        if consumer is not None and not proves(token, consumer.proof):
+            if consumer.connected and now - consumer.heard < broker.limits.consumer_lost_seconds:
+                raise GroupBusy(
+                    f"client {client!r} is attached to group {name!r} of {subject!r} already; "
+                    "give every process a client id of its own",
+                    subject=subject,
+                    group=name,
+                    client=client,
+                )
+            consumer = self._another(consumer, now)
+        proof = proof_of(token)
         if consumer is None:
             if len(self._online) >= broker.limits.consumers:
                 raise LimitExceeded(
@@ -129,22 +142,14 @@ class Membership:
             consumer = Consumer(broker.next_consumer, group, client, now)
             broker.next_consumer += 1
             group.consumers[client] = consumer
-            broker.define(ConsumerDefinition(consumer.id, group.id, client))
-            broker.touch(partition)
-        elif consumer.connected and now - consumer.heard < broker.limits.consumer_lost_seconds:
-            raise GroupBusy(
-                f"client {client!r} is attached to group {name!r} of {subject!r} already; "
-                "give every process a client id of its own",
-                subject=subject,
-                group=name,
-                client=client,
-            )
+            self._define(consumer, proof)
+        elif proof != consumer.proof:
+            self._define(consumer, proof)
         if retry is not None and retry != group.retry:
             self._change_retry(group, client, retry)
         self._drop_waiters(group, consumer)
         group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker, broker.clock.now())
         consumer.online = consumer.connected = True
-        consumer.token = token
         consumer.leased_until = max(consumer.leased_until, now + broker.leases.longest)
         self._online.add(consumer)
         consumer.heard = now
@@ -152,6 +157,32 @@ class Membership:
         broker.new_session(consumer)
         broker.wake_group(group)
         return consumer
+
+    def _another(self, consumer: Consumer, now: float) -> Consumer | None:
+        """Another process comes under the name of a consumer, or the same without proof; the consumer that it is to be.
+
+        What the earlier one has locks of it may handle until its lease is over (R28). It keeps them under another name
+        until then, and the new one is a consumer of its own (None) that waits for them.
+        """
+        group = consumer.group
+        if not isinstance(group, OrderedGroup) or not group.locks.had_by(consumer.id):
+            return consumer
+        if consumer.leased_until <= now:
+            self._lose(group, consumer)
+            return None
+        self._drop_waiters(group, consumer)
+        self._broker.sessions.pop(consumer.session, None)
+        del group.consumers[consumer.client]
+        consumer.client = f"{consumer.client}{AFTER_CLIENT}{consumer.id}"
+        group.consumers[consumer.client] = consumer
+        consumer.connected = False
+        self._define(consumer, consumer.proof)
+        return None
+
+    def _define(self, consumer: Consumer, proof: int) -> None:
+        consumer.proof = proof
+        self._broker.define(ConsumerDefinition(consumer.id, consumer.group.id, consumer.client, proof))
+        self._broker.touch(consumer.group.partition)
 
     def _create(
         self,
@@ -196,7 +227,8 @@ class Membership:
 
     def _change_retry(self, group: Group, client: str, retry: Retry) -> None:
         """The first member to come may say it anew; while there are others, what they said holds."""
-        if any(consumer.online for consumer in group.consumers.values() if consumer.client != client):
+        others = [each for each in group.consumers.values() if each.client.partition(AFTER_CLIENT)[0] != client]
+        if any(consumer.online for consumer in others):
             raise GroupMismatch(
                 f"group {group.name!r} of {group.partition.row.subject!r} retries by {group.retry}, "
                 f"this member asks for {retry}; use the same for all members",

@@ -309,10 +309,11 @@ class Recovery:
             return
         broker.next_consumer = max(broker.next_consumer, definition.id + 1)
         owner = self._groups.get(definition.group)
-        if owner is not None and definition.client not in owner.consumers:
+        if owner is not None:
             heard = broker.clock.monotonic()
-            owner.consumers[definition.client] = Consumer(definition.id, owner, definition.client, heard)
-            broker.touch(owner.partition)
+            consumer = Consumer(definition.id, owner, definition.client, heard, definition.proof)
+            if owner.take_definition(consumer):
+                broker.touch(owner.partition)
 
     def _event(self, event: tuple[Any, ...], written: int) -> None:
         action, flags, attempt, group_id, consumer, epoch, start, end, time = event

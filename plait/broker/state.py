@@ -34,6 +34,7 @@ class ConsumerState(msgspec.Struct, array_like=True):
 
     id: int
     client: str
+    proof: int = 0
 
 
 class OrderedState(msgspec.Struct, array_like=True):
@@ -111,7 +112,7 @@ def dump_partition(partition: Partition, generation: int, flushed: int) -> Parti
 
 def _dump_group(group: Group) -> GroupState:
     log = group.pull_log.dump(durable_holds=group.logs_pulls)
-    consumers = [ConsumerState(c.id, c.client) for c in group.consumers.values()]
+    consumers = [ConsumerState(c.id, c.client, c.proof) for c in group.consumers.values()]
     return GroupState(
         group.definition,
         log.next,
@@ -144,7 +145,7 @@ def load_groups(state: PartitionState, partition: Partition, broker: Broker, hea
         group.lost_estimated = entry.lost_estimated
         group.used = entry.used
         for consumer in entry.consumers:
-            group.consumers[consumer.client] = Consumer(consumer.id, group, consumer.client, heard)
+            group.consumers[consumer.client] = Consumer(consumer.id, group, consumer.client, heard, consumer.proof)
         if isinstance(group, OrderedGroup) and entry.ordered is not None:
             group.strands.load(entry.ordered.strands)
             for first, end, owner, epoch in entry.ordered.locks:

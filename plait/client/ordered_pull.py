@@ -208,6 +208,9 @@ class OrderedPullClient(PullClient):
 
     # --- sessions -------------------------------------------------------------------------------
 
+    def _token(self) -> int:
+        return self.rights.token
+
     def _attached_as(self, attached: m.Attached, link: Link) -> None:
         for delivered in self.open:
             assert isinstance(delivered, OrderedDelivered)

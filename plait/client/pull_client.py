@@ -229,6 +229,10 @@ class PullClient:
                 if self._loop.time() >= deadline:
                     raise
 
+    def _token(self) -> int:
+        """What proves that a session is this one's, where that is needed."""
+        return 0
+
     async def _attach(self, link: Link) -> None:
         holds = [piece for delivered in self.open for piece in delivered.open_ranges()]
         holds += self.settling.unsent
@@ -246,6 +250,7 @@ class PullClient:
                 terms.retry,
                 terms.ordered,
                 terms.affinity,
+                self._token(),
             ),
         )
         if self._partition_id not in (0, attached.partition):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from plait import chance
 from plait.clock import Clock
 from plait.frame.lp import LpSet, lp_set
 from plait.limits import LOGICAL_PARTITIONS
@@ -64,7 +65,8 @@ class Rights:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.session = 0
-        self.token = 0
+        #: Made once, and told to nobody but the broker: with it the session is continued after a lost connection.
+        self.token = chance.bits(63) | 1
         #: How long a lease is.
         self.seconds = 0.0
         self._until = -math.inf
@@ -83,7 +85,7 @@ class Rights:
 
     def attached(self, attached: m.Attached) -> None:
         """A new session; what was granted to the one before counts as long as its lease."""
-        self.session, self.token, self.seconds = attached.session, attached.token, attached.lease_seconds
+        self.session, self.seconds = attached.session, attached.lease_seconds
         self.news = 0
 
     def valid(self) -> bool:

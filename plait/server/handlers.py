@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from plait import chance, names
+from plait import names
 from plait.broker.group import Delivery, Failure
 from plait.broker.membership import resolve_start
 from plait.broker.partition import Batch
@@ -184,7 +184,7 @@ class Handlers:
             retry=attach.retry,
             ordered=attach.ordered,
             affinity=attach.affinity,
-            token=chance.bits(63) | 1,
+            token=attach.token,
         )
         connection.attached(consumer)
         partition = consumer.group.partition
@@ -200,7 +200,6 @@ class Handlers:
                 consumer.group.name,
                 reasons_from,
                 self._broker.leases.seconds if attach.ordered else 0.0,
-                consumer.token,
                 partition.row.settings.order == "strict" and not attach.affinity,
                 retry.attempts or 0,
             ),

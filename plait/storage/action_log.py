@@ -118,6 +118,8 @@ class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):
     id: int
     group: int
     client: str
+    #: Of an ordered group: what is kept of the secret that continues its session (``proof_of``).
+    proof: int = 0
 
 
 Definition = GroupDefinition | ConsumerDefinition

@@ -129,7 +129,9 @@ class Attach(Message, frozen=True):
 
     ``holds`` names what is still in the client's hands. It is of the partition number ``partition``: when the subject
     was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``Lease``);
-    with ``affinity`` as well, a failed message never holds its key.
+    with ``affinity`` as well, a failed message never holds its key. ``token`` is a number that an ordered member makes
+    at random and keeps secret. With it the member continues its earlier session and has its locks; the same client id
+    with another token waits for the end of that session's lease.
     """
 
     KIND: ClassVar[int] = 20
@@ -143,15 +145,15 @@ class Attach(Message, frozen=True):
     retry: Retry | None = None
     ordered: bool = False
     affinity: bool = False
+    token: int = 0
 
 
 class Attached(Message, frozen=True):
     """The member's session: every later request names it.
 
     From attempt number ``reasons_from`` on a failure may be the last, and its reason is wanted. Who is ``ordered`` has
-    its locks for ``lease_seconds`` from the sending of a request that renews them; ``token`` is what proves to
-    another connection that it may (``Renew``). ``strict``: a failed message holds its key. ``attempts`` is how many the
-    group gives a message; 0: no limit.
+    its locks for ``lease_seconds`` from the sending of a request that renews them. ``strict``: a failed message holds
+    its key. ``attempts`` is how many the group gives a message; 0: no limit.
     """
 
     KIND: ClassVar[int] = 21
@@ -161,7 +163,6 @@ class Attached(Message, frozen=True):
     group: str
     reasons_from: int = 1
     lease_seconds: float = 0.0
-    token: int = 0
     strict: bool = False
     attempts: int = 0
 
@@ -282,7 +283,7 @@ class Leased(Message, frozen=True):
 
 
 class Renew(Message, frozen=True):
-    """(session, token) of members whose leases go on, over any connection. Answered with ``Done``."""
+    """(session, token) of members whose leases continue, over any connection. Answered with ``Done``."""
 
     KIND: ClassVar[int] = 29
     sessions: list[tuple[int, int]]

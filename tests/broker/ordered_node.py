@@ -7,6 +7,7 @@ back.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from plait.storage.catalog import SubjectSettings
 from tests.support.broker_node import Node, Producer, Sent
 
 SUBJECT, GROUP = "orders", "billing"
+TOKENS = itertools.count(7)
 #: Newer than any route.
 NEWEST = 2**62
 
@@ -62,6 +64,8 @@ class Owner:
         self.node = node
         self.client = client
         self.settings = settings
+        #: As a client makes it: another process has another.
+        self.token = next(TOKENS)
         self.wants: list[tuple[int, int, int, int]] = []
         self.rows: list[Held] = []
         self.rights: dict[int, int] = {}
@@ -79,7 +83,7 @@ class Owner:
     def attach(self) -> None:
         holds = [(row.sequence, row.sequence + 1, row.epoch) for row in self.rows]
         self.consumer = self.node.attach(
-            SUBJECT, GROUP, self.client, ordered=True, holds=holds, token=7, **self.settings
+            SUBJECT, GROUP, self.client, ordered=True, holds=holds, token=self.token, **self.settings
         )
         self.rows = [row._replace(tag=0, end=row.sequence + 1) for row in self.rows]
         self.frames, self.back = [], set()

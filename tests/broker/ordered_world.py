@@ -57,6 +57,8 @@ class World:
         self.producer = Producer(7)
         self.owners: dict[str, Owner] = {}
         self.silent: set[str] = set()
+        #: Processes whose client ids others have taken.
+        self.zombies: list[Owner] = []
         self.names = 0
         self.epoch = 0
         self.allocation = [""] * LPS
@@ -90,6 +92,17 @@ class World:
             name = f"c{self.names}"
             self.owners[name] = Owner(self.node, name, retry=RETRY)
             self.allocate()
+
+    def succeed(self) -> None:
+        """Another process starts under the client id of one that is cut off and handles what it has meanwhile."""
+        if self.owners:
+            name = self.rng.choice(sorted(self.owners))
+            before = self.owners[name]
+            if self.attached(before):
+                self.node.membership.disconnected(before.consumer, before.consumer.session)
+            self.zombies.append(before)
+            self.silent.discard(name)
+            self.owners[name] = Owner(self.node, name, retry=RETRY)
 
     def leave(self) -> None:
         if self.owners:
@@ -160,12 +173,19 @@ class World:
         for row in self.rng.sample(ready := owner.ready(), min(len(ready), self.rng.randrange(1, 6))):
             if row not in owner.rows:
                 continue
+            self.alone(owner, row)
             if self.rng.random() < self.failing:
                 owner.nack(row, None)
             else:
                 self.handled(row)
                 if owner.ack(row):
                     self.certain.add(row.body)
+
+    def alone(self, owner: Owner, row: Held) -> None:
+        """No other process may be handling the key (R14): one that has its lock for certain, and a row of it."""
+        for other in [*self.owners.values(), *self.zombies]:
+            if other is not owner and other.valid and row.lp in other.rights:
+                assert row.key not in {held.key for held in other.rows}, f"{row.key} is handled by two"
 
     def handled(self, row: Held) -> None:
         key, done = row.key, self.done[row.key]
@@ -250,7 +270,9 @@ class World:
             self.expire()
         elif step < 0.3:
             self.hostile()
-        elif step < 0.38:
+        elif step < 0.31:
+            self.succeed()
+        elif step < 0.39:
             self.node.later(self.rng.choice((0.1, 1.0, 4.0, 11.0)))
             self.node.membership.lose_silent()
             self.node.broker.leases.look()
@@ -278,6 +300,7 @@ class World:
     def drain(self) -> None:
         """Everything heals: all is handled."""
         self.failing = 0.0
+        self.zombies.clear()
         for _ in range(400):
             self.heal()
             for name in sorted(self.owners):

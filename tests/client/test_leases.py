@@ -175,7 +175,7 @@ class Session:
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.rights = Rights(self.clock)
-        self.rights.attached(m.Attached(7, 1, "s", "g", 1, 10.0, 99))
+        self.rights.attached(m.Attached(7, 1, "s", "g", 1, 10.0))
 
     def grant(self, answer: m.Leased, *, asked: LpSet = ALL, wants: LpSet = ALL, sent: float | None = None) -> LpSet:
         until = np.full(1024, 90)

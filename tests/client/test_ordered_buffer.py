@@ -33,7 +33,7 @@ class Bench:
     def __init__(self, *, strict: bool = False) -> None:
         self.clock = ManualClock()
         self.rights = Rights(self.clock)
-        self.rights.attached(m.Attached(1, 1, "s", "g", 1, 10.0, 1))
+        self.rights.attached(m.Attached(1, 1, "s", "g", 1, 10.0))
         everything = lp_set([(0, 1024)])
         self.rights.granted(m.Leased(10.0, 1, [(0, 1024, 5)]), self.clock.monotonic(), everything, NO_END, everything)
         self.freed = 0
@@ -51,7 +51,7 @@ class Bench:
     def elsewhere(self, lps: tuple[int, int]) -> Rights:
         """Locks that the consumer has on another partition."""
         rights = Rights(self.clock)
-        rights.attached(m.Attached(2, 2, "s", "g", 1, 10.0, 1))
+        rights.attached(m.Attached(2, 2, "s", "g", 1, 10.0))
         some = lp_set([lps])
         rights.granted(m.Leased(10.0, 1, [(*lps, 5)]), self.clock.monotonic(), some, NO_END, some)
         return rights

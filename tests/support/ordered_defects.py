@@ -8,6 +8,7 @@ import pytest
 
 from plait.broker.group import Journal
 from plait.broker.leases import Leases
+from plait.broker.membership import Membership
 from plait.broker.numbers import Numbers
 from plait.broker.ordered import OrderedGroup
 from plait.broker.strand_rows import Taking
@@ -38,6 +39,11 @@ def take_a_row_that_does_not_fit_again(patch: Patch) -> None:
 def believe_any_number(patch: Patch) -> None:
     """An epoch or a route version counts, however high it is."""
     patch.setattr(Numbers, "check", lambda self, what, number: None)
+
+
+def believe_any_name(patch: Patch) -> None:
+    """R28: who comes under a client id is who had it before."""
+    patch.setattr(Membership, "_another", lambda self, consumer, now: consumer)
 
 
 def believe_any_key(patch: Patch) -> None:

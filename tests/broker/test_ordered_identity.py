@@ -1,0 +1,109 @@
+"""Client ids are names: what an ordered consumer had is its own again with its secret token alone (R28)."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.broker.proof import proof_of, proves
+from plait.errors import GroupBusy, StaleSession
+from plait.retry import Retry
+from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed, make_subject
+from tests.support.broker_node import Node, Producer
+
+ALL = [(0, 1024, 1)]
+
+
+def handling() -> tuple[Node, Owner]:
+    """A consumer that has a key's message, and whose connection is lost."""
+    node = Node()
+    make_subject(node)
+    keyed(node, Producer(5), [("a", b"1"), ("a", b"2")])
+    owner = Owner(node, "worker")
+    owner.lease(ALL)
+    assert [row.body for row in owner.pull()] == [b"1", b"2"]
+    node.membership.disconnected(owner.consumer, owner.consumer.session)
+    return node, owner
+
+
+def lease_over(node: Node) -> None:
+    node.later(node.broker.leases.longest + 0.1)
+    node.membership.lose_silent()
+    node.turn()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_another_process_under_the_same_client_id_waits_for_the_end_of_the_lease(crash: bool):
+    node, before = handling()
+    node.later(3.0)
+    if crash:
+        node = before.node = node.killed()
+    after = Owner(node, "worker")
+    assert after.lease(ALL).owned == []
+    assert after.pull() == []
+    if crash:
+        # Between the two definitions and the end of the lease.
+        node = before.node = after.node = node.killed()
+        after.attach()
+        assert after.lease(ALL).owned == []
+    node.clock.advance(node.broker.limits.lease_seconds - 3.1)
+    assert after.lease(ALL).owned == []
+    lease_over(node)
+    assert after.lease(ALL).owned == [(0, 1024, 1)]
+    assert [row.body for row in after.pull()] == [b"1", b"2"]
+    assert list(node.group(SUBJECT, GROUP).consumers) == ["worker"]
+    assert list(node.killed().group(SUBJECT, GROUP).consumers) == ["worker"]
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_the_same_process_continues_at_once_with_its_token(crash: bool):
+    node, owner = handling()
+    if crash:
+        node = owner.node = node.killed()
+    owner.attach()
+    assert owner.lease().owned == [(0, 1024, 1)]
+    assert owner.pull() == []
+    assert owner.ack(*owner.rows)
+    assert owner.group.floor == 2
+
+
+def test_a_process_that_stopped_in_order_is_not_waited_for():
+    node, owner = handling()
+    owner.attach()
+    node.membership.detach(owner.consumer)
+    after = Owner(node, "worker")
+    assert after.lease(ALL).owned == [(0, 1024, 1)]
+
+
+def test_a_lease_that_is_over_is_not_waited_for():
+    node, _ = handling()
+    node.clock.advance(node.broker.leases.longest)
+    after = Owner(node, "worker")
+    assert after.lease(ALL).owned == [(0, 1024, 1)]
+    assert [row.body for row in after.pull()] == [b"1", b"2"]
+
+
+def test_the_earlier_process_gets_nothing_any_more():
+    node, before = handling()
+    after = Owner(node, "worker")
+    with pytest.raises(StaleSession):
+        node.membership.session(before.consumer.session)
+    with pytest.raises(StaleSession):
+        node.broker.leases.renew([(before.consumer.session, before.token)])
+    with pytest.raises(GroupBusy, match="give every process a client id of its own"):
+        before.attach()
+    node.broker.leases.renew([(after.consumer.session, after.token)])
+    with pytest.raises(StaleSession):
+        node.broker.leases.renew([(after.consumer.session, before.token)])
+
+
+def test_a_process_that_starts_again_may_bring_another_retry_policy():
+    node, _ = handling()
+    after = Owner(node, "worker", retry=Retry(attempts=3))
+    assert after.group.retry == Retry(attempts=3)
+
+
+def test_of_a_token_only_a_proof_is_kept():
+    assert proves(12345, proof_of(12345))
+    assert not proves(12346, proof_of(12345))
+    assert not proves(0, proof_of(0))
+    assert proof_of(0) == 0
