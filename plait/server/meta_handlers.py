@@ -345,9 +345,7 @@ class MetaHandlers:
         """How far the counter of routes and epochs has come; 0: the broker is not known."""
         return await self._host.call(
             lambda s: (
-                max(s.newest, 1)
-                if s.beat_broker(request.group, request.broker, request.state, request.reason)
-                else 0
+                max(s.newest, 1) if s.beat_broker(request.group, request.broker, request.state, request.reason) else 0
             )
         )
 
