@@ -547,18 +547,6 @@ class Group:
         """A consumer is gone for good."""
         self.pull_log.offline(consumer, time)
 
-    def take_definition(self, consumer: Consumer) -> bool:
-        """A consumer as the action log defines it, again or with another name or proof; whether that is new."""
-        known = self.consumers.get(consumer.client)
-        if known is not None and (known.id, known.proof) == (consumer.id, consumer.proof):
-            return False
-        if AFTER_CLIENT in consumer.client:
-            before = self.consumers.get(consumer.client.partition(AFTER_CLIENT)[0])
-            if before is not None and before.id == consumer.id:
-                del self.consumers[before.client]
-        self.consumers[consumer.client] = consumer
-        return True
-
     def forget_strangers(self, now: int) -> None:
         """What is in the hands of consumers that nobody knows any more goes back to the group."""
         known = {consumer.id for consumer in self.consumers.values()}

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from plait.broker import state, subjects
-from plait.broker.group import Consumer, Group
+from plait.broker.group import AFTER_CLIENT, Consumer, Group
 from plait.broker.ordered import OrderedGroup, new_group
 from plait.broker.partition import Partition
 from plait.broker.sends import replay_frame
@@ -312,7 +312,7 @@ class Recovery:
         if owner is not None:
             heard = broker.clock.monotonic()
             consumer = Consumer(definition.id, owner, definition.client, heard, definition.proof)
-            if owner.take_definition(consumer):
+            if _defined(owner, consumer):
                 broker.touch(owner.partition)
 
     def _event(self, event: tuple[Any, ...], written: int) -> None:
@@ -342,3 +342,16 @@ class Recovery:
             limit = group.partition.stored_until(epoch)
             piece = Range(min(start, limit), min(end, limit), attempt)
             group.replay(action, flags, consumer, piece, due, written)
+
+
+def _defined(group: Group, consumer: Consumer) -> bool:
+    """A consumer as the action log defines it, again or with another name or proof; whether that is new."""
+    known = group.consumers.get(consumer.client)
+    if known is not None and (known.id, known.proof) == (consumer.id, consumer.proof):
+        return False
+    if AFTER_CLIENT in consumer.client:
+        before = group.consumers.get(consumer.client.partition(AFTER_CLIENT)[0])
+        if before is not None and before.id == consumer.id:
+            del group.consumers[before.client]
+    group.consumers[consumer.client] = consumer
+    return True

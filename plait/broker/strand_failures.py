@@ -94,7 +94,9 @@ class StrandFailures(StrandHands):
         if keys > self.limits.held_keys:
             raise LimitExceeded(
                 f"group {self.name!r} of {self.partition.row.subject!r} would have {keys} keys apart, failed or "
-                f"parked; the limit is {self.limits.held_keys} (held_keys); resume or skip some"
+                f"parked; the limit is {self.limits.held_keys} (held_keys); resume or skip some",
+                limit="held_keys",
+                value=self.limits.held_keys,
             )
 
     def inherit(self, parked: Iterable[int], resumed: Iterable[int], journal: Journal) -> None:

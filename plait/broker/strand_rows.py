@@ -223,8 +223,8 @@ class StrandRows(Group):
                 yield Found(lost, kept_until, None)
             start = kept_until
         if start < end:
-            for found in self.partition.walk(journal.message_log, start, end, again=again):
-                yield Found(*found)
+            for place in self.partition.walk(journal.message_log, start, end, again=again):
+                yield Found(*place)
 
     def _kept_rows(self, journal: Journal, start: int, end: int) -> Iterator[Found]:
         """The frames of the kept log with rows in [start, end)."""

@@ -39,6 +39,9 @@ LOOKS_MAX: Final = 10
 #: What a partition value of a path may not hold as it is (as Hive and Spark have it), and what would end a path's part.
 _PLAIN: Final = " !\"$&'()+,-.;<>@_`|~"
 
+#: ``Archive`` has a method of the name ``list``.
+_Names = list[str]
+
 
 class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One Parquet file. Its rows come from [start, end) of the source's message log, action log or kept log."""
@@ -359,7 +362,7 @@ class Archive:
         self.files.create_dir(self.path(DIRECTORY), recursive=True)
         commits.commit(self, manifest.number, manifest.writer, manifest.previous, data)
 
-    def names(self) -> list[str]:
+    def names(self) -> _Names:
         """Names of the files beside the manifest."""
         return [info.base_name for info in self.list(DIRECTORY)]
 
