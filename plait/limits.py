@@ -58,6 +58,10 @@ SCHEDULE_PAGE_MAX: Final = 1_000
 #: 2.4 kB when full: 1.2 GB at most. More than the subjects, so that one producer alone does not use them up.
 PRODUCER_WINDOWS_MAX: Final = 500_000
 
+#: A producer that has sent over at least this time is proven. Of too many, those that are not are forgotten first:
+#: whoever opens thousands of new ones makes brokers forget those, and not the ones that others use.
+PRODUCER_PROVEN_SECONDS: Final = 60.0
+
 # --- dead letters --------------------------------------------------------------------------------
 #: Dead letters that one request lists: each is looked at by itself.
 DEAD_LIST_MAX: Final = 1_000
@@ -105,6 +109,8 @@ PREFETCH_SHARES_MAX: Final = 60
 NAME_LENGTH_MAX: Final = 200
 NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:-]*")
 NAME_RULE: Final = f"1 to {NAME_LENGTH_MAX} letters, digits and _ . % : -, not starting with . : or -"
+#: Names that begin with this are given by Plait itself.
+RESERVED: Final = "%"
 #: Partitions of one subject are told apart by what stands behind a #.
 PARTITION_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:#-]*")
 PARTITION_LENGTH_MAX: Final = NAME_LENGTH_MAX + 20

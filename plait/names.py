@@ -9,6 +9,7 @@ from plait.limits import (
     NAME_RULE,
     PARTITION_LENGTH_MAX,
     PARTITION_PATTERN,
+    RESERVED,
     TAG_LENGTH_MAX,
 )
 
@@ -18,6 +19,19 @@ def check(kind: str, name: object) -> str:
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH_MAX or not NAME_PATTERN.fullmatch(name):
         raise InvalidName(f"{kind} name {_shown(name)} is not allowed: use {NAME_RULE}", kind=kind, name=_shown(name))
     return name
+
+
+def check_group(name: object) -> str:
+    """The name of a consumer group that a user gives; those that begin with % are Plait's own."""
+    text = check("group", name)
+    if text.startswith(RESERVED):
+        raise InvalidName(
+            f"group name {_shown(text)} is not allowed: names that begin with {RESERVED} are reserved, as those of "
+            "broadcast consumers are",
+            kind="group",
+            name=_shown(text),
+        )
+    return text
 
 
 def check_partition(name: object) -> str:

@@ -140,6 +140,9 @@ class Journal(Protocol):
     @property
     def leases(self) -> Leases: ...
 
+    @property
+    def epoch(self) -> int: ...
+
 
 class Group:
     """A group of one subject on this broker."""
@@ -367,10 +370,10 @@ class Group:
         """(start, end, epoch) ranges are done; how many sequences that settled."""
         count = 0
         for first, last, epoch in ranges:
-            # An ack may be all that is left of a pull that a power loss took. But many that lie apart, of rows that
-            # nobody was handed, would take memory without end.
+            # An ack may be all that is left of a pull that a power loss took, if its rows are of an earlier epoch. But
+            # many that lie apart, of rows that no consumer was handed, would take memory without end.
             scattered = len(self.pull_log.returned) >= self.limits.consumer_ranges
-            handed = self.pull_log.next if scattered else self.partition.visible
+            handed = self.pull_log.next if scattered or epoch == journal.epoch else self.partition.visible
             start, end = self.partition.clip_to_epoch(first, min(last, handed), epoch)
             if start < end:
                 journal.event(_ACK, self, consumer.id, start, end, 0)
@@ -480,7 +483,9 @@ class Group:
         """An attaching consumer names what is in its hands (R13): that stays, what else it was handed comes back."""
         claimed = []
         for start, end, epoch in holds:
-            start, end = self.partition.clip_to_epoch(start, min(end, self.partition.visible), epoch)
+            # Of rows of this epoch every pull is known: what was never handed out is held by no consumer.
+            handed = self.pull_log.next if epoch == journal.epoch else self.partition.visible
+            start, end = self.partition.clip_to_epoch(start, min(end, handed), epoch)
             if start < end:
                 claimed.append((start, end))
         recorded = self.pull_log.held.get(consumer.id)

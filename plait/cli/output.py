@@ -42,7 +42,7 @@ def print_table(
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*(Text(printable(cell)) for cell in row))
     print_lines(table)
 
 
@@ -52,7 +52,7 @@ def print_facts(facts: Iterable[tuple[str, str]]) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in facts:
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(printable(value)))
     print_lines(table)
 
 

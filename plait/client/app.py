@@ -61,7 +61,7 @@ class App:
         spool: str | os.PathLike[str] | None = None,
     ) -> None:
         if group is not None:
-            names.check("group", group)
+            names.check_group(group)
         self.group = group
         self.limits = limits or ClientLimits()
         self._address = address
@@ -130,7 +130,7 @@ class App:
                 f"subscriber of {subject!r} has no group; name one here or in App(group=...), or say broadcast=True"
             )
         if group is not None:
-            names.check("group", group)
+            names.check_group(group)
         _check_count("batch", batch)
         _check_count("concurrency", concurrency)
         _check_count("prefetch", prefetch)

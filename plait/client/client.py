@@ -404,7 +404,7 @@ class Client:
                 "get every message"
             )
         if group is not None:
-            names.check("group", group)
+            names.check_group(group)
         if delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         if retry is not None and not isinstance(retry, Retry):

@@ -59,7 +59,7 @@ def spool_directory(path: str | os.PathLike[str], client_id: str | None) -> Path
         raise InvalidArgument("a spool needs a client_id: only who comes back under the same one finds it again")
     directory = Path(path)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidArgument(f"the spool {str(directory)!r} cannot be made: {error.strerror or error}") from None
     return directory
@@ -98,7 +98,8 @@ class Spool:
             return
         new = self._path.with_suffix(".new")
         try:
-            with open(new, "wb") as file:
+            # What failed, and why, is for the user of this process alone.
+            with open(new, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())

@@ -55,6 +55,12 @@ class Brokers:
                     f"broker group {group!r} has a broker, {other.broker!r} at {other.address}; use another group name"
                 )
         before = known.get(broker)
+        moved = before is not None and before.address != address and epoch <= before.epoch
+        if before is not None and moved and self._lives(before) and before.reported != "NRW":
+            # One that crashed comes back with a higher epoch, and one that stopped in order has said so.
+            raise InvalidArgument(
+                f"broker {broker!r} of group {group!r} is at {before.address} and lives; it is not at {address} as well"
+            )
         wished = before.wished if before is not None else others[0].wished if others else "RW"
         if before is not None and before.reported == state and bool(before.reason) == bool(reason):
             # Figures in it change all the time; the first report stands until the state changes.

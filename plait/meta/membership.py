@@ -301,7 +301,7 @@ class Members:
         mirror, limits = self._core.mirror, self._core.limits
         subject, name = key
         names.check("subject", subject)
-        names.check("group", name)
+        names.check_group(name)
         if mirror.subject(subject) is None:
             raise SubjectNotFound(
                 f"subject {subject!r} does not exist; create it with 'plait subject create {subject}'", subject=subject

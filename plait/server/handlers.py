@@ -170,7 +170,7 @@ class Handlers:
         names.check_partition(attach.name)
         names.check("client", attach.client)
         if attach.group is not None:
-            names.check("group", attach.group)
+            names.check_group(attach.group)
         if attach.delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
         consumer = self._server.membership.attach(

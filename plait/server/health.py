@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 REQUEST_SIZE_MAX = 8 * 1024
 #: A client must have asked within this.
 REQUEST_SECONDS = 5.0
-#: Connections served at once; more are closed at once.
+#: Connections served at once; of more, the one that has not asked for longest is closed.
 CONNECTIONS_MAX = 64
 
 _encoder = msgspec.json.Encoder()
@@ -37,7 +37,8 @@ class Health:
         self._server = server
         self.port = port
         self._listener: asyncio.Server | None = None
-        self._open = 0
+        #: Those that have not asked yet, the oldest first.
+        self._open: dict[asyncio.StreamWriter, None] = {}
 
     async def start(self) -> None:
         self._listener = await asyncio.start_server(self._serve, self._server.host, self.port, limit=REQUEST_SIZE_MAX)
@@ -49,18 +50,22 @@ class Health:
             await self._listener.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        self._open[writer] = None
+        if len(self._open) > CONNECTIONS_MAX:
+            # A monitor asks at once: who only holds connections must not keep it out.
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.transport.abort()
         try:
-            if self._open <= CONNECTIONS_MAX:
-                async with asyncio.timeout(REQUEST_SECONDS):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
-                    await writer.drain()
+            async with asyncio.timeout(REQUEST_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head))
+                await writer.drain()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
             # A client that does not ask properly gets nothing.
             pass
         finally:
-            self._open -= 1
+            self._open.pop(writer, None)
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()

@@ -21,8 +21,10 @@ from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
 from plait.meta.views import Beaten, PartitionFacts, PartitionProgress, RouteView, State
 from plait.server.admin import set_fields
+from plait.server.listener import LOOPBACK
 from plait.server.meta_host import MetaHost
 from plait.wire import messages as m
+from plait.wire.dial import parse_address
 
 if TYPE_CHECKING:
     from plait.server.connection import Connection
@@ -323,6 +325,7 @@ class MetaHandlers:
     # --- brokers --------------------------------------------------------------------------------
 
     async def _register(self, request: RegisterBroker) -> dict[str, Any]:
+        _check_address(request.address)
         registered = await self._host.change(
             lambda s: s.register_broker(
                 request.group,
@@ -398,3 +401,13 @@ def _place(text: str) -> Place:
     if not name:
         raise InvalidArgument(f"partition {text!r} is not understood; write name@group")
     return Place(name, group)
+
+
+def _check_address(address: str) -> None:
+    """Clients are sent there, with all that they send: it is understood, and on this machine, as all servers are."""
+    host, _ = parse_address(address)
+    if host not in LOOPBACK:
+        raise InvalidArgument(
+            f"broker address {address!r} is not of this machine; without authentication servers are on "
+            f"{', '.join(LOOPBACK)} only"
+        )

@@ -9,7 +9,9 @@ idempotent and is found again by whoever looks next, so an order that fails is o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -19,7 +21,7 @@ from plait.clock import Clock
 from plait.errors import PlaitError, SubjectNotFound, Unavailable
 from plait.limits import MetaLimits
 from plait.meta.allocating import Writing
-from plait.meta.database import Database
+from plait.meta.database import Database, parse
 from plait.meta.mirror import Changes
 from plait.meta.service import MetaService
 from plait.meta.store import Store
@@ -42,6 +44,15 @@ TELL_SECONDS = 0.05
 ORDERS_MAX = 64
 
 _T = TypeVar("_T")
+
+
+def make_private(url: str) -> None:
+    """A SQLite database that is not there yet is made closed to other users; its journals are as it is."""
+    parsed = parse(url)
+    if parsed.get_backend_name() == "sqlite" and parsed.database is not None:
+        # Where it cannot be made, opening it says why.
+        with contextlib.suppress(OSError):
+            os.close(os.open(parsed.database, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o640))
 
 
 class Orders(Protocol):
@@ -104,6 +115,7 @@ class MetaHost:
         self._spawn(tasks.keep(self._tick_loop, "plait-meta-tick"))
 
     def _open(self) -> None:
+        make_private(self._url)
         # Kept if the database has one already.
         self._store = Store(Database(self._url), cluster=chance.token(8), alone=self._alone)
         self._service = MetaService(self._store, self._clock, self._limits, address=self.metas[0])

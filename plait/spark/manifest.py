@@ -384,8 +384,18 @@ class Archive:
         self.remove(f"{DIRECTORY}/{name}")
 
     def make_directory(self, relative: str) -> None:
-        """With its parents. Object stores have none: a file's name is all there is."""
-        self.files.create_dir(self.path(relative), recursive=True)
+        """With its parents, closed to other users. Object stores have none: a file's name is all there is."""
+        path = self.path(relative)
+        if isinstance(self.files, fs.LocalFileSystem):
+            missing = []
+            while not os.path.isdir(path):
+                missing.append(path)
+                path = os.path.dirname(path)
+            for each in reversed(missing):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(each, 0o750)
+        else:
+            self.files.create_dir(path, recursive=True)
 
     def make_durable(self, relative: str) -> None:
         """A file that was written survives the machine when this returns, once its name does (``sync_names``).

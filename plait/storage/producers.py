@@ -2,7 +2,8 @@
 
 Sequences count per producer over all partitions; a frame names its predecessor *in its partition*, and only the exact
 successor of what is stored is new. The state is derived from the frames and bounded: silent producers are forgotten
-after a week, the longest silent first when there are too many of them, or when they sent to too many partitions.
+after a week, the longest silent first when there are too many of them, or when they sent to too many partitions. Of
+too many, those go first that are new.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from plait.limits import PRODUCER_WINDOWS_MAX
+from plait.limits import PRODUCER_PROVEN_SECONDS, PRODUCER_WINDOWS_MAX
 
 #: Producers are in shards by their number: a checkpoint encodes the shards in which something changed. A shard that
 #: is not written stays as it was, so the number is one of the format.
@@ -35,6 +36,7 @@ class Verdict(Enum):
 
 
 _LOW: Final = (1 << 32) - 1
+_PROVEN_MICROS: Final = int(PRODUCER_PROVEN_SECONDS * 1_000_000)
 
 #: Looked up once: Python 3.11 runs a function for each look at a member.
 _NEW: Final = Verdict.NEW
@@ -127,6 +129,8 @@ class ProducerTable:
         self._windows: OrderedDict[int, dict[int, Window]] = OrderedDict()
         self._window_count = 0
         self._seen: dict[int, int] = {}
+        #: When those that are not proven yet stored their first run; the longest silent first.
+        self._new: OrderedDict[int, int] = OrderedDict()
         #: Who is in each shard: encoding one does not walk through all.
         self._shards: list[set[int]] = [set() for _ in range(SHARDS)]
         #: Producers changed since the last checkpoint.
@@ -172,8 +176,15 @@ class ProducerTable:
         partitions = self._windows.get(producer)
         if partitions is None:
             partitions = self._add(producer)
+            self._new[producer] = time
         else:
             self._windows.move_to_end(producer)
+            since = self._new.get(producer)
+            if since is not None:
+                if time - since < _PROVEN_MICROS:
+                    self._new.move_to_end(producer)
+                else:
+                    del self._new[producer]
         self._seen[producer] = time
         self.dirty.add(producer)
         window = partitions.get(partition)
@@ -211,8 +222,11 @@ class ProducerTable:
         while self._windows:
             producer = next(iter(self._windows))
             too_many = len(self._windows) > self._producers_max or self._window_count > self._windows_max
-            if not too_many and now - self._seen[producer] < self._keep_micros:
+            if too_many:
+                producer = next(iter(self._new), producer)
+            elif now - self._seen[producer] < self._keep_micros:
                 break
+            self._new.pop(producer, None)
             self._window_count -= len(self._windows.pop(producer))
             self._shards[shard_of(producer)].discard(producer)
             del self._seen[producer]

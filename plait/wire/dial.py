@@ -22,6 +22,8 @@ SCHEME = "plait://"
 OnAnswer = Callable[[Any, memoryview, PlaitError | None], None]
 
 _EMPTY = memoryview(b"")
+_FAILURE = m.Failure.KIND
+_NO_CALL: tuple[OnAnswer | None, int] = (None, 0)
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -37,7 +39,7 @@ def parse_address(address: str) -> tuple[str, int]:
 def _is_host(host: str) -> bool:
     """A name or number that a resolver can be asked for."""
     try:
-        return bool(host.encode("idna")) and not set(host) & set("/@?# ")
+        return bool(host.encode("idna")) and host.isprintable() and not set(host) & set("/@?# ")
     except UnicodeError:
         return False
 
@@ -49,7 +51,8 @@ class Link(asyncio.BufferedProtocol):
         # A client believes the sizes that the server it chose declares.
         self._receiver = Receiver(memory(SHARED_SIZE), PACKET_SIZE_MAX)
         self._transport: asyncio.Transport | None = None
-        self._calls: dict[int, OnAnswer] = {}
+        #: What to call, and the kind of answer that is due.
+        self._calls: dict[int, tuple[OnAnswer, int]] = {}
         self._next = 1
         #: Packets without a payload, of this turn of the loop: they leave together.
         self._heads: list[bytes] = []
@@ -80,7 +83,13 @@ class Link(asyncio.BufferedProtocol):
         try:
             for packet in self._receiver.received(nbytes):
                 message = m.decode(packet.kind, packet.head)
-                call = self._calls.pop(packet.correlation, None)
+                call, due = self._calls.get(packet.correlation, _NO_CALL)
+                if packet.kind != due and packet.kind != _FAILURE and call is not None:
+                    # The call stays: it fails with the connection.
+                    raise ProtocolError(
+                        f"a request was answered with packet kind {packet.kind}, not {due}; is it a Plait server?"
+                    )
+                self._calls.pop(packet.correlation, None)
                 if isinstance(message, m.Failure):
                     error = m.error_of(message)
                     if packet.correlation == 0:
@@ -114,7 +123,7 @@ class Link(asyncio.BufferedProtocol):
         calls, self._calls = self._calls, {}
         # Whatever it was about, it is this connection that is over: what was asked may be asked again on the next one.
         lost = error if isinstance(error, Unavailable) else Unavailable(f"the server ended the connection: {error}")
-        for call in calls.values():
+        for call, _ in calls.values():
             call(None, _EMPTY, lost)
         self.on_lost()
 
@@ -129,7 +138,7 @@ class Link(asyncio.BufferedProtocol):
         # First: what cannot be packed must not leave a call behind that nobody answers.
         head = pack(message.KIND, number, m.encode(message), size)
         self._next = number + 1 if number < 0xFFFF_FFFF else 1
-        self._calls[number] = on_answer
+        self._calls[number] = (on_answer, m.ANSWERS[message.KIND])
         if payload:
             # It follows what was sent before.
             self._write_heads()
@@ -188,9 +197,7 @@ class Link(asyncio.BufferedProtocol):
             self._transport.abort()
 
 
-def _agreed(answer: Any) -> m.Welcome:
-    if not isinstance(answer, m.Welcome):
-        raise ProtocolError(f"the other side answered a hello with {type(answer).__name__}; is it a Plait server?")
+def _agreed(answer: m.Welcome) -> m.Welcome:
     if answer.version != m.PROTOCOL_VERSION:
         raise VersionMismatch(
             f"the server chose protocol {answer.version}, this client speaks {m.PROTOCOL_VERSION}; use the same Plait"

@@ -387,6 +387,25 @@ def _kinds() -> dict[int, type[Message]]:
     return {kind.KIND: kind for kind in Message.__subclasses__()}
 
 
+_ANSWERS: list[tuple[type[Message], type[Message]]] = [
+    (Hello, Welcome),
+    (Heartbeat, Done),
+    (Route, Routed),
+    (Send, Sent),
+    (Attach, Attached),
+    (Pull, Pulled),
+    (Ack, Done),
+    (Nack, Nacked),
+    (Detach, Done),
+    (Lease, Leased),
+    (Renew, Done),
+    (Read, ReadReply),
+    (Admin, AdminReply),
+    (FindRoute, RouteFound),
+    (Beat, Beaten),
+]
+#: The kind that each kind of request is answered with, unless it is refused.
+ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
     number: msgspec.msgpack.Decoder(kind) for number, kind in _kinds().items()
 }

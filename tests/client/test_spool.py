@@ -208,3 +208,8 @@ def test_a_spool_needs_a_client_id_and_a_place(tmp_path: Path) -> None:
         plait.connect(client_id="worker", spool=tmp_path / "file" / "spool")
     with pytest.raises(plait.InvalidArgument, match="a spool needs a client_id"):
         plait.App(group="g", spool=tmp_path)
+
+
+async def test_a_spool_is_closed_to_other_users(broker: EmbeddedBroker, spool: Path) -> None:
+    await speak_to_nobody(broker, spool)
+    assert [path.stat().st_mode & 0o777 for path in [spool, *files(spool)]] == [0o700, 0o600]

@@ -83,7 +83,7 @@ def test_its_state_is_what_both_it_and_the_operator_allow(
 
 def test_what_the_operator_wishes_outlives_a_restart_of_the_broker(service: MetaService):
     service.set_broker_state("g1", "R")
-    service.register_broker("g1", "b1", "plait://elsewhere:1")
+    service.register_broker("g1", "b1", "plait://elsewhere:1", epoch=1)
     view = service.brokers()[0]
     assert (view.wished, view.address) == ("R", "plait://elsewhere:1")
 

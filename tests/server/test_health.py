@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.server import Server
-from plait.server.health import Health
+from plait.server.health import CONNECTIONS_MAX, Health
 from plait.storage.disk import RealDisk
 
 
@@ -68,3 +68,13 @@ async def test_anything_else_gets_a_clear_status(health: Health, request_head: b
 async def test_an_endless_request_is_closed(health: Health) -> None:
     status, _ = await ask(health.port, b"x" * 20_000)
     assert status == 0
+
+
+async def test_those_who_only_hold_connections_keep_nobody_out(health: Health) -> None:
+    idle = [await asyncio.open_connection("127.0.0.1", health.port) for _ in range(CONNECTIONS_MAX + 10)]
+    for _ in range(3):
+        status, _ = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")
+        assert status == 200
+    for _, writer in idle:
+        writer.transport.abort()
+    await asyncio.sleep(0)

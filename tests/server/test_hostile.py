@@ -294,6 +294,7 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
         pytest.param(m.Route("../../etc"), InvalidName, "etc", id="path"),
         pytest.param(m.Hello(1, 1, "a/b"), InvalidName, "client name", id="client"),
         pytest.param(m.Attach("s", "a b", "c"), InvalidName, "group name", id="group"),
+        pytest.param(m.Attach("s", "%broadcast%c", "c"), InvalidName, "begin with % are reserved", id="reserved group"),
         pytest.param(m.Attach("s", "%broadcast%" + "x" * 200, "c"), InvalidName, "group name", id="long group"),
         pytest.param(m.Attach("s", "g", "c", "yesterday"), InvalidArgument, "start 'yesterday'", id="start"),
         pytest.param(m.Attach("s", "g", "c", ("sequence", -1)), InvalidArgument, "start", id="negative start"),
@@ -324,6 +325,7 @@ async def test_a_request_that_makes_no_sense_is_answered_with_the_reason(
 ):
     async with Raw(server) as raw:
         await raw.hello()
+        await raw.route("s")
         with pytest.raises(kind, match=words):
             await raw.ask(request_)
         assert await raw.ask(m.Heartbeat()) == m.Done()
@@ -352,6 +354,23 @@ async def test_impossible_ranges_are_refused_and_change_nothing(
                 await raw.ask(request)
         pulled = await raw.ask(m.Pull(session, 10, 1000, 0.0))
         assert pulled.ranges == [(0, 2, 1)]
+
+
+@pytest.mark.parametrize("group", ["g", None])
+async def test_acks_and_holds_of_what_was_never_handed_out_skip_nothing(server: Server, group: str | None):
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.store("orders", *[b"x"] * 10)
+        session = await raw.attach("orders", group, start="earliest")
+        await raw.ask(m.Ack(session, [(0, 10, 1)]))
+        await raw.ask(m.Detach(session))
+        session = await raw.attach("orders", group, holds=[(0, 10, 1)])
+        await raw.ask(m.Ack(session, [(0, 10, 1)]))
+        pulled = await raw.ask(m.Pull(session, 4, 10_000, 0.0))
+        assert pulled.ranges == [(0, 4, 1)]
+        await raw.ask(m.Ack(session, [(0, 10, 1)]))
+        pulled = await raw.ask(m.Pull(session, 10, 10_000, 0.0))
+        assert pulled.ranges == [(4, 10, 1)]
 
 
 async def test_ranges_that_overlap_count_once(server: Server):

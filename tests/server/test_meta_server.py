@@ -284,3 +284,44 @@ async def test_who_waits_is_told_once_of_groups_that_change_together(server: Met
         counts.append(await told("c", 10.0))
     # Written in four parts of 64.
     assert len(counts) <= 3
+
+
+FACTS = {"group": "g1", "broker": "b", "address": "plait://127.0.0.1:1", "state": "RW", "epoch": 3, "partitions": []}
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nonsense:::", "is not of this machine"),
+        ("plait://127.0.0.1:99999", "is not understood"),
+        ("plait://\x1b[31mred", "is not understood"),
+        ("plait://example.com:7450", "is not of this machine"),
+    ],
+)
+async def test_a_broker_is_only_where_clients_may_be_sent(server: MetaServer, address: str, words: str):
+    async with Raw(server) as raw:
+        await raw.hello()
+        with pytest.raises(InvalidArgument, match=words):
+            await raw.ask(m.Admin("broker.register", {**FACTS, "address": address}))
+        reply = await raw.ask(m.Admin("broker.list"))
+    assert not msgspec.msgpack.decode(reply.result)
+
+
+async def test_a_broker_that_lives_is_not_moved_by_another_process(server: MetaServer):
+    async with Raw(server) as raw:
+        await raw.hello()
+        await raw.ask(m.Admin("broker.register", FACTS))
+        await raw.ask(m.Admin("broker.register", FACTS))
+        with pytest.raises(InvalidArgument, match=r"is at plait://127.0.0.1:1 and lives"):
+            await raw.ask(m.Admin("broker.register", {**FACTS, "address": "plait://127.0.0.1:2"}))
+        # One that crashed has a higher epoch.
+        await raw.ask(m.Admin("broker.register", {**FACTS, "address": "plait://127.0.0.1:3", "epoch": 4}))
+        # One that stopped in order has said so.
+        await raw.ask(m.Admin("broker.beat", {"group": "g1", "broker": "b", "state": "NRW"}))
+        await raw.ask(m.Admin("broker.register", {**FACTS, "address": "plait://127.0.0.1:4", "epoch": 4}))
+
+
+async def test_the_database_is_closed_to_other_users(server: MetaServer, tmp_path: Path):
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}  # noqa: ASYNC240
+    assert "meta.db" in modes
+    assert set(modes.values()) == {0o640}

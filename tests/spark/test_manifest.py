@@ -188,3 +188,11 @@ def test_paths_are_as_hive_and_spark_write_them():
     assert subject_of(path) == odd
     assert day_directory("actions", "2025-01-31") == "actions/date=2025-01-31"
     assert source_id("g1", "abcd") == "g1-abcd"
+
+
+def test_directories_of_a_local_archive_are_closed_to_other_users(tmp_path: Path):
+    archive = Archive.at(tmp_path / "made" / "archive")
+    archive.make_directory("messages/day")
+    made = [tmp_path / "made", tmp_path / "made/archive", tmp_path / "made/archive/messages/day"]
+    assert {path.stat().st_mode & 0o777 for path in made} == {0o750}
+    archive.make_directory("messages/day")

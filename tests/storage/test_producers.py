@@ -256,6 +256,23 @@ def test_every_producer_is_in_one_shard_as_long_as_it_is_known():
         assert not any(list(one.in_shard(index)) for index in range(SHARDS))
 
 
+def test_new_producers_do_not_drive_out_those_that_have_sent_for_a_while():
+    known = table(producers_max=100)
+    for number in range(1, 51):
+        for minute in (0, 1):
+            store(known, 1 + minute, 1, minute, producer=number, time=minute * 60_000_000)
+    for number in range(1000, 3000):
+        store(known, 1, 1, 0, producer=number, time=120_000_000)
+        known.forget(120_000_000)
+    assert len(known) == 100
+    assert all(known.window(number, PARTITION) is not None for number in range(1, 51))
+    # Of the new ones the last are left, and those that have proved themselves count as the others do.
+    assert known.window(2999, PARTITION) is not None
+    assert known.window(1000, PARTITION) is None
+    assert known.forget(120_000_000 + 8 * DAY) != []
+    assert len(known) == 0
+
+
 def test_a_dump_has_only_who_was_asked_for_and_is_known():
     known = table()
     for producer in (1, 2, 3):

@@ -112,7 +112,7 @@ async def test_answers_find_their_requests_in_any_order():
             writer.write(packet(number, m.Sent(place), b"p" * place))
 
     async with linked(reversed_answers) as link:
-        answers = await asyncio.gather(*(link.request_payload(m.Heartbeat()) for _ in range(3)))
+        answers = await asyncio.gather(*(link.request_payload(m.Send(1)) for _ in range(3)))
     assert [(answer.sequence, bytes(payload)) for answer, payload in answers] == [(0, b""), (1, b"p"), (2, b"pp")]
 
 
@@ -123,7 +123,7 @@ async def test_what_cannot_be_packed_leaves_nothing_behind():
             link.call(m.Admin("x", {"number": 1 << 70}), lambda *answer: answers.append(answer))
         with pytest.raises(ProtocolError, match="over the limit"):
             link.call(m.Heartbeat(), lambda *answer: answers.append(answer), size=1 << 31)
-        assert await link.request(m.Heartbeat()) == m.Sent(0)
+        assert await link.request(m.Send(1)) == m.Sent(0)
     assert answers == []
 
 
@@ -205,7 +205,7 @@ async def test_answers_nobody_waits_for_are_ignored():
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        pytest.param(m.Done(), ProtocolError, "answered a hello with Done", id="another answer"),
+        pytest.param(m.Done(), ProtocolError, "answered with packet kind 4, not 2", id="another answer"),
         pytest.param(m.Welcome(2, "9", "g1", 1, 5.0, 64), VersionMismatch, "chose protocol 2", id="version"),
         pytest.param(m.failure_of(VersionMismatch("we speak 2")), VersionMismatch, "we speak 2", id="refusal"),
     ],
@@ -253,3 +253,20 @@ async def test_nobody_there_is_unavailable_and_says_what_to_start():
         pass
     with pytest.raises(Unavailable, match="is 'plait serve' running there"):
         await dial(address, "c", 5.0)
+
+
+async def test_an_answer_of_the_wrong_kind_ends_the_connection_and_the_request():
+    async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, correlation = await next_request(reader)
+        writer.write(packet(correlation, m.Done()))
+        await reader.read()
+
+    async with linked(script) as link:
+        with pytest.raises(Unavailable, match="answered with packet kind 4, not 13"):
+            await asyncio.wait_for(link.request(m.Send(1)), 5)
+        assert link.closed
+
+
+def test_every_request_has_one_kind_of_answer():
+    answers = set(m.ANSWERS.values()) | {m.Failure.KIND}
+    assert {kind.KIND for kind in m.Message.__subclasses__()} == answers | set(m.ANSWERS)
