@@ -65,6 +65,8 @@ PRODUCER_PROVEN_SECONDS: Final = 60.0
 # --- dead letters --------------------------------------------------------------------------------
 #: Dead letters that one request lists: each is looked at by itself.
 DEAD_LIST_MAX: Final = 1_000
+#: Ranges that a consumer at most once may give back: what it pulled ahead last, and far more than it keeps in memory.
+HANDED_RANGES_MAX: Final = 1_000
 #: Dead letters that one request counts, resends or purges: a few milliseconds of the server's time.
 DEAD_PAGE_MAX: Final = 2_000
 

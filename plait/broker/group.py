@@ -281,8 +281,6 @@ class Group:
 
     def _frame_apart(self, log: Log, kept_log: Log, sequence: int) -> FrameView | None:
         """The frame in which rows that came back lie apart from others, or from where they were."""
-        if self.definition.delivery == "at_most_once":
-            return None
         if self.kept and self.kept.offset(sequence) is not None:
             return self.frame_of(log, kept_log, sequence)
         return self.partition.whole_frame(log, sequence) if len(self.pull_log.returned) > 1 else None
@@ -350,10 +348,6 @@ class Group:
 
     def _record(self, consumer: Consumer, start: int, end: int, attempt: int, journal: Journal) -> None:
         """The rows are in the consumer's hands."""
-        if self.definition.delivery == "at_most_once":
-            journal.event(_ACK, self, consumer.id, start, end, attempt)
-            self.pull_log.acked(consumer.id, start, end)
-            return
         if self.logs_pulls:
             journal.event(_PULL, self, consumer.id, start, end, attempt)
         self.pull_log.pulled(consumer.id, start, end, attempt)

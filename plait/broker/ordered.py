@@ -17,6 +17,7 @@ import numpy as np
 
 from plait.broker.group import FAILURE, LOST_ATTEMPTS_MIN, Consumer, Delivery, Failure, Group, Journal
 from plait.broker.locks import Locks, Standing, Want, epochs_of
+from plait.broker.once import OnceGroup
 from plait.broker.partition import Partition
 from plait.broker.row_counts import LOST_COUNTED_MAX, RowCounter
 from plait.broker.strand_failures import StrandFailures
@@ -588,4 +589,6 @@ def new_group(definition: GroupDefinition, partition: Partition, limits: ServerL
     """A group as its definition says."""
     if definition.ordered:
         return OrderedGroup(definition, partition, limits, journal)
+    if definition.delivery == "at_most_once":
+        return OnceGroup(definition, partition, limits)
     return Group(definition, partition, limits)

@@ -199,9 +199,7 @@ class Consumer:
     def _halt(self) -> None:
         """Whoever comes from now on gets nothing."""
         self._stopping = True
-        if self._tracks:
-            # What was handed over at most once is nobody else's.
-            self._handed_over.stop()
+        self._handed_over.stop()
 
     def _stop(self) -> None:
         """Pull no more and hand out no more; who waits for rows gets none."""

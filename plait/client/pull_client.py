@@ -53,7 +53,7 @@ class Terms(NamedTuple):
 
     @property
     def tracks(self) -> bool:
-        """At most once: what is pulled counts as handled, so there is nothing to track and nothing pulled ahead."""
+        """At most once: what is pulled counts as handled, unless it is given back when the consumer closes."""
         return self.delivery != "at_most_once"
 
 
@@ -194,8 +194,6 @@ class PullClient:
 
     async def _give_back(self, link: Link) -> None:
         """What was pulled ahead and nobody began with goes back as if it had not been delivered."""
-        if not self._terms.tracks:
-            return
         ranges = self._unbegun()
         while ranges or self.pulls:
             # It ends the pulls that wait at the broker, too: they would only bring the same rows again. What such a

@@ -99,6 +99,11 @@ class PullLog:
             del self.held[consumer]
         return pieces
 
+    def untaken(self, start: int, end: int, attempt: int) -> None:
+        """[start, end) counted as done when it was handed out, and is given back: its consumer never began with it."""
+        # Behind a reset to an earlier place the scan comes by anyway.
+        self.returned.add(start, min(end, self.next), attempt)
+
     def note_failure(self, start: int, end: int, time: int) -> None:
         """Remember since when, unless it is known."""
         known = self.failing.overlap(start, end)

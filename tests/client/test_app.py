@@ -327,6 +327,25 @@ async def test_a_plain_function_around_an_asynchronous_one_is_awaited(client: pl
 # --- stopping ---------------------------------------------------------------------------------------------------------
 
 
+async def test_an_app_at_most_once_gives_back_what_it_has_not_begun_with(client: plait.Client, app: plait.App) -> None:
+    seen: list[int] = []
+
+    @app.subscriber("s", delivery="at_most_once")
+    async def handle(body: bytes) -> None:
+        seen.append(int(body))
+        if len(seen) in (5, 105):
+            app.stop()
+        await asyncio.sleep(0)
+
+    await send(client, 300)
+    for _ in range(2):
+        await asyncio.wait_for(app.run(), 20)
+    async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
+        rest = numbers(await fetch_all(consumer, 300 - len(seen)))
+    assert len(rest) > 100
+    assert seen + rest == list(range(300))
+
+
 async def test_draining_finishes_what_is_handled_and_gives_back_the_rest(client: plait.Client, app: plait.App) -> None:
     started, go_on = asyncio.Event(), asyncio.Event()
     seen: list[int] = []

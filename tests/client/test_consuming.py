@@ -12,7 +12,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from tests.client.support import fetch_all, numbers, send, until
+from tests.client.support import PlayedMeta, fetch_all, numbers, send, until
 
 
 async def test_fetch_gives_all_that_is_there_and_then_only_new_rows(client: plait.Client) -> None:
@@ -326,13 +326,42 @@ async def test_a_message_that_rots_under_a_running_broker_is_left_out(
 async def test_at_most_once_forgets_what_it_has_handed_out(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
-        assert numbers(await consumer.fetch(4)) == [0, 1, 2, 3]
+        assert numbers(await consumer.fetch(9)) == list(range(9))
         message = await anext(consumer)
         message.nack()
         await consumer.flush()
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
         assert numbers(await consumer.fetch(10, wait=0.01)) == []
     assert (await client.admin.group("s", "g")).lag == 0
+
+
+@pytest.mark.parametrize("broadcast", [False, True], ids=["group", "broadcast"])
+async def test_at_most_once_gives_back_what_it_has_not_handed_out(broker: EmbeddedBroker, broadcast: bool) -> None:
+    async with broker.connect(client_id="c") as client:
+        await send(client, 300)
+        got: list[int] = []
+        while len(got) < 300:
+            async with client.consumer(
+                "s", None if broadcast else "g", broadcast=broadcast, delivery="at_most_once", start="earliest"
+            ) as consumer:
+                async for message in consumer:
+                    got.append(int(message.body))
+                    if len(got) % 50 == 0:
+                        break
+        assert got == list(range(300))
+
+
+async def test_at_most_once_gives_back_rows_of_all_partitions(meta: PlayedMeta) -> None:
+    async with meta.client() as client:
+        await send(client, 300)
+        got: list[int] = []
+        while len(got) < 300:
+            async with client.consumer("s", "g", delivery="at_most_once") as consumer:
+                async for message in consumer:
+                    got.append(int(message.body))
+                    if len(got) % 50 == 0:
+                        break
+        assert sorted(got) == list(range(300))
 
 
 async def test_at_most_once_pulls_nothing_that_nobody_waits_for(client: plait.Client) -> None:

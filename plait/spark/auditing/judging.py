@@ -123,7 +123,12 @@ def judge(rows: Rows, events: Events, found: Touches, group: GroupFacts) -> Verd
     fates = _fates(rows, told, group, old)
     if found.joined_at is not None:
         _find_forgotten(fates, told, found.joined_at)
-    fates[acks >= 0] = Fate.ACKED
+    acked = acks >= 0
+    if group.at_most_once:
+        # What is handed out counts as acked, unless it is given back.
+        last = told.last(told.current & np.isin(action, (Action.ACK, Action.NACK)))
+        acked &= ~told.is_any(last, Action.NACK)
+    fates[acked] = Fate.ACKED
     settled = told.first(is_ack | np.isin(action, (Action.BURY, Action.SKIP)))
     first_acks = told.first(is_ack)
     if group.ordered and not group.whole:
@@ -197,8 +202,12 @@ def _find_duplicates(verdict: Verdict, told: _Told, group: GroupFacts, handed: F
     if group.ordered:
         _find_double_acks_of_strands(verdict, told)
     elif group.at_most_once:
-        again = _after_first(told, handed)
-        verdict.broken["double_acks"] = np.unique(told.rows[again])
+        at = np.flatnonzero(handed | (told.action == Action.NACK))
+        before, now = at[:-1], at[1:]
+        twice = (
+            handed[before] & handed[now] & (told.rows[before] == told.rows[now]) & (told.era[before] == told.era[now])
+        )
+        verdict.broken["double_acks"] = np.unique(told.rows[now[twice]])
     elif not group.broadcast:
         _find_double_acks(verdict, told, handed)
     for name, numbers in verdict.broken.items():

@@ -317,6 +317,21 @@ def test_at_most_once_is_broken_by_a_second_delivery():
     assert broken(script.judge()) == {"double_acks": [5]}
 
 
+def test_what_was_given_back_at_most_once_may_be_delivered_again_and_is_not_done_until_then():
+    script = Script(delivery="at_most_once")
+    script.add(Action.ACK, 1, 0, 10, 1)
+    script.add(Action.NACK, 1, 5, 10, 1, flags=FLAG_UNCOUNTED)
+    verdict = script.judge()
+    assert (verdict.fates[:5] == Fate.ACKED).all()
+    assert (verdict.fates[5:10] == Fate.RETURNED).all()
+    script.add(Action.ACK, 2, 5, 8, 1)
+    verdict = script.judge()
+    assert broken(verdict) == {}
+    assert (verdict.fates[:8] == Fate.ACKED).all()
+    script.add(Action.ACK, 1, 7, 8, 1)
+    assert broken(script.judge()) == {"double_acks": [7]}
+
+
 def test_what_a_broadcast_group_that_delivers_at_most_once_passed_by_is_lost():
     script = Script(broadcast=True, delivery="at_most_once")
     for start, end in ((0, 3), (5, 7)):

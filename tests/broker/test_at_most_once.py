@@ -1,0 +1,145 @@
+"""At most once: what is handed out counts as done, and what its consumer never began with may be given back."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from plait.broker.group import Consumer
+from plait.broker.once import OnceGroup
+from plait.limits import HANDED_RANGES_MAX
+from tests.support.broker_node import Node, Producer
+
+
+def once(node: Node, client: str = "c1") -> Consumer:
+    return node.attach("orders", "once", client, delivery="at_most_once")
+
+
+def filled(count: int) -> Node:
+    node = Node()
+    node.send("orders", *[b"x"] * count, producer=Producer(5))
+    return node
+
+
+def test_what_was_not_begun_with_goes_to_the_others_and_nothing_else():
+    node = filled(10)
+    one, two = once(node, "c1"), once(node, "c2")
+    assert node.pull(one, 6).ranges == [(0, 6, 1)]
+    node.nack(one, (2, 6), counted=False)
+    assert node.pull(two, 3).ranges == [(2, 5, 1)]
+    assert node.pull(two, 9).ranges == [(5, 6, 1), (6, 10, 1)]
+
+
+def test_what_is_given_back_survives_a_restart_and_counts_as_lag():
+    node = filled(5)
+    consumer = once(node)
+    node.pull(consumer, 5)
+    node.nack(consumer, (1, 3), counted=False)
+    for _ in range(2):
+        node = node.restart()
+        assert [tuple(piece) for piece in node.group("orders", "once").pull_log.returned] == [(1, 3, 0)]
+    consumer = once(node)
+    assert node.pull(consumer, 9).ranges == [(1, 3, 1)]
+    assert not node.pull(consumer, 9).ranges
+
+
+def test_a_row_is_given_back_once_and_by_the_consumer_that_was_handed_it():
+    node = filled(6)
+    one, two = once(node, "c1"), once(node, "c2")
+    node.pull(one, 3)
+    node.pull(two, 3)
+    node.nack(two, (0, 3), counted=False)
+    node.nack(one, (0, 3), counted=False)
+    node.nack(one, (0, 3), counted=False)
+    assert node.pull(two, 9).ranges == [(0, 3, 1)]
+    node.nack(one, (0, 3), counted=False)
+    assert not node.pull(two, 9).ranges
+
+
+def test_a_consumer_that_attaches_again_may_give_back_what_it_was_handed_before():
+    node = filled(4)
+    consumer = once(node)
+    node.pull(consumer, 4)
+    consumer.connected = False
+    node.nack(once(node), (2, 4), counted=False)
+    assert node.pull(once(node, "c2"), 4).ranges == [(2, 4, 1)]
+
+
+def test_a_failure_is_none_at_most_once():
+    node = filled(3)
+    consumer = once(node)
+    node.pull(consumer, 3)
+    node.nack(consumer, (0, 3))
+    assert not node.pull(consumer, 3).ranges
+
+
+def test_a_reset_forgets_what_may_be_given_back():
+    node = filled(6)
+    consumer = once(node)
+    node.pull(consumer, 6)
+    node.membership.detach(consumer)
+    node.membership.reset("orders", "once", ["sequence", 4])
+    consumer = once(node)
+    node.nack(consumer, (0, 6), counted=False)
+    assert node.pull(consumer, 9).ranges == [(4, 6, 1)]
+
+
+def test_what_a_consumer_may_give_back_takes_bounded_memory():
+    node = filled(2 * HANDED_RANGES_MAX + 100)
+    one, two = once(node, "c1"), once(node, "c2")
+    for _ in range(HANDED_RANGES_MAX + 50):
+        node.pull(one, 1)
+        node.pull(two, 1)
+    group = node.group("orders", "once")
+    assert isinstance(group, OnceGroup)
+    assert len(group.handed[one.id]) == HANDED_RANGES_MAX
+    node.membership.detach(one)
+    assert one.id not in group.handed
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("send", "pull", "pull", "give back", "give back part", "restart", "kill", "checkpoint")),
+        st.integers(0, 2),
+        st.integers(1, 6),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+@settings(max_examples=40, deadline=None)
+def test_every_row_is_begun_with_at_most_once_and_what_is_given_back_is_not_lost(steps: list[tuple[str, int, int]]):
+    node, producer = Node(flush="sync"), Producer(5)
+    hands: dict[str, list[tuple[int, int]]] = {}
+    begun: set[int] = set()
+    for step, who, count in steps:
+        client = f"c{who}"
+        if step == "send":
+            node.send("orders", *[b"x"] * count, producer=producer)
+        elif step in ("restart", "kill"):
+            node = node.restart() if step == "restart" else node.killed()
+            hands = {}
+        elif step == "checkpoint":
+            node.checkpoint()
+        elif step == "pull":
+            group = node.partition("orders").groups.get("once")
+            known = group.consumers.get(client) if group else None
+            consumer = known if known and known.connected else once(node, client)
+            for start, end, _ in node.pull(consumer, count).ranges:
+                assert begun.isdisjoint(range(start, end))
+                begun.update(range(start, end))
+                hands.setdefault(client, []).append((start, end))
+        elif client in hands:
+            back = hands.pop(client)
+            if step == "give back part":
+                back = [(start + (end - start) // 2, end) for start, end in back]
+            # The rows may come from an earlier start: every epoch is tried, one is right.
+            ranges = [(s, e, epoch) for s, e in back for epoch in range(1, node.broker.epoch + 1)]
+            node.nack(node.group("orders", "once").consumers[client], *ranges, counted=False)
+            begun -= {sequence for s, e in back for sequence in range(s, e)}
+    last = once(node, "last")
+    rest: list[int] = []
+    while ranges_ := node.pull(last, 1000).ranges:
+        rest += [sequence for start, end, _ in ranges_ for sequence in range(start, end)]
+    assert sorted([*rest, *begun]) == list(range(node.partition("orders").visible))
