@@ -189,6 +189,9 @@ class Broker:
         self.commit()
         if self.failed is not None:
             raise self.failed
+        if self._actions_stalled:
+            # The state has these events, and the log will have them behind the checkpoint: their numbers say so.
+            self._seal_actions(self.clock.now())
         return self.snapshots.begin(clean=clean, waited_for=waited_for)
 
     def end_checkpoint(self, work: CheckpointWork) -> None:
@@ -236,14 +239,14 @@ class Broker:
         """The subject, its messages and its groups are gone."""
         subjects.delete_subject(self, subject)
 
-    def append_own(self, frame: FrameParts) -> int:
-        """Append a frame of the broker's own to the message log; its offset."""
+    def append_own(self, frame: FrameParts, copies: int = 1) -> int:
+        """Append a frame of the broker's own to the message log, so many times; the offset of the first."""
         try:
-            self.message_log.place_for(frame.size, own=True)
+            self.message_log.place_for(copies * frame.size, own=True)
         except OSError as error:
             raise self.disk_error(error) from error
         self._mark()
-        return self.message_log.append(frame.parts, frame.size)
+        return self.message_log.append(frame.parts * copies, copies * frame.size)
 
     # --- sends ----------------------------------------------------------------------------------
 
@@ -348,18 +351,15 @@ class Broker:
                 # Kept in memory and written when there is room; until then pulls and acks are refused or unanswered.
                 self._actions_stalled = True
             else:
-                frames = self._actions.drain(
-                    index=self.action_index,
-                    presumed=self.message_log.end,
-                    kept=self.kept_log.end,
-                    epoch=self.epoch,
-                    time=now,
-                )
-                self.action_index += len(frames)
-                for frame in frames:
+                self._seal_actions(now)
+                for frame in self._actions.drain():
                     self.action_log.append(frame.parts, frame.size)
         for log in self.logs:
             log.write()
+
+    def _seal_actions(self, now: int) -> None:
+        ends = self.message_log.end, self.kept_log.end
+        self.action_index += self._actions.seal(self.action_index, ends, self.epoch, now)
 
     def _finish(self, commit: Commit) -> None:
         """The commit counts: rows become visible, callers are answered, waiting pulls are served."""

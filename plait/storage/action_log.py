@@ -134,16 +134,18 @@ class ActionBuffer:
     def __init__(self) -> None:
         self._events: list[bytes] = []
         self._definitions: list[bytes] = []
+        self._frames: list[FrameParts] = []
 
     def __bool__(self) -> bool:
-        return bool(self._events or self._definitions)
+        return bool(self._events or self._definitions or self._frames)
 
     @property
     def size_bound(self) -> int:
         """At least the bytes that ``drain`` will give."""
         definitions, events = len(self._definitions), len(self._events)
         frames = 2 + definitions // DEFINITIONS_MAX + events // EVENTS_MAX
-        return 256 * frames + sum(map(len, self._definitions)) + 8 * definitions + (EVENT_SIZE + 4) * events
+        size = 256 * frames + sum(map(len, self._definitions)) + 8 * definitions + (EVENT_SIZE + 4) * events
+        return size + sum(frame.size for frame in self._frames)
 
     def event(
         self,
@@ -162,16 +164,23 @@ class ActionBuffer:
     def define(self, definition: Definition) -> None:
         self._definitions.append(_encoder.encode(definition))
 
-    def drain(self, *, index: int, presumed: int, kept: int, epoch: int, time: int) -> list[FrameParts]:
-        """Frames for what is buffered, definitions first.
+    def seal(self, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
+        """Put what is buffered into frames, definitions first, numbered from ``index`` on; how many.
 
-        ``presumed`` and ``kept`` are the ends of the message log and of the kept log that they rest on.
+        ``ends`` are those of the message log and of the kept log that they rest on.
         """
+        presumed, kept = ends
         stamp = (presumed, epoch, time)
         definitions, self._definitions = self._definitions, []
         events, self._events = self._events, []
         frames = _frames(definitions, DEFINITIONS, DEFINITIONS_MAX, index, stamp)
         frames += _frames(events, EVENTS, EVENTS_MAX, index + len(frames), stamp, kept=kept)
+        self._frames += frames
+        return len(frames)
+
+    def drain(self) -> list[FrameParts]:
+        """The sealed frames, which leave the buffer."""
+        frames, self._frames = self._frames, []
         return frames
 
 

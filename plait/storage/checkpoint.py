@@ -41,6 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     #: Message-log bytes below this were durable.
     durable: int
     epoch: int
+    #: Action frames with a lower number are in the state, wherever they stand.
     action_index: int
     #: Written by an orderly stop: if nothing follows in the logs, the epoch goes on.
     clean: bool

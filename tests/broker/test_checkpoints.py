@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
 
 from plait.broker import BrokerConfig
-from tests.support.broker_node import Node
+from plait.broker.group import Failure
+from tests.support.broker_node import Node, Producer
 
 #: Each by itself never makes one due.
 NEVER: dict[str, Any] = {"checkpoint_seconds": float("inf"), "checkpoint_bytes": 1 << 62}
@@ -33,3 +35,36 @@ def test_time_alone_makes_no_checkpoint_due():
     assert not node.broker.snapshots.due
     node.send("orders", b"b")
     assert node.broker.snapshots.due
+
+
+def test_events_that_wait_for_space_while_a_checkpoint_is_made_are_not_replayed_over_their_own_effect():
+    node = Node(flush="sync", action_segment_size=1024)
+    producer = Producer(7)
+    for number in range(40):
+        node.send("orders", b"%d" % number, producer=producer)
+    consumer = node.attach("orders", "g")
+    node.pull(consumer, 10)
+    for operation in ("allocate", "create"):
+        node.disk.fail(operation, path="action/*", times=None, error=errno.ENOSPC)
+    answered: list[bool] = []
+    # More than the active segment has room for.
+    for sequence in range(10):
+        node.broker.nack(consumer, [(sequence, sequence + 1, 1)], lambda: answered.append(True), Failure(5.0))
+    node.turn()
+    assert answered == []
+    work = node.broker.begin_checkpoint()
+    work.run()
+    node.broker.end_checkpoint(work)
+    assert work.written
+    node.disk._faults.clear()
+    node.broker.check_space()
+    node.turn()
+    assert len(answered) == 10
+    node.later(10.0)
+    rows = node.pull(consumer, 10).rows
+    assert [row.sequence for row in rows] == list(range(10))
+    before = node.group("orders", "g").pull_log.dump(durable_holds=True)
+    again = node.killed()
+    assert again.group("orders", "g").pull_log.dump(durable_holds=True) == before
+    # The pull alone: the failures were in the checkpoint.
+    assert again.report.events == 1

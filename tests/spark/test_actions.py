@@ -41,7 +41,8 @@ def rows_of(path: Path, part_size: int = 1 << 20) -> list[dict[str, Any]]:
 
 def frames_of(buffer: ActionBuffer, offset: int = 0, time: int = 50) -> list[tuple[int, FrameView]]:
     frames = []
-    for parts in buffer.drain(index=0, presumed=0, kept=0, epoch=3, time=time):
+    buffer.seal(0, (0, 0), 3, time)
+    for parts in buffer.drain():
         view = FrameView(parts.tobytes()).verify()
         frames.append((offset, view))
         offset += view.size

@@ -36,7 +36,8 @@ def view(frame: FrameParts) -> FrameView:
 
 def drain(buffer: ActionBuffer) -> list[FrameView]:
     bound = buffer.size_bound
-    frames = buffer.drain(index=40, presumed=12345, kept=0, epoch=6, time=99)
+    buffer.seal(40, (12345, 0), 6, 99)
+    frames = buffer.drain()
     assert sum(frame.size for frame in frames) <= bound
     assert not buffer
     return [view(frame) for frame in frames]
