@@ -221,7 +221,7 @@ class Forwards:
             row = msgspec.structs.replace(
                 partition.row, forward=msgspec.structs.replace(_forward(partition), stored=end)
             )
-            broker.append_own(broker.heads.catalog([row]))
+            broker.heads.define([row])
             partition.row = row
             count, noted = 0, broker.message_log.end
         self._notes[partition.id] = count, noted
@@ -260,7 +260,7 @@ class Forwards:
 
     def _delete(self, partition: Partition) -> None:
         broker = self._broker
-        broker.append_own(broker.heads.catalog([msgspec.structs.replace(partition.row, deleted=True)]))
+        broker.heads.define([msgspec.structs.replace(partition.row, deleted=True)])
         drop_partition(broker, partition)
 
     # --- at the other broker --------------------------------------------------------------------

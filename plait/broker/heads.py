@@ -36,6 +36,14 @@ class Heads:
             previous_end=previous_end,
         )
 
+    def define(self, rows: list[PartitionRow]) -> None:
+        """Write catalog rows to the message log, in two equal frames.
+
+        Frames name their partition by its number: if the one that defines it were damaged before a checkpoint has the
+        definition, intact rows could not be reached.
+        """
+        self._broker.append_own(self.catalog(rows), copies=2)
+
     def of_message_segment(self, previous_end: int) -> list[FrameParts]:
         """All partitions."""
         rows = [partition.row for partition in self._broker.partitions.values()]

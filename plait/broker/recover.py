@@ -47,6 +47,7 @@ log = logging.getLogger("plait.broker")
 #: Why a valid frame is part of a torn tail: a start cut it, and the sync of the cut failed. The frame stayed on the
 #: medium, behind where the log continued in a later epoch.
 CUT_BEFORE: Final = "was cut by an earlier start"
+UNDEFINED: Final = "{} messages cannot be reached: the definition of partition {} is damaged"
 
 
 class RecoveryReport(msgspec.Struct, kw_only=True):
@@ -77,9 +78,10 @@ class Recovery:
         self._epoch_max = 0
         self._frames = 0
         self._events = 0
-        self._unknown: set[int] = set()
         #: Frames whose checksums are right, with an event that cannot be applied.
         self._unusable: list[Damage] = []
+        #: Number of a partition whose definition is damaged → (offset of its first frame, bytes, rows).
+        self._unknown: dict[int, tuple[int, int, int]] = {}
 
     def run(self) -> RecoveryReport:
         broker = self._broker
@@ -138,7 +140,9 @@ class Recovery:
                 actions.stop_before(offset, "rests on messages that were lost")
                 break
             epoch = frame.epoch
-            self._action(offset, frame)
+            # A checkpoint on a full disk has the effect of events that were written later.
+            if manifest is None or frame.base >= manifest.action_index:
+                self._action(offset, frame)
         settle(broker.disk, broker.action_log, actions)
         for offset, frame in copies:
             self._kept(offset, frame)
@@ -150,7 +154,11 @@ class Recovery:
         broker.schedules.filed.recovered()
         broker.stages.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
-        damages = [*missing, *messages.damages, *kept.damages, *actions.damages, *self._unusable]
+        undefined = [
+            Damage(broker.message_log.directory, offset, size, "damaged", UNDEFINED.format(rows, number))
+            for number, (offset, size, rows) in self._unknown.items()
+        ]
+        damages = [*missing, *messages.damages, *undefined, *kept.damages, *actions.damages, *self._unusable]
         rejected = broker.checkpoints.rejected
         clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
         # Every start writes a checkpoint, so each one that does not read back hides at most one epoch.
@@ -224,7 +232,10 @@ class Recovery:
                 self._define(row)
             return
         partition = broker.partitions.get(frame.partition)
-        if partition is None or frame.base < partition.next:
+        if partition is None:
+            self._undefined(offset, frame)
+            return
+        if frame.base < partition.next:
             return
         replay_frame(partition, broker.producers, offset, frame)
         if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
@@ -234,6 +245,12 @@ class Recovery:
         if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
             broker.stages.replay(partition, frame)
         broker.touch(partition)
+
+    def _undefined(self, offset: int, frame: FrameView) -> None:
+        """Rows of a partition whose definition is damaged: another partition under its number would show them."""
+        self._broker.next_partition = max(self._broker.next_partition, frame.partition + 1)
+        first, size, rows = self._unknown.get(frame.partition, (offset, 0, 0))
+        self._unknown[frame.partition] = first, size + frame.size, rows + frame.count
 
     def _define(self, row: PartitionRow) -> None:
         broker = self._broker

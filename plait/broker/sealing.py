@@ -172,6 +172,6 @@ def _change(broker: Broker, partition: Partition, row: PartitionRow, settings: S
     if row.settings != partition.row.settings:
         broker.retention_wanted = True
     if row != partition.row:
-        broker.append_own(broker.heads.catalog([row]))
+        broker.heads.define([row])
         partition.row = row
         broker.touch(partition)

@@ -334,7 +334,7 @@ class Stages:
                 return size
         # Where its subject was deleted meanwhile, its rows went with it.
         if target is None or partition.start >= partition.next:
-            broker.append_own(broker.heads.catalog([msgspec.structs.replace(partition.row, deleted=True)]))
+            broker.heads.define([msgspec.structs.replace(partition.row, deleted=True)])
             self._queue.popleft()
             drop_partition(broker, partition)
             self._answer(stage.producer, None)
@@ -443,7 +443,7 @@ class Stages:
                 msgspec.structs.replace(each.row, stage=msgspec.structs.replace(_stage(each), state=state))
                 for each in some
             ]
-            broker.append_own(broker.heads.catalog(rows))
+            broker.heads.define(rows)
             for partition, row in zip(some, rows, strict=True):
                 partition.row = row
                 if state == EXPIRED:
@@ -454,7 +454,7 @@ class Stages:
         broker = self._broker
         for some in _pages(partitions):
             rows = [msgspec.structs.replace(each.row, deleted=True) for each in some]
-            broker.append_own(broker.heads.catalog(rows))
+            broker.heads.define(rows)
             for partition in some:
                 drop_partition(broker, partition)
         return len(partitions)

@@ -53,7 +53,7 @@ def refuse_more(broker: Broker) -> None:
 
 def create_partition(broker: Broker, row: PartitionRow) -> Partition:
     """A new partition, under the next number."""
-    broker.append_own(broker.heads.catalog([row]))
+    broker.heads.define([row])
     broker.next_partition += 1
     partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps))
     broker.add_partition(partition)
@@ -65,7 +65,7 @@ def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> N
     """Change what the subject says of itself."""
     partition = broker.partition_of(subject, create=False)
     row = msgspec.structs.replace(partition.row, settings=settings)
-    broker.append_own(broker.heads.catalog([row]))
+    broker.heads.define([row])
     partition.row = row
     broker.touch(partition)
     broker.retention_wanted = True
@@ -78,7 +78,7 @@ def delete_subject(broker: Broker, subject: str) -> None:
     gone = [partition, *broker.forwards.of(subject)]
     if schedule is not None:
         gone.append(schedule.partition)
-    broker.append_own(broker.heads.catalog([msgspec.structs.replace(each.row, deleted=True) for each in gone]))
+    broker.heads.define([msgspec.structs.replace(each.row, deleted=True) for each in gone])
     for group in list(partition.groups.values()):
         for waiter in list(group.waiters):
             waiter.time_out()

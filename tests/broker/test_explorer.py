@@ -28,6 +28,7 @@ CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
     (defects.leave_segment_names_unsynced, "sync", either, 1),
     (defects.trust_the_page_cache, "sync", either, 1),
     (defects.trust_the_page_cache, "async", kill, 1),
+    (defects.define_partitions_once, "async", kill, 1),
 ]
 
 

@@ -340,7 +340,8 @@ def test_what_is_not_a_data_directory_is_said(tmp_path: Path):
 
 def test_an_action_log_is_not_taken_for_a_message_log(node: Node, tmp_path: Path):
     node.send("orders", b"a")
-    node.attach("orders", "billing")
+    for number in range(4):
+        node.attach("orders", f"billing-{number}")
     with pytest.raises(DataDirError, match="holds no message log"):
         plan(open_log(str(tmp_path / "action")), wanted("orders"))
 

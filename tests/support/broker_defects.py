@@ -11,6 +11,7 @@ from plait.broker.broker import Broker, SyncWork
 from plait.broker.dead_letters import DeadLetters
 from plait.broker.filed import Filed
 from plait.broker.group import Group
+from plait.broker.heads import Heads
 from plait.broker.partition import Partition
 from plait.broker.retention import Retention
 from plait.broker.sends import Appender
@@ -59,12 +60,12 @@ def finish_before_the_sync(patch: Patch) -> None:
 
 def presume_nothing(patch: Patch) -> None:
     """R3: an event is replayed whether or not its messages were recovered."""
-    drain = ActionBuffer.drain
+    seal = ActionBuffer.seal
 
-    def naive(self: ActionBuffer, *, index: int, presumed: int, kept: int, epoch: int, time: int) -> Any:
-        return drain(self, index=index, presumed=0, kept=kept, epoch=epoch, time=time)
+    def naive(self: ActionBuffer, index: int, ends: tuple[int, int], epoch: int, time: int) -> int:
+        return seal(self, index, (0, ends[1]), epoch, time)
 
-    patch.setattr(ActionBuffer, "drain", naive)
+    patch.setattr(ActionBuffer, "seal", naive)
     patch.setattr(Partition, "stored_until", lambda self, epoch: 1 << 60)
 
 
@@ -168,6 +169,16 @@ def forget_events(patch: Patch) -> None:
     patch.setattr(recover.Recovery, "_event", lambda self, event, written: None)
 
 
+def seal_after_the_checkpoint(patch: Patch) -> None:
+    """A checkpoint on a full disk says nothing of the events that wait: they are replayed over their own effect."""
+    patch.setattr(Broker, "begin_checkpoint", _begin_without_sealing)
+
+
+def _begin_without_sealing(self: Broker, *, clean: bool = False, waited_for: bool = False) -> Any:
+    self.commit()
+    return self.snapshots.begin(clean=clean, waited_for=waited_for)
+
+
 # --- damage -------------------------------------------------------------------------------------
 
 
@@ -194,6 +205,11 @@ def believe_frames_behind_missing_ones(patch: Patch) -> None:
 def believe_segments_behind_missing_ends(patch: Patch) -> None:
     """R18: a segment is read whether or not the one before is whole."""
     patch.setattr(LogScan, "_follows_missing", lambda self, segment, frame: False)
+
+
+def define_partitions_once(patch: Patch) -> None:
+    """R18: one frame defines a partition, until a checkpoint has it."""
+    patch.setattr(Heads, "define", lambda self, rows: self._broker.append_own(self.catalog(rows)))
 
 
 # --- order of writing ----------------------------------------------------------------------------

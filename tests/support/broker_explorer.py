@@ -3,8 +3,8 @@
 The trace runs once. At each crash point its disk is copied, the copy crashes, and what it leaves is recovered and
 checked while the trace waits; then the trace goes on as if nothing had happened.
 
-At some points the process ends because syncs failed: the next process starts in the same page cache, serves senders and
-consumers, and then the power is lost (``Explorer._fail_syncs``).
+At some points a bit flips in a frame of the catalog. At some points the process ends because syncs failed: the next
+process starts in the same page cache, serves senders and consumers, and then the power is lost.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from collections.abc import Callable
 from plait.broker.broker import MESSAGE_DIRECTORY
 from plait.errors import StorageFailed
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
+from plait.storage.catalog import CATALOG
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.kept import DIRECTORY as KEPT_DIRECTORY
+from plait.storage.log import Log, segment_name
+from plait.storage.recovery import LogScan
 from plait.testing.cached_file import SECTOR_SIZE, CachedFile
 from plait.testing.disk import Operation, SimulatedCrash, SimulatedDisk
 from tests.support.broker_checker import check, served
@@ -129,6 +132,11 @@ class Explorer:
             if number % 11 == 2:
                 self._fail_syncs(moment(), number)
                 return
+            if number % 13 == 4:
+                found = moment()
+                flipped = self._flip_catalog_bit(found)
+                check(found, self.trace, drained=number, all_written=True, flipped=flipped)
+                return
             found = self._survive(moment(), self._rng)
             if number % 7 == 0:
                 found = self._crash_recovery(found)
@@ -162,6 +170,18 @@ class Explorer:
         with contextlib.suppress(StorageFailed, OSError):
             Node(disk, self.trace.clock, self.trace.config)
         return disk
+
+    def _flip_catalog_bit(self, disk: SimulatedDisk) -> bool:
+        """One bit of a frame that defines partitions flips, most often after the newest checkpoint."""
+        log = Log(disk.copy(), MESSAGE_DIRECTORY, 8192)
+        frames = [(offset, frame.size) for offset, frame in LogScan(log, log.start) if frame.partition == CATALOG]
+        if not frames:
+            return False
+        offset, size = frames[-min(len(frames), self._rng.randint(1, 6))]
+        base = log.segment_at(offset).base
+        at = offset - base + self._rng.randrange(size)
+        disk.flip_bit(f"{MESSAGE_DIRECTORY}/{segment_name(base)}", at, self._rng.randrange(8))
+        return True
 
     @staticmethod
     def _spoil_checkpoint(disk: SimulatedDisk) -> None:

@@ -1,0 +1,65 @@
+"""A damaged catalog frame loses no subject, and no subject gets another one's rows."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.frame.view import FrameView
+from plait.storage.catalog import CATALOG
+from plait.storage.recovery import LogScan
+from tests.support.broker_node import Node, Producer
+
+PATH = "message/00000000000000000000.log"
+
+
+def with_rows() -> tuple[Node, list[bytes], list[tuple[int, int]]]:
+    """A subject with 50 rows that no checkpoint knows; (offset, size) of the frames that define it."""
+    node = Node(flush="sync", message_segment_size=65536)
+    producer = Producer(7)
+    bodies = [b"%d" % number for number in range(50)]
+    for body in bodies:
+        assert node.send("orders", body, producer=producer).acknowledged
+    frames = [(offset, frame.size) for offset, frame in LogScan(node.broker.message_log, 0) if _defines(frame)]
+    return node, bodies, frames
+
+
+def _defines(frame: FrameView) -> bool:
+    return frame.partition == CATALOG and b"orders" in bytes(frame.buffer)
+
+
+def test_no_flipped_bit_in_a_catalog_frame_loses_a_subject():
+    node, bodies, frames = with_rows()
+    for offset, size in frames:
+        for byte in range(0, size, 9):
+            disk = node.disk.copy()
+            disk.flip_bit(PATH, offset + byte, byte % 8)
+            again = Node(disk, node.clock, node.config)
+            assert again.bodies("orders") == bodies, f"byte {byte} of the frame at {offset}"
+
+
+@pytest.mark.parametrize("byte", [8, 150])
+def test_the_number_of_a_subject_whose_definition_is_lost_is_given_to_no_other(byte: int):
+    node, _, frames = with_rows()
+    for offset, _ in frames:
+        node.disk.flip_bit(PATH, offset + byte, 1)
+    again = node.killed()
+    for _ in range(2):
+        assert again.bodies("others") == []
+        assert "orders" not in again.broker.subjects
+        again = again.killed()
+    [told] = [damage for damage in node.killed().report.damages if "partition 1" in damage.reason]
+    assert told.reason == "50 messages cannot be reached: the definition of partition 1 is damaged"
+    assert again.send("others", b"new", producer=Producer(8)).sequence == 0
+    assert again.killed().bodies("others") == [b"new"]
+
+
+def test_a_deletion_is_not_undone_by_a_flipped_bit():
+    node, _, _ = with_rows()
+    end = node.broker.message_log.end
+    node.broker.delete_subject("orders")
+    node.turn()
+    for byte in range(0, node.broker.message_log.end - end, 7):
+        disk = node.disk.copy()
+        disk.flip_bit(PATH, end + byte, byte % 8)
+        again = Node(disk, node.clock, node.config)
+        assert "orders" not in again.broker.subjects
