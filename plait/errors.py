@@ -209,7 +209,7 @@ class OutOfSequence(PlaitError):
 
 
 class UnknownProducer(PlaitError):
-    """The producer id is unknown or was forgotten; the fate of unacknowledged sends is in doubt."""
+    """The broker forgot the producer before it answered this send; whether it is stored is in doubt."""
 
     code = "unknown_producer"
 

@@ -80,6 +80,7 @@ class Lane:
         "_due",
         "_elsewhere",
         "_epoch",
+        "_forgotten",
         "_frames",
         "_idle",
         "_link",
@@ -113,6 +114,8 @@ class Lane:
         self._confirmed_of = 0
         #: A frame was refused: those behind it wait until all answers are in, then follow ``_confirmed``.
         self._broken = False
+        #: The broker does not know the producer any more: as it said so.
+        self._forgotten: UnknownProducer | None = None
         #: Nothing new is sent: the partition does not take some of it.
         self.draining = False
         #: The partition's number at its broker, and the epoch that gave it; another one may have given it to another.
@@ -147,12 +150,17 @@ class Lane:
 
     def take_over(self, frame: Frame) -> None:
         """Queue a frame that is not stored anywhere, under numbers of its own, behind all others."""
+        self._sign(frame)
+        self._add(frame)
+
+    def _sign(self, frame: Frame) -> None:
+        """Numbers of its own, as the successor of the last frame."""
         producer, parts = self.producer, frame.parts
         parts.producer = frame.batch.producer = producer.id
         parts.first = frame.batch.first = producer.take(parts.count)
         parts.follow(self.last)
         frame.sent = frame.doubt = frame.under_way = False
-        self._add(frame)
+        self.last = parts.last
 
     def _add(self, frame: Frame) -> None:
         self.last = frame.parts.last
@@ -166,6 +174,7 @@ class Lane:
         frames, self._frames = self._frames, deque()
         self.last = self._confirmed if self._confirmed_of == self.producer.id else 0
         self._broken = False
+        self._forgotten = None
         self._stop_timers()
         return list(frames)
 
@@ -368,7 +377,7 @@ class Lane:
             self._refused(frame, error)
         elif isinstance(error, UnknownProducer):
             if self._confirmed and self._confirmed_of == frame.parts.producer:
-                self._lose_producer(frame.parts.producer, error)
+                self._forget(frame, error)
             else:
                 # The broker never had a row of this queue: the frame's predecessor was refused or timed out.
                 self._refused(frame, error)
@@ -421,6 +430,9 @@ class Lane:
     def _repair(self) -> None:
         """All answers are in: what is left follows what the broker has, in order."""
         self._broken = False
+        if self._forgotten is not None:
+            self._renew(self._forgotten)
+            return
         if any(frame.parts.producer != self.producer.id and not frame.doubt for frame in self._frames):
             self._renumber()
         producer = self._frames[0].parts.producer if self._frames else self.producer.id
@@ -439,20 +451,30 @@ class Lane:
                 frame.parts.producer = frame.batch.producer = self.producer.id
                 frame.parts.first = frame.batch.first = self.producer.take(frame.parts.count)
 
-    def _lose_producer(self, producer: int, error: UnknownProducer) -> None:
-        """What was sent is in doubt; what was not, and what comes next, has a new producer id (R9)."""
-        if producer == self.producer.id:
+    def _forget(self, frame: Frame, error: UnknownProducer) -> None:
+        """The broker has forgotten the producer: a frame that it may have from before is in doubt and fails (R9).
+
+        One that was sent once is definitely refused. It waits, with those behind it, until all answers are in.
+        """
+        self._broken = True
+        self._forgotten = error
+        if frame.doubt:
+            self.remove(frame)
+            self._settle(frame, None, error)
+
+    def _renew(self, error: UnknownProducer) -> None:
+        """All answers are in, and the broker does not know the producer: what is not in doubt has a new id (R9)."""
+        self._forgotten = None
+        if self._confirmed_of == self.producer.id:
             self.producer.renew()
         frames, self._frames = self._frames, deque()
-        self._under_way = 0
         self._confirmed = self.last = 0
-        self._broken = False
         for frame in frames:
-            frame.under_way = False
-            if frame.sent:
+            if frame.doubt or self.outlet.pinned:
                 self._settle(frame, None, error)
             else:
-                self.take_over(frame)
+                self._sign(frame)
+                self._frames.append(frame)
 
     def remove(self, frame: Frame) -> None:
         """The frame is no longer here."""

@@ -19,7 +19,7 @@ from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import BODY_SIZE_MAX
 from plait.testing import EmbeddedBroker
-from tests.client.support import fetch_all, impatient, until
+from tests.client.support import EAGER, PATIENCE_SECONDS, fetch_all, impatient, until
 
 
 async def bodies_of(client: plait.Client, subject: str) -> list[bytes]:
@@ -230,16 +230,45 @@ async def test_frames_behind_a_refused_one_are_stored_in_order_and_once(
         assert len(await bodies_of(client, "order.book")) == 25
 
 
-async def test_a_forgotten_producer_leaves_what_was_sent_in_doubt_and_goes_on_under_a_new_id(
-    broker: EmbeddedBroker, client: plait.Client
-) -> None:
+async def test_a_forgotten_producer_goes_on_under_a_new_id(broker: EmbeddedBroker, client: plait.Client) -> None:
     before = await client.send("order.book", b"known")
     broker.server.broker.producers._windows.clear()
-    with pytest.raises(plait.UnknownProducer, match="in doubt"):
-        await client.send("order.book", b"in doubt")
-    after = await client.send("order.book", b"again")
+    after = await client.send("order.book", b"sent once")
     assert after.message_id.producer != before.message_id.producer
-    assert await bodies_of(client, "order.book") == [b"known", b"again"]
+    assert await bodies_of(client, "order.book") == [b"known", b"sent once"]
+
+
+async def test_frames_under_way_when_the_producer_is_forgotten_are_stored_once_and_in_order(
+    broker: EmbeddedBroker,
+) -> None:
+    async with broker.connect(limits=plait.ClientLimits(frame_count=2, in_flight_frames=4)) as client:
+        await client.send("order.book", b"known")
+        broker.server.broker.producers._windows.clear()
+        bodies = [b"%d" % number for number in range(40)]
+        receipts = await asyncio.gather(*(client.send("order.book", body) for body in bodies))
+        assert await bodies_of(client, "order.book") == [b"known", *bodies]
+        assert [receipt.sequence for receipt in receipts] == list(range(1, 41))
+        assert len({receipt.message_id for receipt in receipts}) == 40
+
+
+async def test_only_what_was_in_doubt_before_the_producer_was_forgotten_fails(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=EAGER) as client:
+        await client.send("order.book", b"known")
+        link = client._node.link
+        assert link is not None
+        answer = link.buffer_updated
+        # Stored, but the answer never comes: the link breaks before.
+        link.buffer_updated = lambda size: None  # type: ignore[method-assign]
+        doubtful = asyncio.ensure_future(client.send("order.book", b"in doubt"))
+        await until(lambda: broker.server.broker.subjects["order.book"].next == 2)
+        broker.server.broker.producers._windows.clear()
+        behind = asyncio.ensure_future(client.send("order.book", b"behind it"))
+        link.buffer_updated = answer  # type: ignore[method-assign]
+        link.abort()
+        with pytest.raises(plait.UnknownProducer, match="in doubt"):
+            await doubtful
+        await asyncio.wait_for(behind, PATIENCE_SECONDS)
+        assert await bodies_of(client, "order.book") == [b"known", b"in doubt", b"behind it"]
 
 
 @pytest.mark.parametrize("frame_count", [1, 100])
