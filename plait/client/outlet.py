@@ -52,7 +52,6 @@ class Outlet:
         "closed",
         "delayed",
         "entry",
-        "error",
         "pinned",
         "producer",
         "route",
@@ -75,8 +74,6 @@ class Outlet:
         self.trouble: PlaitError | None = None
         self._looking: asyncio.Task[None] | None = None
         self._queues: dict[PartitionName, PartitionQueue] = {}
-        #: The first error of a posted frame since the last flush.
-        self.error: PlaitError | None = None
         self.closed = False
         #: Rows keep their partition and their numbers, whatever the subject's order.
         self.pinned = False
@@ -342,18 +339,14 @@ class Outlet:
     # --- the end --------------------------------------------------------------------------------
 
     def note(self, error: PlaitError) -> None:
-        """A posted frame failed; ``flush`` tells."""
-        if self.error is None:
-            self.error = error
+        """A posted frame failed; ``flush`` raises the first such error."""
+        if self.producer.error is None:
+            self.producer.error = error
 
-    async def flush(self) -> PlaitError | None:
-        """Until everything so far is settled; the first error since the last flush."""
+    def unsettled(self) -> list[PendingBatch]:
+        """Everything so far that has no answer; what was added last leaves."""
         self.seal()
-        batches = [batch for queue in self.queues() for batch in queue.batches()]
-        for batch in batches:
-            await batch.wait()
-        error, self.error = self.error, None
-        return error
+        return [batch for queue in self.queues() for batch in queue.batches()]
 
     def abandon(self, error: PlaitError) -> None:
         """Everything open fails."""

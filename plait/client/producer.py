@@ -63,6 +63,8 @@ class Producer:
         #: Bytes of rows that are buffered or under way.
         self.buffered = 0
         self.closed: PlaitError | None = None
+        #: The first error of a posted frame since the last flush.
+        self.error: PlaitError | None = None
         #: What a subject's rows are given to at present: its one queue, or who chooses among several...
         self.queues: dict[str, Entry] = {}
         #: ...and its delayed rows.
@@ -219,10 +221,13 @@ class Producer:
 
     async def flush(self) -> None:
         """Until the fate of everything posted so far is known; raises the first error since the last flush."""
-        errors = [await outlet.flush() for outlet in list(self._outlets.values())]
-        for error in errors:
-            if error is not None:
-                raise error
+        batches = [batch for outlet in list(self._outlets.values()) for batch in outlet.unsettled()]
+        for batch in batches:
+            await batch.wait()
+        # In one step with raising it: a flush that is cancelled while it waits leaves the error to the next one.
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
 
     async def close(self) -> PlaitError | None:
         """Send what is buffered, then refuse more; what went wrong with posted messages since the last flush."""

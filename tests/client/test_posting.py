@@ -218,6 +218,32 @@ async def test_many_wait_for_room_in_the_buffer(broker: EmbeddedBroker) -> None:
         assert client._producer.buffered == 0
 
 
+async def test_a_flush_that_is_cancelled_leaves_the_error_of_another_subject_to_the_next(
+    broker: EmbeddedBroker, client: plait.Client
+) -> None:
+    core = broker.server.broker
+    await client.send("first", b"")
+    await client.send("second", b"")
+    core.read_only = True
+    refused = client.post("first", b"refused")
+    await until(lambda: refused.done)
+    core.read_only = False
+    # What is sent is not answered for the time being.
+    commit, core.on_dirty = core.on_dirty, lambda: None
+    client.post("second", b"slow")
+    flushing = asyncio.ensure_future(client.flush())
+    for _ in range(3):
+        await asyncio.sleep(0)
+    flushing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await flushing
+    core.on_dirty = commit
+    core.on_dirty()
+    with pytest.raises(plait.ReadOnly):
+        await client.flush()
+    await client.flush()
+
+
 async def test_closing_raises_what_became_of_posted_messages(broker: EmbeddedBroker) -> None:
     client = await broker.connect().open()
     await client.send("s", b"")
