@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from plait import tasks
@@ -82,6 +82,8 @@ class Settling:
         self._saying: Pending | None = None
         self._task: asyncio.Task[None] | None = None
         self._scheduled = False
+        #: The last change of the spool.
+        self._writing: asyncio.Future[None] | None = None
         #: Words of other threads: a row, and how it failed; None: it is done.
         self._inbox: deque[tuple[Delivered, int, Failed | None]] = deque()
         self._inbox_scheduled = False
@@ -92,7 +94,8 @@ class Settling:
         """What was said is of no use any more: the messages are gone."""
         self.gather()
         self._pending.clear()
-        self._keep()
+        if self._spool is not None and not self._closed:
+            self._schedule()
 
     def open(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -102,13 +105,25 @@ class Settling:
             self.partition = words.partition
             self._pending.add(words.acks, words.failures())
 
-    def _keep(self) -> None:
-        """What cannot be said now is kept, where there is a place for it."""
-        if self._spool is not None:
-            if self._pending:
-                self._spool.save(self.partition, *self._pending.plain())
-            else:
-                self._spool.clear()
+    def _change(self) -> Callable[[], None] | None:
+        """What is to be done so that what cannot be said now is kept; None: nothing, or there is no place for it."""
+        return None if self._spool is None else self._spool.change(self.partition, *self._pending.plain())
+
+    async def _keep(self) -> None:
+        """What cannot be said now is kept, where there is a place for it. Acks that come meanwhile are kept next."""
+        change = self._change()
+        if change is not None:
+            assert self._loop is not None
+            self._writing = self._loop.run_in_executor(None, change)
+            await asyncio.shield(self._writing)
+
+    async def _kept(self) -> bool:
+        """``_keep``; whether there is something to be said or kept by now."""
+        if self._spool is None:
+            return False
+        await self._keep()
+        up = self._link is not None and not self._link.closed
+        return bool(self._unsent) or (up and bool(self._pending))
 
     def attached(self, link: Link, session: int, reasons_from: int = 1, attempts: int = 0) -> None:
         """The way to the broker is open, for the first time or again."""
@@ -205,13 +220,15 @@ class Settling:
         while True:
             self.gather()
             if not self._pending:
-                self._keep()
+                if await self._kept():
+                    continue
                 break
             self._listener.progressed()
             link = self._link
             if link is None or link.closed:
                 # Sent after the next attach.
-                self._keep()
+                if await self._kept():
+                    continue
                 break
             saying, session = self._pending.take(), self._session
             self._saying = saying
@@ -229,21 +246,31 @@ class Settling:
                     saying.new_session()
                 # Also when close gives up on an answer: what the broker may not know is said again.
                 self._pending.give_back(saying)
-                self._keep()
                 if not isinstance(error, PlaitError):
+                    # There may be no loop that waits for a thread any more.
+                    change = self._change()
+                    if change is not None:
+                        change()
                     raise
-                if isinstance(error, Unavailable | StaleSession):
-                    if session != self._session:
-                        continue
-                    self._listener.lost(stale=isinstance(error, StaleSession))
-                    break
-                if not error.retryable:
-                    self._error = error
-                    self._listener.failed(error)
-                    break
-                await asyncio.sleep(self._limits.reconnect_max_seconds)
+                failure: PlaitError | None = error
             else:
                 self._saying = None
+                failure = None
+            if failure is None:
+                continue
+            if isinstance(failure, Unavailable | StaleSession):
+                if session == self._session:
+                    self._listener.lost(stale=isinstance(failure, StaleSession))
+                    if not await self._kept():
+                        break
+            elif failure.retryable:
+                await self._keep()
+                await asyncio.sleep(self._limits.reconnect_max_seconds)
+            else:
+                self._error = failure
+                self._listener.failed(failure)
+                await self._keep()
+                break
 
     async def _tell_failures(self, link: Link, session: int, saying: Pending) -> None:
         """Send them all; what the broker has is taken out. Raises the first error, once all answers are in."""
@@ -326,6 +353,9 @@ class Settling:
             assert self._task is not None
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._keep()
+        if self._writing is not None:
+            await self._writing
 
 
 def ack_pieces(pieces: list[Piece]) -> None:

@@ -7,9 +7,11 @@ partition; so the id has to be one that the next process has, too.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -72,8 +74,12 @@ class Spool:
         self._names = (subject, group, client)
         self._place = place
         self._path = directory / f"{xxh3_64_hexdigest(' '.join((*self._names, place)).encode())}.words"
-        #: What the file has; None: there is none.
-        self._saved: bytes | None = None
+        #: What the file is to have; None: there is to be none.
+        self._wanted: bytes | None = None
+        #: Changes so far, and the newest that was carried out: threads may carry them out in any order.
+        self._number = 0
+        self._written = 0
+        self._lock = threading.Lock()
 
     def load(self) -> Words | None:
         """What an earlier process could not say."""
@@ -87,32 +93,45 @@ class Spool:
             return None
         if (words.subject, words.group, words.client, words.place) != (*self._names, self._place):
             return None
-        self._saved = data
+        self._wanted = data
         return words
 
-    def save(self, partition: int, acks: list[EpochRange], nacks: Nacks) -> None:
-        """Keep this, and nothing of what was kept before."""
-        kept = [Nack(how.delay, ranges, how.reason, how.reject, how.counted) for how, ranges in nacks.items()]
-        data = _encode(Words(*self._names, partition, acks, kept, self._place))
-        if data == self._saved:
-            return
-        new = self._path.with_suffix(".new")
-        try:
-            # What failed, and why, is for the user of this process alone.
-            with open(new, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self._path)
-        except OSError as error:
-            # They are in memory still.
-            log.warning("acks cannot be kept on disk: %s", error)
-        else:
-            self._saved = data
+    def change(self, partition: int, acks: list[EpochRange], nacks: Nacks) -> Callable[[], None] | None:
+        """Keep this, and nothing of what was kept before: what a thread has to do for it; None: nothing.
 
-    def clear(self) -> None:
-        """Everything was said."""
-        if self._saved is not None:
-            self._saved = None
-            with contextlib.suppress(OSError):
-                self._path.unlink()
+        It ends with a sync, which takes as long as the disk does: not on a user's loop.
+        """
+        data = None
+        if acks or nacks:
+            kept = [Nack(how.delay, ranges, how.reason, how.reject, how.counted) for how, ranges in nacks.items()]
+            data = _encode(Words(*self._names, partition, acks, kept, self._place))
+        if data == self._wanted:
+            return None
+        self._wanted = data
+        self._number += 1
+        return functools.partial(self._write, self._number, data)
+
+    def _write(self, number: int, data: bytes | None) -> None:
+        """From any thread; a change that came later counts, also where it was carried out before."""
+        with self._lock:
+            if number < self._written:
+                return
+            self._written = number
+            try:
+                if data is None:
+                    self._path.unlink(missing_ok=True)
+                else:
+                    self._replace(data)
+            except OSError as error:
+                # They are in memory still; the next change tries again.
+                self._wanted = b""
+                log.warning("acks cannot be kept on disk: %s", error)
+
+    def _replace(self, data: bytes) -> None:
+        new = self._path.with_suffix(".new")
+        # What failed, and why, is for the user of this process alone.
+        with open(new, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self._path)

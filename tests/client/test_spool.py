@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import msgspec
 import pytest
 
 import plait
+from plait.client.spool import Spool
 from plait.testing import EmbeddedBroker
 from plait.wire.dial import Link
 from tests.client.support import fetch_all, numbers, send, until
@@ -213,3 +216,54 @@ def test_a_spool_needs_a_client_id_and_a_place(tmp_path: Path) -> None:
 async def test_a_spool_is_closed_to_other_users(broker: EmbeddedBroker, spool: Path) -> None:
     await speak_to_nobody(broker, spool)
     assert [path.stat().st_mode & 0o777 for path in [spool, *files(spool)]] == [0o700, 0o600]
+
+
+async def test_the_users_loop_does_not_wait_for_the_disk(
+    broker: EmbeddedBroker, spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop_thread = threading.get_ident()
+    syncs: list[int] = []
+    fsync = os.fsync
+
+    def counted(file: int) -> None:
+        syncs.append(threading.get_ident())
+        fsync(file)
+
+    async with connect(broker, spool) as client:
+        await send(client, 300)
+        async with client.consumer("s", group="g") as consumer:
+            held = await fetch_all(consumer, 300)
+            await broker.kill()
+            monkeypatch.setattr(os, "fsync", counted)
+            for message in held:
+                message.ack()
+                # Each by itself.
+                await asyncio.sleep(0)
+            await until(lambda: syncs)
+    assert loop_thread not in syncs
+    # Acks that come while the disk is busy are kept together.
+    assert len(syncs) < 150
+    monkeypatch.undo()
+    await broker.start()
+    async with connect(broker, spool, PATIENT) as client, client.consumer("s", group="g") as consumer:
+        await consumer.flush()
+        info = await client.admin.group("s", "g")
+        assert (info.lag, info.unacked) == (0, 0)
+
+
+def test_a_change_that_a_thread_carries_out_late_undoes_nothing(spool: Path) -> None:
+    spool.mkdir()
+    first = Spool(spool, "s", "g", "c", "s@g1")
+    old, new = first.change(1, [(0, 1, 1)], {}), first.change(1, [(0, 2, 1)], {})
+    assert old is not None
+    assert new is not None
+    assert first.change(1, [(0, 2, 1)], {}) is None
+    new()
+    old()
+    words = Spool(spool, "s", "g", "c", "s@g1").load()
+    assert words is not None
+    assert words.acks == [(0, 2, 1)]
+    clear = first.change(1, [], {})
+    assert clear is not None
+    clear()
+    assert Spool(spool, "s", "g", "c", "s@g1").load() is None
