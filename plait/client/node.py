@@ -33,6 +33,10 @@ class Node:
         #: Why nothing works any more.
         self.closed: PlaitError | None = None
         self.last_error: PlaitError | None = None
+        #: The first connection is waited for.
+        self._opening = False
+        #: Why there is no connection, as far as it was logged.
+        self._reported: set[str] = set()
         #: Called with every new link, before anybody else uses it.
         self.on_link: list[Callable[[Link], None]] = []
         #: Called when the link is gone.
@@ -73,11 +77,14 @@ class Node:
         if self.closed is not None:
             raise self.closed
         self.start()
+        self._opening = True
         try:
             await self.ready(self._limits.request_seconds)
         except BaseException:
             await self._hang_up()
             raise
+        finally:
+            self._opening = False
 
     def move(self, addresses: list[str]) -> None:
         """The next link is made to one of these."""
@@ -156,6 +163,7 @@ class Node:
         first, longest = self._limits.reconnect_first_seconds, self._limits.reconnect_max_seconds
         pause = first
         turn = 0
+        refused_since: float | None = None
         while True:
             address = self._addresses[turn % len(self._addresses)]
             turn += 1
@@ -163,9 +171,20 @@ class Node:
                 link = await dial(address, self._client, self._limits.request_seconds)
             except (PlaitError, OSError) as error:
                 self.last_error = error if isinstance(error, PlaitError) else Unavailable(str(error))
+                self._report(self.last_error)
+                if not self.last_error.details.get("refused"):
+                    refused_since = None
+                elif refused_since is None:
+                    refused_since = loop.time()
+                elif self._opening and loop.time() - refused_since >= self._limits.refused_seconds:
+                    self._fail_waiting(self.last_error)
                 if isinstance(error, ProtocolError):
                     self._fail_waiting(error)
             else:
+                refused_since = None
+                if self._reported:
+                    self._reported.clear()
+                    log.info("connected to %s", address)
                 born = loop.time()
                 try:
                     await self._serve(link, loop)
@@ -181,6 +200,12 @@ class Node:
             if turn % len(self._addresses) == 0:
                 await asyncio.sleep(pause * chance.uniform(0.5, 1.0))
                 pause = min(pause * 2, longest)
+
+    def _report(self, error: PlaitError) -> None:
+        """Why there is no connection: each reason once, until there is one."""
+        if error.message not in self._reported:
+            self._reported.add(error.message)
+            log.warning("%s; trying again", error.message)
 
     async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
         """The link is up; returns when it is lost."""

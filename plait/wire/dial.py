@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -205,6 +206,12 @@ def _agreed(answer: m.Welcome) -> m.Welcome:
     return answer
 
 
+def _is_refused(error: OSError) -> bool:
+    """No process listens there. asyncio joins the errors of a host with several addresses into one text."""
+    refused = str(error).count(f"[Errno {errno.ECONNREFUSED}]")
+    return isinstance(error, ConnectionRefusedError) or 0 < refused == str(error).count("[Errno ")
+
+
 async def dial(address: str, client: str, seconds: float) -> Link:
     """Connect and say hello within ``seconds``; ``Unavailable`` or what the server answered."""
     host, port = parse_address(address)
@@ -224,6 +231,7 @@ async def dial(address: str, client: str, seconds: float) -> Link:
         raise Unavailable(
             f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?",
             addresses=[f"{SCHEME}{host}:{port}"],
+            refused=_is_refused(error),
         ) from None
     except Unavailable as lost:
         if link is None:

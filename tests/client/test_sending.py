@@ -19,6 +19,7 @@ from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import BODY_SIZE_MAX
 from plait.testing import EmbeddedBroker
+from plait.wire.dial import _is_refused, dial
 from tests.client.support import EAGER, PATIENCE_SECONDS, fetch_all, impatient, until
 
 
@@ -332,13 +333,40 @@ async def test_a_first_frame_that_timed_out_does_not_fail_those_behind_it(
     assert (await client.send("order.book", b"stored")).sequence == 0
 
 
-async def test_no_server_is_said_with_its_address_and_what_to_do() -> None:
+async def test_no_server_is_said_soon_with_its_address_and_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    # Much longer than the test may take: what refuses at once is not waited for so long.
+    limits = plait.ClientLimits(request_seconds=600.0, refused_seconds=0.05)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"plait://127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(plait.Unavailable, match=f"{address}.*is 'plait serve' running there?"):
-            async with plait.connect(address, limits=plait.ClientLimits(request_seconds=0.5)):
+        with pytest.raises(plait.Unavailable, match=f"{address}.*is 'plait serve' running there?") as raised:
+            async with asyncio.timeout(PATIENCE_SECONDS), plait.connect(address, limits=limits):
                 pass
+    assert raised.value.details["refused"]
+    # Said at the first attempt, and once.
+    assert [record.levelname for record in caplog.records if address in record.message] == ["WARNING"]
+
+
+async def test_a_server_that_is_being_started_is_waited_for(broker: EmbeddedBroker) -> None:
+    await broker.kill()
+    opening = asyncio.ensure_future(plait.connect(broker.address, limits=EAGER).open())
+    await asyncio.sleep(0)
+    await broker.start()
+    client = await asyncio.wait_for(opening, PATIENCE_SECONDS)
+    await client.close()
+
+
+async def test_connections_that_refuse_are_told_from_others() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        several = OSError(
+            "Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 111] Connect call failed"
+        )
+        mixed = OSError("Multiple exceptions: [Errno 111] Connect call failed ('::1', 1), [Errno 113] No route to host")
+        assert (_is_refused(several), _is_refused(mixed), _is_refused(OSError(113, "No route"))) == (True, False, False)
+        with pytest.raises(plait.Unavailable) as raised:
+            await dial(f"plait://127.0.0.1:{free.getsockname()[1]}", "c", 5.0)
+    assert raised.value.details["refused"]
 
 
 @pytest.mark.parametrize(
