@@ -271,8 +271,8 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     route_seconds: float = 30.0
     #: Connecting, the handshake and admin requests.
     request_seconds: float = 10.0
-    #: Opening a client fails after this where every address refuses the connection: no server listens there. One that is
-    #: being started, or started again, has this long to begin to.
+    #: Opening a client fails after this where every address refuses the connection: no server listens there. One that
+    #: is being started, or started again, has this long to begin to.
     refused_seconds: float = 2.0
     #: First and longest pause between attempts to reconnect.
     reconnect_first_seconds: float = 0.05

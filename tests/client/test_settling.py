@@ -96,7 +96,7 @@ async def test_what_was_being_said_when_the_session_changed_is_said_again_of_jus
     answer.set_exception(StaleSession("given up"))
     nack, answer = await second.next()
     assert (nack.session, nack.ranges, nack.tags) == (2, [(106, 107, EPOCH)], [0])
-    answer.set_result(m.Done())
+    answer.set_result(m.Nacked())
     ack, answer = await second.next()
     assert (ack.session, ack.ranges, ack.tags) == (2, [(100, 101, EPOCH), (102, 103, EPOCH)], [0, 0])
     answer.set_result(m.Done())
