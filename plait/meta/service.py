@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from plait.clock import Clock
+from plait.errors import MetaUnavailable
 from plait.limits import NUMBER_STEP_MAX, MetaLimits
 from plait.meta.allocating import Allocating, Writing
 from plait.meta.brokers import Brokers
@@ -51,7 +52,7 @@ log = logging.getLogger("plait.meta")
 
 
 class MetaService:
-    """A meta server. Every call raises ``MetaUnavailable`` while the database is down, and works again after."""
+    """A meta server. Every call but ``route`` raises ``MetaUnavailable`` while the database is down."""
 
     def __init__(self, store: Store, clock: Clock, limits: MetaLimits | None = None, *, address: str = "") -> None:
         """``address`` is where clients reach it, for others to name it."""
@@ -233,9 +234,23 @@ class MetaService:
     # --- routes ---------------------------------------------------------------------------------
 
     def route(self, subject: str, *, create: bool = True) -> RouteView:
-        """Where the subject is; it is made if it does not exist and ``create`` allows it."""
-        self._core.refresh()
-        return self._routing.view(subject, create=create)
+        """Where the subject is; it is made if it does not exist and ``create`` allows it.
+
+        While the database is down: where it was when the database answered last. That is safe, as brokers refuse what
+        an outdated route leads to them, and it lets new processes send and consume.
+        """
+        try:
+            if self._core.down is None:
+                self._core.refresh()
+        except MetaUnavailable as error:
+            log.warning("routes are answered as they were known last: %s", error)
+        if self._core.down is None:
+            return self._routing.view(subject, create=create)
+        row = self._core.mirror.subjects.get(subject)
+        if row is None or row.deleted:
+            # It may have been made meanwhile.
+            raise MetaUnavailable(self._core.down.message, **self._core.down.details)
+        return self._routing.view(subject, create=False)
 
     def expand(self, subject: str, partitions: int | Sequence[Place]) -> Route:
         """So many partitions, or these, are to take the subject's messages; more or fewer than now.

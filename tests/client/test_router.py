@@ -8,9 +8,10 @@ import pytest
 import plait
 from plait.client.node import Node
 from plait.client.router import Router, SubjectRoute
+from plait.meta.store import Store
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
-from tests.client.support import EAGER, PlayedMeta, until
+from tests.client.support import EAGER, PlayedMeta, fetch_all, impatient, numbers, until
 
 LIMITS = msgspec.structs.replace(EAGER, unreached_seconds=0.01)
 #: A key of the partition on the second broker.
@@ -148,3 +149,22 @@ def test_partitions_that_nothing_was_sent_to_yet_are_not_led_to() -> None:
     assert [str(partition) for partition in route.partitions] == ["s@g1", "s#1@g2"]
     assert route.histories == [(0, 100, [(0, 7), (1, None)]), (100, 1024, [(0, None)])]
     assert (route.table[0], route.table[100]) == (1, 0)
+
+
+async def test_a_new_process_sends_and_consumes_while_the_meta_database_is_down(
+    broker: EmbeddedBroker, client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.send("s", b"0")
+
+    def down(*_: object) -> None:
+        raise plait.MetaUnavailable("the meta database is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "news", down)
+        async with broker.connect() as newcomer:
+            assert (await newcomer.send("s", b"1")).sequence == 1
+            async with newcomer.consumer("s", group="g") as consumer:
+                assert numbers(await fetch_all(consumer, 2)) == [0, 1]
+            with impatient(newcomer), pytest.raises(plait.Timeout, match="the meta database is down"):
+                await newcomer.send("new", b"")
+    await client.send("new", b"")

@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 from plait.clock import ManualClock
-from plait.errors import InvalidArgument, InvalidName, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
+from plait.errors import (
+    InvalidArgument,
+    InvalidName,
+    LimitExceeded,
+    MetaUnavailable,
+    NoBroker,
+    SubjectExists,
+    SubjectNotFound,
+)
 from plait.limits import MetaLimits
+from plait.meta import sweep
 from plait.meta.routes import current, spans
 from plait.meta.service import MetaService
 from plait.meta.settings import SubjectSettings
@@ -270,3 +279,46 @@ def test_what_was_deleted_is_removed_in_the_end(stores: Stores, clock: ManualClo
     # A meta server that had not heard of the deletion yet has nothing else either.
     assert [view.name for view in late.subjects()] == ["t"]
     late.beat_client("c1", [("s", "g", True)])
+
+
+def test_departed_members_are_removed_faster_than_they_come(
+    stores: Stores, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sweep, "ROWS_MAX", 3)
+    service = MetaService(stores(), clock, MetaLimits(clean_seconds=10.0))
+    register(service, "g1")
+    service.create_subject("s")
+    for number in range(40):
+        join(service, f"c{number}")
+    for number in range(40):
+        leave = service.leave_client(f"c{number}")
+        service.carry_out(leave)
+        service.left_client(leave)
+    settle(service)
+    assert len([row for row in stores().news(-1).rows if type(row).__name__ == "Member"]) == 40
+    pass_time(clock, 45, service, beating=["g1"])
+    assert [row for row in stores().news(-1).rows if type(row).__name__ == "Member"] == []
+
+
+def test_routes_are_answered_while_the_database_is_down(
+    stores: Stores, clock: ManualClock, monkeypatch: pytest.MonkeyPatch
+):
+    store = stores()
+    service = MetaService(store, clock, MetaLimits())
+    register(service, "g1")
+    before = service.route("orders")
+    service.create_subject("old")
+    service.delete_subject("old")
+
+    def down(_: int) -> None:
+        raise MetaUnavailable("the database is down")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "news", down)
+        for create in (True, False):
+            assert service.route("orders", create=create) == before
+            for unknown in ("another", "old"):
+                with pytest.raises(MetaUnavailable, match="is down"):
+                    service.route(unknown, create=create)
+    service.tick()
+    assert service.route("another").route.subject == "another"
