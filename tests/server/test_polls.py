@@ -138,7 +138,7 @@ async def test_a_nack_wakes_another_consumer_at_once(serve: Serve):
         nacking = raw.request(m.Nack(first, [(0, 1, 1)], 0.0))
         answers = {answer.correlation: answer.message for answer in [await raw.next(), await raw.next()]}
         assert answers[waiting].ranges == [(0, 1, 2)]
-        assert answers[nacking] == m.Done()
+        assert answers[nacking] == m.Nacked()
 
 
 async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Serve):

@@ -6,10 +6,11 @@ while, mends everything, waits until all that was sent is handled, and judges th
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
-from typing import Literal
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -22,6 +23,8 @@ from plait.testing.checker import Violation, check
 from plait.testing.history import Handling, History, Send, Value
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
 
+T = TypeVar("T")
+
 ADDRESS = "plait://127.0.0.1:7450"
 SUBJECT, GROUP = "orders", "billing"
 #: Small segments and frequent checkpoints, so that a short run has many of both.
@@ -33,6 +36,8 @@ CONFIG = BrokerConfig(
     disk_used_max=1.0,
     disk_free_min=1 * MIB,
 )
+#: How often a client's call is cancelled, at some step.
+CANCELLED = 0.05
 #: A lost consumer's messages count as tried: nobody shall run out of attempts here.
 RETRY = plait.Retry(attempts=10_000, first=0.2, longest=2.0)
 WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
@@ -120,6 +125,9 @@ class Cluster:
             found = check(self.history, ordered=False, groups=[GROUP])
             assert found == [], "\n".join(map(str, found))
             assert [number for number, count in self.got_once.items() if count > 1] == []
+            if not self.script:
+                # Only what dies takes along what it pulled ahead.
+                assert sorted(self.done - self.got_once.keys()) == [], "not delivered at most once, without a fault"
         return found
 
     def _drained(self) -> bool:
@@ -221,17 +229,34 @@ class Cluster:
         draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
         while True:
             try:
-                async with (
-                    process.connect(ADDRESS, client_id=process.name) as client,
-                    client.consumer(SUBJECT, GROUP, retry=RETRY) as consumer,
-                ):
-                    # Now and then it leaves in order and comes back.
-                    while draw.random() < 0.97:
-                        batch = await consumer.fetch(draw.choice((1, 5, 50)), wait=draw.uniform(0.0, 2.0))
-                        handled = [await self._handle(process, message, draw) for message in batch]
-                        await self._acked(consumer, [each for each in handled if each is not None])
+                async with process.connect(ADDRESS, client_id=process.name) as client:
+                    # Now and then it leaves in order and comes back, with the same client or another one.
+                    while draw.random() < 0.9:
+                        consumer = client.consumer(SUBJECT, GROUP, retry=RETRY)
+                        if await self._at_some_step(consumer.__aenter__(), draw) is not None:
+                            await self._fetch(process, consumer, draw)
+                            await self._at_some_step(consumer.close(), draw)
+                            still = [str(each.partition) for each in consumer._clients if each.attached]
+                            assert not still, f"{process.name} is attached to {still} after it was closed"
             except PlaitError:
                 await self.simulation.sleep(1.0)
+
+    async def _fetch(self, process: Process, consumer: plait.Consumer, draw: random.Random) -> None:
+        while draw.random() < 0.97:
+            fetching = consumer.fetch(draw.choice((1, 5, 50)), wait=draw.uniform(0.0, 2.0))
+            batch = await self._at_some_step(fetching, draw)
+            handled = [await self._handle(process, message, draw) for message in batch or ()]
+            await self._acked(consumer, [each for each in handled if each is not None], draw)
+
+    async def _at_some_step(self, call: Coroutine[Any, Any, T], draw: random.Random) -> T | None:
+        """What a call returns; now and then it is cancelled at some step, and there is nothing."""
+        if draw.random() >= CANCELLED:
+            return await call
+        task = asyncio.ensure_future(call)
+        await asyncio.wait([task], timeout=draw.choice((0.0001, 0.001, 0.01, 0.1)) * draw.random())
+        task.cancel()
+        await asyncio.wait([task])
+        return None if task.cancelled() else task.result()
 
     async def _handle(self, process: Process, message: plait.Message, draw: random.Random) -> Handling | None:
         """The handling if it succeeded."""
@@ -246,15 +271,15 @@ class Cluster:
         message.ack()
         return handling
 
-    async def _acked(self, consumer: plait.Consumer, handled: list[Handling]) -> None:
+    async def _acked(self, consumer: plait.Consumer, handled: list[Handling], draw: random.Random) -> None:
         try:
-            await consumer.flush()
+            flushed = await self._at_some_step(_flush(consumer), draw)
         except PlaitError:
             for handling in handled:
                 handling.ack_unknown(self.simulation.now)
             raise
         for handling in handled:
-            handling.ack_ok(self.simulation.now)
+            (handling.ack_ok if flushed else handling.ack_unknown)(self.simulation.now)
 
     async def _run_app(self, process: Process) -> None:
         draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
@@ -271,11 +296,21 @@ class Cluster:
 
         while True:
             try:
-                await app.run()
+                running = asyncio.ensure_future(app.run())
+                # Now and then it is stopped or cancelled, and runs again.
+                await asyncio.wait([running], timeout=draw.expovariate(1.0 / 20.0))
+                draw.choice((app.stop, running.cancel))()
+                if draw.random() < 0.3:
+                    await asyncio.wait([running], timeout=0.05 * draw.random())
+                    running.cancel()
+                await asyncio.wait([running])
+                if not running.cancelled():
+                    running.result()
             except PlaitError:
                 await self.simulation.sleep(1.0)
 
     async def _consume_once(self, process: Process) -> None:
+        draw = random.Random(f"{self.simulation.seed} {process.name}.{process.lives}")
         while True:
             try:
                 async with (
@@ -284,6 +319,9 @@ class Cluster:
                 ):
                     async for message in consumer:
                         self.got_once[_number_of(message)] += 1
+                        if draw.random() < 0.03:
+                            # It leaves in order: what it pulled ahead is for the next one.
+                            break
             except PlaitError:
                 await self.simulation.sleep(1.0)
 
@@ -304,6 +342,11 @@ class Cluster:
         number = int(handling.value)
         self.done.add(number)
         self.waiting.discard(number)
+
+
+async def _flush(consumer: plait.Consumer) -> bool:
+    await consumer.flush()
+    return True
 
 
 def _number_of(message: plait.Message) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from plait.broker.group import Group
+from plait.broker.once import OnceGroup
+from plait.client.closing import Closing
 from plait.storage.producers import ProducerTable, Verdict
 from plait.testing.disk import SimulatedDisk
 from plait.testing.sim import Fault
@@ -47,6 +49,16 @@ def test_a_broker_that_does_not_hear_what_its_consumers_hold_is_found(monkeypatc
     reclaim = Group.reclaim
     monkeypatch.setattr(Group, "reclaim", lambda self, consumer, holds, *rest: reclaim(self, consumer, [], *rest))
     assert "duplicate" in found(KILLS)
+
+
+def test_a_close_that_a_cancellation_interrupts_is_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Closing, "__call__", lambda self: self._close())
+    assert "after it was closed" in found([])
+
+
+def test_rows_that_are_thrown_away_at_a_clean_stop_are_found(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(OnceGroup, "nack", lambda *_: 0)
+    assert "not delivered at most once" in found([])
 
 
 def test_a_disk_that_loses_what_was_acknowledged_is_found(monkeypatch: pytest.MonkeyPatch):
