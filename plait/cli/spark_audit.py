@@ -132,7 +132,7 @@ def _print(report: AuditReport) -> None:
         return
     for subject in report.subjects:
         for holder, broken, examples in [
-            ("the message log", ["missing"] if subject.missing else [], subject.examples),
+            ("the message log", subject.broken, subject.examples),
             *((f"group {group.group}", group.broken, group.examples) for group in subject.groups),
         ]:
             for promise in broken:

@@ -162,6 +162,7 @@ class Intake:
                 row.created,
                 row.deleted,
                 row.taken,
+                row.fences,
                 number=row.id,
                 subject=row.subject,
                 whole=is_whole(name, row.id),

@@ -39,9 +39,6 @@ LOOKS_MAX: Final = 10
 #: What a partition value of a path may not hold as it is (as Hive and Spark have it), and what would end a path's part.
 _PLAIN: Final = " !\"$&'()+,-.;<>@_`|~"
 
-#: ``Archive`` has a method of the name ``list``.
-_Names = list[str]
-
 
 class ArchivedFile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One Parquet file. Its rows come from [start, end) of the source's message log, action log or kept log."""
@@ -141,6 +138,8 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     deleted: bool = False
     #: The logical partitions [first, end) that it took from each of these sequences on; none: all.
     taken: list[tuple[int, list[tuple[int, int]]]] = []
+    #: The logical partitions [first, end) that it takes no more, and the sequence behind the last row that it took.
+    fences: list[tuple[int, int, int]] = []
     #: Its number in its data directory (``Life.number``), and its subject; 0: an earlier Plait did not say.
     number: int = 0
     subject: str = ""
@@ -336,6 +335,10 @@ class Archive:
                 "themselves are untouched"
             ) from error
 
+    def names(self) -> list[str]:
+        """Names of the files beside the manifest."""
+        return [info.base_name for info in self.list(DIRECTORY)]
+
     def list(self, relative: str, *, recursive: bool = False) -> list[fs.FileInfo]:
         """What is in a directory; empty when there is none."""
         selector = fs.FileSelector(self.path(relative), recursive=recursive, allow_not_found=True)
@@ -361,10 +364,6 @@ class Archive:
         data = msgspec.json.encode(_Stored(crc32c(raw), msgspec.Raw(raw)))
         self.files.create_dir(self.path(DIRECTORY), recursive=True)
         commits.commit(self, manifest.number, manifest.writer, manifest.previous, data)
-
-    def names(self) -> _Names:
-        """Names of the files beside the manifest."""
-        return [info.base_name for info in self.list(DIRECTORY)]
 
     def has(self, name: str) -> bool:
         """There is such a file beside the manifest."""

@@ -26,12 +26,13 @@ from plait.spark.auditing.events import Events
 from plait.spark.auditing.groups import GroupFacts
 from plait.spark.auditing.input import PartitionFacts, Progress, check_groups
 from plait.spark.auditing.lives import archived_partitions
-from plait.spark.auditing.rows import Rows, slots_of
+from plait.spark.auditing.rows import Rows, UInt64s, slots_of
+from plait.spark.auditing.stored import astray
 from plait.spark.auditing.units import Unit, parts_of
 from plait.spark.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, Settings
 from plait.storage.chunks import Wanted
 
-_ROW_COLUMNS: Final = ["sequence", "key", "send_time", "store_time", "epoch", "logical_partition"]
+_ROW_COLUMNS: Final = ["sequence", "message_id", "key", "send_time", "store_time", "epoch", "logical_partition"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,21 @@ def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[Rows, pa
     lps = slots_of(sequences, hashes, settings.taken if settings is not None else [])
     lps = np.where(keyless, lps, slots.fill_null(0).to_numpy()).astype(lps.dtype)
     known = loose if loose.any() else None
-    return Rows(sequences, table.column("epoch").to_numpy(), lps, hashes, stored, sent, known), keys
+    strays = None
+    if settings is not None and settings.number:
+        strays = astray(sequences, lps, settings.taken, settings.fences)
+    ids = _ids(table.column("message_id"))
+    return Rows(sequences, table.column("epoch").to_numpy(), lps, hashes, stored, sent, known, ids, astray=strays), keys
+
+
+def _ids(texts: pa.ChunkedArray) -> tuple[UInt64s, UInt64s]:
+    """Producers and numbers of message ids: 16 hexadecimal digits, a hyphen and a decimal number."""
+    digits = pc.utf8_slice_codeunits(texts, 0, 16).combine_chunks()
+    codes = np.frombuffer(digits.buffers()[2], np.uint8, 16 * len(digits), 16 * digits.offset).reshape(-1, 8, 2)
+    nibbles = np.where(codes >= ord("a"), codes - (ord("a") - 10), codes - ord("0"))
+    producers = (nibbles[:, :, 0] * 16 + nibbles[:, :, 1]).astype(np.uint8).copy().view(">u8").ravel()
+    numbers = pc.utf8_slice_codeunits(texts, 17).cast(pa.uint64()).to_numpy()
+    return producers.astype(np.uint64), numbers
 
 
 def _moment(micros: int) -> pa.Scalar:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -14,8 +14,9 @@ from plait.spark.auditing import tally
 from plait.spark.auditing.events import Events
 from plait.spark.auditing.groups import GroupFacts
 from plait.spark.auditing.judging import Fate, Verdict, judge
-from plait.spark.auditing.order import out_of_order
+from plait.spark.auditing.order import key_times, out_of_order
 from plait.spark.auditing.rows import Rows
+from plait.spark.auditing.stored import judge_stored, key_numbers, windows_of
 from plait.spark.auditing.tally import Tally, latency_bins
 from plait.spark.auditing.touches import touches
 
@@ -48,17 +49,33 @@ class Block:
     events_of: Callable[[GroupFacts], Events]
 
 
-def audit_block(block: Block, groups: Iterable[GroupFacts], scale: Scale, facts: Tally) -> None:
+@dataclass(frozen=True)
+class Domain:
+    """What a partition's rows and groups are compared with in other blocks."""
+
+    #: The least number of its subject's partitions.
+    subject: int = 0
+    strict: bool = False
+    #: Group → the least number of the subject's groups of that name.
+    groups: Mapping[int, int] = field(default_factory=dict)
+
+
+def audit_block(
+    block: Block, groups: Iterable[GroupFacts], scale: Scale, facts: Tally, domain: Domain | None = None
+) -> None:
     """Add what a block says of its partition and of each group."""
     rows = block.rows
     if not len(rows):
         return
+    domain = domain or Domain(block.partition)
     facts.add(tally.ROWS, block.partition, "", len(rows))
     _add_keys(block, facts)
+    _add_stored(block, domain, facts)
     for group in groups:
         events = block.events_of(group)
         verdict = judge(rows, events, touches(rows, events, group), group)
         _add_order(rows, verdict, group, facts)
+        _add_moved(rows, verdict, group, domain, facts)
         _add_verdict(rows, verdict, group, facts)
         _add_times(rows, events, verdict, group, scale, facts)
 
@@ -74,6 +91,37 @@ def _add_keys(block: Block, facts: Tally) -> None:
     most = np.argsort(-counts, kind="stable")[:KEYS_MAX]
     names = [block.key_of(int(row)) for row in firsts[most]]
     facts.add_many(tally.KEY, block.partition, names, np.zeros(len(most), np.int64), counts[most])
+
+
+def _add_stored(block: Block, domain: Domain, facts: Tally) -> None:
+    """How the messages were stored."""
+    rows = block.rows
+    for name, numbers in judge_stored(rows, strict=domain.strict).items():
+        facts.add(tally.FLAW, block.partition, name, len(numbers))
+        shown = rows.sequences[numbers[:EXAMPLES_MAX]]
+        facts.add_many(tally.FLAW_EXAMPLE, block.partition, name, shown, np.ones(len(shown), np.int64))
+    ids = windows_of(rows)
+    if ids is not None:
+        bits = ids.bits.view(np.int64)
+        facts.add_many(
+            tally.IDS, domain.subject, "", ids.producers.view(np.int64), ids.windows, (bits, np.zeros_like(bits))
+        )
+    keys = key_numbers(rows) if domain.strict else None
+    if keys is not None:
+        first = np.full(len(keys.hashes), rows.sequences[0], np.int64)
+        facts.add_many(tally.SENT, block.partition, "", keys.hashes.view(np.int64), first, (keys.least, keys.greatest))
+
+
+def _add_moved(rows: Rows, verdict: Verdict, group: GroupFacts, domain: Domain, facts: Tally) -> None:
+    """Keys whose logical partitions may have come from, or gone to, another partition."""
+    if rows.spans is None or rows.places is None or not group.ordered or group.affinity or not group.whole:
+        return
+    for span in np.unique(rows.spans).tolist():
+        chosen = np.flatnonzero(rows.spans == span)
+        times = key_times(rows, verdict, chosen)
+        keys = times.hashes.view(np.int64)
+        number = domain.groups.get(group.id, group.id)
+        facts.add_many(tally.MOVED, number, str(group.partition), keys, times.places, (times.earliest, times.latest))
 
 
 def _add_order(rows: Rows, verdict: Verdict, group: GroupFacts, facts: Tally) -> None:

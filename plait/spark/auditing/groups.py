@@ -55,6 +55,8 @@ class GroupFacts:
     #: Client → the places where it left or was taken for lost.
     gone: dict[int, list[int]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
+    #: Of an ordered group: logical partitions [first, end) went to an owner (0: none): (place, owner, first, end).
+    locks: list[tuple[int, int, int, int]] = field(default_factory=list)
     #: The scan has come so far in this era...
     scan: int = 0
     #: ...and took something new from here, which it does when nothing below is left to be handed out.
@@ -125,6 +127,7 @@ class GroupTable:
         if group.ordered:
             fields = ["place", "action", "consumer", "start", "end", "value", "epoch"]
             group.changes += events[_OF_STRANDS[action]][fields].tolist()
+            group.locks += events[action == Action.LOCK][["place", "consumer", "start", "end"]].tolist()
         group.forgotten |= bool((action == Action.FORGET_GROUP).any())
         made = events[_ROWS_MADE[action]]
         if len(made):

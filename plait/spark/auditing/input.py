@@ -29,6 +29,8 @@ class PartitionFacts:
     missing: list[tuple[int, int]]
     #: Of the rows that are asked for so many are there by their headers; 0: it is not known, or all can be read.
     readable: int = 0
+    #: Its subject promises that a key's messages are stored in the order of sending.
+    strict: bool = False
 
 
 class AuditInput(Protocol):

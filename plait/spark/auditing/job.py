@@ -1,6 +1,6 @@
 """The audit as a Spark job: the driver plans and adds up, tasks judge a block each. What crosses Java is small.
 
-Only the order of keys over several blocks needs a shuffle, of two numbers for each key that a block has.
+Only what lies in several blocks needs a shuffle: of two numbers for each key that a block has, and of one for 64 ids.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import pyarrow.compute as pc
 from plait import chance
 from plait.errors import PlaitError, from_code
 from plait.spark.auditing import tally
-from plait.spark.auditing.block import audit_block
+from plait.spark.auditing.block import Domain, audit_block
 from plait.spark.auditing.groups import GroupFacts
 from plait.spark.auditing.input import AuditInput, Progress
-from plait.spark.auditing.order import crossings
+from plait.spark.auditing.order import crossings, moved_crossings
 from plait.spark.auditing.report import AuditReport
+from plait.spark.auditing.rows import Numbers
+from plait.spark.auditing.stored import stored_again
 from plait.spark.auditing.summary import scale_of, summarize
 from plait.spark.auditing.tally import Tally
 from plait.spark.running import SHOWN_LENGTH_MAX
@@ -43,8 +45,9 @@ def judge_part(source: AuditInput, number: int) -> pa.Table:
     groups: dict[int, list[GroupFacts]] = {}
     for group in source.groups.values():
         groups.setdefault(group.partition, []).append(group)
+    domains = domains_of(source)
     for block in source.blocks(number):
-        audit_block(block, groups.get(block.partition, []), scale, facts)
+        audit_block(block, groups.get(block.partition, []), scale, facts, domains[block.partition])
     return facts.table()
 
 
@@ -64,12 +67,43 @@ def _raise_errors(table: pa.Table) -> None:
         raise from_code(*msgspec.json.decode(errors[0], type=tuple[str, str]))
 
 
-def crossed_of(table: pa.Table) -> Counter[int]:
-    """What is out of order between blocks, by group, of ``ORDER`` facts."""
-    columns = [table.column(name).to_numpy() for name in ("id", "number", "count", "earliest", "latest")]
-    groups, hashes, firsts, earliest, latest = columns
-    found, counts = np.unique(crossings(groups, hashes, firsts, (earliest, latest)), return_counts=True)
-    return Counter(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+def domains_of(source: AuditInput) -> dict[int, Domain]:
+    """Partition → what its rows and groups are compared with."""
+    subjects: dict[str, int] = {}
+    for number, each in source.partitions.items():
+        subjects[each.subject] = min(subjects.get(each.subject, number), number)
+    names: dict[tuple[int, str], int] = {}
+    for group in source.groups.values():
+        name = (subjects[source.partitions[group.partition].subject], group.name)
+        names[name] = min(names.get(name, group.id), group.id)
+    found = {}
+    for number, each in source.partitions.items():
+        subject = subjects[each.subject]
+        mine = [group for group in source.groups.values() if group.partition == number]
+        found[number] = Domain(subject, each.strict, {group.id: names[subject, group.name] for group in mine})
+    return found
+
+
+def crossed_of(table: pa.Table) -> Counter[tuple[str, int]]:
+    """What is wrong between blocks, by kind of fact and its id, of ``SHUFFLED`` facts."""
+    total: Counter[tuple[str, int]] = Counter()
+    for kind in tally.SHUFFLED:
+        facts = table.filter(pc.field("kind") == kind)
+        if facts.num_rows:
+            found, counts = np.unique(_crossed_of(kind, facts), return_counts=True)
+            total.update({(kind, number): count for number, count in zip(found.tolist(), counts.tolist(), strict=True)})
+    return total
+
+
+def _crossed_of(kind: str, facts: pa.Table) -> Numbers:
+    columns = [facts.column(name).to_numpy() for name in ("id", "number", "count", "earliest", "latest")]
+    ids, numbers, firsts, earliest, latest = columns
+    if kind == tally.IDS:
+        return stored_again(ids, numbers, firsts, earliest)
+    if kind == tally.MOVED:
+        partitions = facts.column("name").cast(pa.int64()).to_numpy()
+        return moved_crossings(ids, numbers, partitions, (firsts, earliest, latest))
+    return crossings(ids, numbers, firsts, (earliest, latest))
 
 
 def run(
@@ -94,8 +128,10 @@ def failures_in_words() -> Iterator[None]:
         raise PlaitError(f"Spark did not end the audit, and nothing was judged; run again: {words}") from error
 
 
-def _judge_all(spark: SparkSession, source: AuditInput, progress: Progress) -> tuple[pa.Table, dict[int, int]]:
-    """The facts of all parts, and what is out of order between blocks, by group."""
+def _judge_all(
+    spark: SparkSession, source: AuditInput, progress: Progress
+) -> tuple[pa.Table, dict[tuple[str, int], int]]:
+    """The facts of all parts, and what is wrong between blocks (``crossed_of``)."""
     from pyspark import StorageLevel
     from pyspark.sql.pandas.types import from_arrow_schema
 
@@ -116,36 +152,32 @@ def _judge_all(spark: SparkSession, source: AuditInput, progress: Progress) -> t
     schema = from_arrow_schema(tally.SCHEMA)
     facts = spark.range(0, count, 1, count).mapInArrow(work, schema).persist(StorageLevel.DISK_ONLY)
     try:
-        small = facts.where(facts["kind"] != tally.ORDER)
+        small = facts.where(~facts["kind"].isin(*tally.SHUFFLED))
         table = _collected(spark, small, lambda: progress("judging", min(done.value, count), count))
         _raise_errors(table)
-        crossed = _crossed(facts, count, progress) if _needs_order(source) else {}
+        crossed = _crossed(facts, count, progress)
     finally:
         facts.unpersist()
     return table, crossed
 
 
-def _needs_order(source: AuditInput) -> bool:
-    """Also where there is one part alone: it may be of several blocks."""
-    return any(group.ordered and not group.affinity for group in source.groups.values())
-
-
-def _crossed(facts: DataFrame, count: int, progress: Progress) -> dict[int, int]:
-    progress("comparing keys between blocks", 0, 1)
+def _crossed(facts: DataFrame, count: int, progress: Progress) -> dict[tuple[str, int], int]:
+    progress("comparing keys and ids between blocks", 0, 1)
 
     def compare(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        # A share of the keys, and all of each: there are as many shares as blocks.
+        # A share of the keys and producers, and all of each: there are as many shares as blocks.
         found = crossed_of(pa.Table.from_batches(batches, tally.SCHEMA))
-        yield pa.RecordBatch.from_pydict({"id": list(found), "count": list(found.values())}, _CROSSED)
+        columns = {"kind": [kind for kind, _ in found], "id": [number for _, number in found]}
+        yield pa.RecordBatch.from_pydict({**columns, "count": list(found.values())}, _CROSSED)
 
-    keys = facts.where(facts["kind"] == tally.ORDER).repartition(count, "id", "number")
-    total: Counter[int] = Counter()
-    for row in keys.mapInArrow(compare, "id long, count long").collect():
-        total[row["id"]] += row["count"]
+    keys = facts.where(facts["kind"].isin(*tally.SHUFFLED)).repartition(count, "kind", "id", "number")
+    total: Counter[tuple[str, int]] = Counter()
+    for row in keys.mapInArrow(compare, "kind string, id long, count long").collect():
+        total[row["kind"], row["id"]] += row["count"]
     return total
 
 
-_CROSSED: Final = pa.schema([pa.field("id", pa.int64()), pa.field("count", pa.int64())])
+_CROSSED: Final = pa.schema([pa.field("kind", pa.string()), pa.field("id", pa.int64()), pa.field("count", pa.int64())])
 
 
 def _collected(spark: SparkSession, frame: DataFrame, look: Callable[[], None]) -> pa.Table:

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from plait.spark.auditing.events import Events
 from plait.spark.auditing.groups import GroupFacts
-from plait.spark.auditing.rows import Numbers, Rows
+from plait.spark.auditing.rows import Flags, Numbers, Rows
+from plait.spark.auditing.strands import tenures
 from plait.spark.auditing.touches import Touches
 from plait.storage.action_log import FLAG_UNCOUNTED, Action
 
-Flags = npt.NDArray[np.bool_]
 #: Behind every place of a log: what has not happened yet.
 NEVER: Final = 1 << 62
 
@@ -57,6 +57,10 @@ class Verdict:
     #: For each row, the log offset of its ack in this era (``NEVER``: none), and whether its order says nothing.
     acked_at: Numbers = field(default_factory=lambda: np.empty(0, np.int64))
     excused: Flags = field(default_factory=lambda: np.empty(0, bool))
+    #: Of an ordered group: the log offset of its first failure (``NEVER``: none), and how many owners its logical
+    #: partition had had before the one that acked it; of a row without an ack, before now.
+    failed_at: Numbers | None = None
+    tenures: Numbers | None = None
 
 
 class _Told:
@@ -152,6 +156,13 @@ def judge(rows: Rows, events: Events, found: Touches, group: GroupFacts) -> Verd
         # The next ones of a key come while one that failed waits, and while one that nobody acked comes again.
         excused |= told.any(failed) | (acks < 0)
     verdict.excused = excused
+    if group.ordered and not group.affinity:
+        fails = told.first(failed & told.current)
+        verdict.failed_at = np.full(len(rows), NEVER)
+        verdict.failed_at[fails >= 0] = events["offset"][told.of[fails[fails >= 0]]]
+        places = np.full(len(rows), NEVER)
+        places[acks >= 0] = told.place[acks[acks >= 0]]
+        verdict.tenures = tenures(rows.lps, places, group.locks)
     return verdict
 
 

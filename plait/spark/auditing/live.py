@@ -6,13 +6,14 @@ Of the action log counts what rests on messages that were seen, as for a server 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 
 from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.lp import NO_KEY_HASH, Hashes, key_hashes
 from plait.frame.view import FrameView
 from plait.limits import MIB
@@ -20,9 +21,10 @@ from plait.spark.auditing.block import Block
 from plait.spark.auditing.coverage import cover
 from plait.spark.auditing.deaths import Cause, deaths
 from plait.spark.auditing.events import NONE, Events, audited, of_rows, spans_of
-from plait.spark.auditing.groups import GroupFacts, GroupTable
+from plait.spark.auditing.groups import STRICT, GroupFacts, GroupTable
 from plait.spark.auditing.input import PartitionFacts, Progress, check_groups
-from plait.spark.auditing.rows import Rows, slots_of
+from plait.spark.auditing.rows import Flags, Numbers, Rows, slots_of
+from plait.spark.auditing.stored import astray
 from plait.storage.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
 from plait.storage.action_reader import ActionPart, open_actions, read_actions
 from plait.storage.catalog import PartitionRow
@@ -66,15 +68,17 @@ class LiveInput:
         frames: dict[int, list[FrameView]] = {}
         starts: dict[int, int] = {}
         read = read_chunk(disk, self.place, self.chunks[number], self.wanted, fail_on_damage=self.fail_on_damage)
-        for partition, frame in read:
+        places: dict[int, list[int]] = {}
+        for place, (partition, frame) in enumerate(read, number << 32):
             frames.setdefault(frame.partition, []).append(frame)
+            places.setdefault(frame.partition, []).append(place)
             starts[frame.partition] = partition.start
         parts = _Parts(self, disk)
         groups: dict[int, list[int]] = {}
         for group in self.groups.values():
             groups.setdefault(group.partition, []).append(group.id)
         for partition_id, views in frames.items():
-            table = FrameRows(views, self.rows[partition_id], starts[partition_id])
+            table = FrameRows(views, self.rows[partition_id], starts[partition_id], places[partition_id])
             yield Block(
                 partition_id,
                 table.rows,
@@ -146,7 +150,9 @@ class _Lookup:
 class FrameRows:
     """Frames of one partition as rows."""
 
-    def __init__(self, frames: list[FrameView], partition: PartitionRow, start: int) -> None:
+    def __init__(
+        self, frames: list[FrameView], partition: PartitionRow, start: int, places: Sequence[int] | None = None
+    ) -> None:
         self._frames = frames
         counts = np.array([frame.count for frame in frames])
         self._ends = np.cumsum(counts)
@@ -172,13 +178,21 @@ class FrameRows:
         if hashes is not None:
             hashes = hashes[chosen]
         sequences = sequences[chosen]
+        lps = slots_of(sequences, hashes, partition.taken)
+        ids = [frame.message_ids() for frame in frames]
+        moved = bool(partition.taken or partition.fences)
         self.rows = Rows(
             sequences,
             epochs[chosen],
-            slots_of(sequences, hashes, partition.taken),
+            lps,
             hashes,
             stored[chosen],
             np.concatenate(sent).astype(np.int64)[chosen],
+            ids=(np.concatenate([each for each, _ in ids])[chosen], np.concatenate([each for _, each in ids])[chosen]),
+            unordered=_unordered(frames, chosen),
+            astray=astray(sequences, lps, partition.taken, partition.fences),
+            places=np.repeat(np.array(places, np.int64), counts)[chosen] if places is not None else None,
+            spans=np.searchsorted([since for since, _ in partition.taken], sequences, "right") if moved else None,
         )
 
     def key_of(self, row: int) -> str:
@@ -188,6 +202,21 @@ class FrameRows:
         before = int(self._ends[frame - 1]) if frame else 0
         text: bytes = self._frames[frame].binary(Column.KEY)[at - before].as_py()
         return text.decode()
+
+
+def _unordered(frames: list[FrameView], chosen: Numbers) -> Flags | None:
+    """Rows that were delayed, or sent one way."""
+    if not any(frame.has(Column.DELIVER_AT) or frame.flags & FLAG_UNSEQUENCED for frame in frames):
+        return None
+    found = []
+    for frame in frames:
+        if frame.flags & FLAG_UNSEQUENCED:
+            found.append(np.ones(frame.count, bool))
+        elif frame.has(Column.DELIVER_AT):
+            found.append(frame.values(Column.DELIVER_AT) > 0)
+        else:
+            found.append(np.zeros(frame.count, bool))
+    return np.concatenate(found)[chosen]
 
 
 def open_live(
@@ -244,7 +273,8 @@ def open_live(
         name = f"{row.name}@{broker_group}"
         readable = 0 if fail_on_damage else coverage.count(number, start)
         missing = coverage.missing(number, start, end)
-        partitions[number] = PartitionFacts(row.subject, name, first, end, missing, readable)
+        strict = row.settings.order == STRICT
+        partitions[number] = PartitionFacts(row.subject, name, first, end, missing, readable, strict)
     for group in known.values():
         if not from_zero and group.partition not in coverage.ranges:
             # An older checkpoint does not know all of what has expired.

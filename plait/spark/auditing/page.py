@@ -87,7 +87,7 @@ def _unknown(report: AuditReport) -> Iterable[str]:
 
 def _broken(report: AuditReport) -> Iterable[str]:
     for subject in report.subjects:
-        holders = [("the message log", ["missing"] if subject.missing else [], subject.examples)]
+        holders = [("the message log", subject.broken, subject.examples)]
         holders += [(f"group {group.group}", group.broken, group.examples) for group in subject.groups]
         for holder, broken, examples in holders:
             for promise in broken:

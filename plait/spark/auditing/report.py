@@ -9,6 +9,9 @@ import msgspec
 #: Broken promises by the name that facts have, in a line that says what it means.
 PROMISES: Final = {
     "missing": "stored messages that are not in the message log any more",
+    "behind_fence": "messages stored where no route leads to: ordered groups never get them",
+    "stored_twice": "messages whose id is stored a second time",
+    "stored_out_of_order": "messages of a strict subject stored before an earlier one of their key and sender",
     "lost": "messages that the group passed by without anybody being handed them",
     "double_acks": "messages acked by two who had no right to both",
     "two_hands": "messages in two consumers' hands at once",
@@ -123,6 +126,10 @@ class SubjectAudit(msgspec.Struct, kw_only=True):
     subject: str
     messages: int
     missing: int
+    #: Stored behind a fence, with an id that is stored already, before an earlier message of the key.
+    behind_fence: int
+    stored_twice: int
+    stored_out_of_order: int
     partitions: list[PartitionAudit]
     hot_keys: list[HotKey]
     #: The fullest partition and logical partition, as multiples of the mean.
@@ -130,6 +137,12 @@ class SubjectAudit(msgspec.Struct, kw_only=True):
     slot_skew: float
     groups: list[GroupAudit]
     examples: list[Example]
+
+    @property
+    def broken(self) -> list[str]:
+        """Which promises on how its messages are stored are broken."""
+        promises = ("missing", "behind_fence", "stored_twice", "stored_out_of_order")
+        return [promise for promise in promises if getattr(self, promise)]
 
 
 class AuditReport(msgspec.Struct, kw_only=True):

@@ -11,6 +11,8 @@ import numpy.typing as npt
 from plait.frame.lp import NO_KEY_HASH, Hashes, Lps, lp_set, lps_of
 
 Numbers = npt.NDArray[np.int64]
+UInt64s = npt.NDArray[np.uint64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,17 @@ class Rows:
     #: When it was sent, or stored where the producer did not say.
     send_times: Numbers
     #: Rows whose logical partition is not known; None: there are none.
-    loose: npt.NDArray[np.bool_] | None = None
+    loose: Flags | None = None
+    #: Producer and number of each: its message id. None: not known.
+    ids: tuple[UInt64s, UInt64s] | None = None
+    #: Rows that were delayed or sent one way: when they were sent says nothing of their order. None: there are none.
+    unordered: Flags | None = None
+    #: Rows of logical partitions that the partition did not take then (``stored.astray``). None: there are none.
+    astray: Flags | None = None
+    #: The place of each in the message log, comparable between partitions of one data directory. None: not known.
+    places: Numbers | None = None
+    #: Since which of its changes the partition took what it did then; None: it never changed.
+    spans: Numbers | None = None
 
     def __len__(self) -> int:
         return len(self.sequences)

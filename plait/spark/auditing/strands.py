@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from plait.frame.lp import Hashes, Lps
 from plait.limits import LOGICAL_PARTITIONS
 from plait.spark.auditing.groups import Change
-from plait.spark.auditing.rows import Rows
+from plait.spark.auditing.rows import Numbers, Rows
 from plait.storage.action_log import Action
 
 #: What a group begins with.
 FIRST_STRAND = 1
+
+
+def tenures(lps: Lps, places: Numbers, locks: Sequence[tuple[int, int, int, int]]) -> Numbers:
+    """How often an owner had given up, or lost, the logical partition of each row by a place of the action log."""
+    owners = np.zeros(LOGICAL_PARTITIONS, np.int64)
+    breaks: list[tuple[int, Numbers]] = []
+    for place, owner, first, end in locks:
+        here = owners[first:end]
+        changed = first + np.flatnonzero((here != owner) & (here > 0))
+        here[:] = owner
+        if len(changed):
+            breaks.append((place, changed))
+    if not breaks:
+        return np.zeros(len(lps), np.int64)
+    moments = np.array([place for place, _ in breaks], np.int64)
+    width = len(moments) + 1
+    # Each change of each logical partition as one number: they ascend by logical partition, then by moment.
+    codes = np.sort(np.concatenate([slots * width + index for index, (_, slots) in enumerate(breaks)]))
+    mine = (lps.astype(np.int64) % LOGICAL_PARTITIONS) * width
+    until = mine + np.searchsorted(moments, places, "right")
+    found: Numbers = np.searchsorted(codes, until, "left") - np.searchsorted(codes, mine, "left")
+    return found
 
 
 class Layout:

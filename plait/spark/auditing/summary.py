@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -33,6 +34,8 @@ KEYS_MAX: Final = 20
 EXAMPLES_MAX: Final = 10
 
 _REDELIVERED: Final = "redelivered_"
+#: What is wrong between blocks, by kind of fact and its id.
+Crossed = Mapping[tuple[str, int], int]
 
 
 def scale_of(source: AuditInput) -> Scale:
@@ -71,9 +74,9 @@ class _Facts:
 
 
 def summarize(
-    source: AuditInput, table: pa.Table, crossed: dict[int, int], *, since: int | None, until: int | None
+    source: AuditInput, table: pa.Table, crossed: Crossed, *, since: int | None, until: int | None
 ) -> AuditReport:
-    """The report. ``table`` is of all facts added up, ``crossed`` what is out of order between blocks, by group."""
+    """The report. ``table`` is of all facts added up, ``crossed`` what is wrong between blocks (``crossed_of``)."""
     facts, causes = _Facts(table), source.deaths()
     by_partition: dict[int, list[GroupFacts]] = defaultdict(list)
     for group in source.groups.values():
@@ -82,7 +85,7 @@ def summarize(
     for name, ids in _subjects(source).items():
         groups = [group for number in ids for group in by_partition[number]]
         subjects.append(_subject(source, facts, crossed, causes, name, ids, groups))
-    held = not any(subject.missing or any(group.broken for group in subject.groups) for subject in subjects)
+    held = not any(subject.broken or any(group.broken for group in subject.groups) for subject in subjects)
     return AuditReport(
         place=source.place,
         time_min=source.time_min,
@@ -106,7 +109,7 @@ def _subjects(source: AuditInput) -> dict[str, list[int]]:
 def _subject(
     source: AuditInput,
     facts: _Facts,
-    crossed: dict[int, int],
+    crossed: Crossed,
     causes: Counter[Cause],
     subject: str,
     ids: list[int],
@@ -123,15 +126,23 @@ def _subject(
             PartitionAudit(partition=each.name, messages=messages, first=each.first, end=each.end, missing=missing)
         )
         examples += [Example("missing", each.name, start) for start, _ in each.missing]
+        for promise in facts.names(tally.FLAW_EXAMPLE, number):
+            sequences = sorted(facts.numbers(tally.FLAW_EXAMPLE, [number], promise))
+            examples += [Example(promise, each.name, sequence) for sequence in sequences[:EXAMPLES_MAX]]
     by_group: dict[str, list[GroupFacts]] = defaultdict(list)
     for group in consumers:
         by_group[group.name].append(group)
     keys = sorted(facts.counts(tally.KEY, ids).items(), key=lambda pair: (-pair[1], pair[0]))[:KEYS_MAX]
     slots = facts.numbers(tally.SLOT, ids)
+    flaws = facts.counts(tally.FLAW, ids)
     return SubjectAudit(
         subject=subject,
         messages=sum(each.messages for each in partitions),
         missing=sum(each.missing for each in partitions),
+        behind_fence=flaws.get("behind_fence", 0),
+        stored_twice=flaws.get("stored_twice", 0) + crossed.get((tally.IDS, min(ids)), 0),
+        stored_out_of_order=flaws.get("stored_out_of_order", 0)
+        + sum(crossed.get((tally.SENT, number), 0) for number in ids),
         partitions=partitions,
         hot_keys=[HotKey(key, count) for key, count in keys],
         partition_skew=_skew(_by_name(partitions)),
@@ -159,13 +170,17 @@ def _skew(counts: list[int], among: int | None = None) -> float:
 def _group(
     source: AuditInput,
     facts: _Facts,
-    crossed: dict[int, int],
+    crossed: Crossed,
     subject: str,
     name: str,
     members: list[GroupFacts],
     causes: Counter[Cause],
 ) -> GroupAudit:
     ids = [group.id for group in members]
+
+    def between(number: int) -> int:
+        return crossed.get((tally.ORDER, number), 0) + crossed.get((tally.MOVED, number), 0)
+
     fates = facts.counts(tally.FATE, ids)
     broken = facts.counts(tally.BROKEN, ids)
     counts = facts.counts(tally.COUNT, ids)
@@ -196,7 +211,7 @@ def _group(
         lost=broken.get("lost", 0),
         double_acks=broken.get("double_acks", 0),
         two_hands=broken.get("two_hands", 0),
-        out_of_order=broken.get("out_of_order", 0) + sum(crossed.get(number, 0) for number in ids),
+        out_of_order=broken.get("out_of_order", 0) + sum(map(between, ids)),
         invented=invented,
         redelivered={
             key.removeprefix(_REDELIVERED): count
@@ -215,7 +230,7 @@ def _group(
     )
     found.broken = [promise for promise in ("lost", "double_acks", "two_hands", "invented") if getattr(found, promise)]
     promised = [group.id for group in members if _has_order(group)]
-    if facts.counts(tally.BROKEN, promised).get("out_of_order") or any(crossed.get(number) for number in promised):
+    if facts.counts(tally.BROKEN, promised).get("out_of_order") or any(map(between, promised)):
         found.broken.append("out_of_order")
     found.examples = [each for each in found.examples if each.promise in found.broken][:EXAMPLES_MAX]
     return found

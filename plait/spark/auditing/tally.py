@@ -1,7 +1,7 @@
 """What blocks hand over: small facts that add up, as one table.
 
-A fact is a count under a kind, the number of a group or partition, a name and a number. Only ``ORDER`` facts are as
-many as a block has keys: they never come to the driver.
+A fact is a count under a kind, the number of a group or partition, a name and a number. Only ``SHUFFLED`` facts are as
+many as a block has keys or messages: they never come to the driver.
 """
 
 from __future__ import annotations
@@ -39,6 +39,20 @@ STORED: Final = "stored"
 SETTLED: Final = "settled"
 #: number: the key's hash, as a signed number; count: the block's first sequence.
 ORDER: Final = "order"
+#: Of all groups of a name (id: the least number of one): the same for each key that may have moved between partitions;
+#: count: where in the message log its rows of the block begin, name: the partition.
+MOVED: Final = "moved"
+#: Of subjects (id: the least number of a partition): which message ids a block has. number: the producer, count: the
+#: window, earliest: its bits (``stored.Windows``).
+IDS: Final = "ids"
+#: Of partitions: number: key and producer, count: the block's first sequence, earliest and latest: the least and the
+#: greatest number that the producer gave.
+SENT: Final = "sent"
+#: As many as a block has keys or messages: they never come to the driver, but for what they show.
+SHUFFLED: Final = (ORDER, MOVED, IDS, SENT)
+#: Of partitions: messages that were stored as they should not be, by promise, and examples (number: the sequence).
+FLAW: Final = "flaw"
+FLAW_EXAMPLE: Final = "flaw_example"
 #: Of partitions: rows, rows of the keys that have most, rows by logical partition.
 ROWS: Final = "rows"
 KEY: Final = "key"
@@ -103,7 +117,7 @@ class Tally:
 def added_up(table: pa.Table) -> pa.Table:
     """One fact for each kind, id, name and number."""
     keys = ["kind", "id", "name", "number"]
-    return table.filter(pc.field("kind") != ORDER).group_by(keys).aggregate([("count", "sum")])
+    return table.filter(~pc.field("kind").isin(SHUFFLED)).group_by(keys).aggregate([("count", "sum")])
 
 
 def latency_bins(micros: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

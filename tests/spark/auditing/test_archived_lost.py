@@ -16,6 +16,7 @@ from plait.storage.chunks import Wanted
 from tests.spark.archives import Filler, archive_here, damage_frames, run_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.test_intake import expire
+from tests.support.broker_node import Producer
 
 ORDERS = Wanted(frozenset({"orders"}))
 
@@ -92,6 +93,8 @@ def test_of_two_data_directories_each_begins_where_its_own_action_log_does(tmp_p
     to = tmp_path / "archive"
     for name in ("g1", "g2"):
         filler = Filler(tmp_path / name)
+        # No two senders have one number.
+        filler.producer = Producer(5 if name == "g1" else 6)
         filler.rounds(40)
         if name == "g2":
             for _ in range(6):

@@ -21,13 +21,14 @@ COUNT = 12
 
 
 async def one_by_one(data: Path, **settings: object) -> None:
-    """Each message is in a frame of its own, and so are what becomes of it."""
+    """Each message is in a frame of its own, and so are its events. Two consumers, one after the other."""
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
-        async with client.consumer(SUBJECT, group="billing", **settings) as consumer:  # type: ignore[arg-type]
-            for number in range(COUNT):
-                await client.send(SUBJECT, b"%d" % number, key=f"k-{number % 2}")
-                await consume(consumer, 1)
+        for half in range(2):
+            async with client.consumer(SUBJECT, group="billing", **settings) as consumer:  # type: ignore[arg-type]
+                for number in range(half * COUNT // 2, (half + 1) * COUNT // 2):
+                    await client.send(SUBJECT, b"%d" % number, key=f"k-{number % 2}")
+                    await consume(consumer, 1)
 
 
 @pytest.fixture(params=["live", "archive"])
@@ -90,6 +91,12 @@ def test_a_swapped_pair_of_one_key(ordered: Path, tmp_path: Path, audited: Audit
     group = one_group(audited(tmp_path / "bad"))
     assert group.broken == ["out_of_order"]
     assert [example.sequence for example in group.examples] == [6]
+
+
+def test_a_swapped_pair_of_one_owner_is_no_defect(ordered: Path, tmp_path: Path, audited: Audit):
+    """It had both, and acked them as it liked."""
+    swapped_acks(ordered, tmp_path / "fine", 2, 4)
+    assert audited(tmp_path / "fine").held
 
 
 def test_a_swapped_pair_of_two_keys_is_no_defect(ordered: Path, tmp_path: Path, audited: Audit):

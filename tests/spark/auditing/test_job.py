@@ -65,15 +65,21 @@ async def test_spark_and_this_process_come_to_the_same_report(
     assert steps.names[:2] == ["looking at the message log", "reading the action log"]
 
 
+async def by_two_owners(client: plait.Client) -> None:
+    """Eight large messages of two keys, one by one, four for each of two consumers."""
+    for half in range(2):
+        async with client.consumer(SUBJECT, group="mail", ordered=True) as ordered:
+            for number in range(4 * half, 4 * half + 4):
+                await client.send(SUBJECT, bytes(2048), key=f"k-{number % 2}")
+                await consume(ordered, 1)
+
+
 async def test_a_pair_that_was_swapped_between_two_blocks_is_found(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ):
     async with EmbeddedBroker(tmp_path / "good") as broker, broker.connect() as client:
         await client.admin.create_subject(SUBJECT, order="strict")
-        async with client.consumer(SUBJECT, group="mail", ordered=True) as ordered:
-            for number in range(8):
-                await client.send(SUBJECT, bytes(2048), key=f"k-{number % 2}")
-                await consume(ordered, 1)
+        await by_two_owners(client)
     swapped_acks(tmp_path / "good", tmp_path / "bad", 1, 7)
     monkeypatch.setattr(live, "BLOCK_SIZE", 4096)
     assert plait.spark.audit(tmp_path / "good", spark=spark).held
@@ -85,14 +91,8 @@ async def test_a_pair_that_was_swapped_between_two_files_of_an_archive_is_found(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ):
     config = msgspec.structs.replace(TEST_CONFIG, message_segment_size=4096)
-    async with (
-        EmbeddedBroker(tmp_path / "good", config=config) as broker,
-        broker.connect() as client,
-        client.consumer(SUBJECT, group="mail", ordered=True) as ordered,
-    ):
-        for number in range(8):
-            await client.send(SUBJECT, bytes(2048), key=f"k-{number % 2}")
-            await consume(ordered, 1)
+    async with EmbeddedBroker(tmp_path / "good", config=config) as broker, broker.connect() as client:
+        await by_two_owners(client)
     swapped_acks(tmp_path / "good", tmp_path / "bad", 1, 7)
     monkeypatch.setattr(archiving, "run_job", run_here)
     for name in ("good", "bad"):

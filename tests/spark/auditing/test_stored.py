@@ -1,0 +1,225 @@
+"""Messages stored where no route leads to, twice, or out of the order of sending; order over changes of routes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import plait
+from plait.client.rows import hash_keys
+from plait.frame.builder import build_frame
+from plait.frame.columns import Column
+from plait.frame.header import pack_stamp
+from plait.frame.lp import lp_of_key
+from plait.frame.view import FrameView
+from plait.spark import archiving
+from plait.spark.auditing import live
+from plait.spark.auditing.coverage import cover
+from plait.spark.auditing.run import open_input, wanted_of
+from plait.spark.auditing.stored import astray
+from plait.storage.action_log import Action
+from plait.storage.catalog import PartitionRow
+from plait.storage.reader import open_log
+from plait.testing import EmbeddedBroker
+from tests.spark.archives import archive_here, run_here
+from tests.spark.auditing.conftest import Audit, one_group
+from tests.spark.auditing.defects import Events, copied, frames_of, undurable, with_actions, write
+from tests.spark.auditing.test_live import SUBJECT, consume
+
+KEYS = [f"k-{number}" for number in range(12)]
+
+
+async def grown(data: Path, before: int, after: int) -> None:
+    """A subject whose partitions become more or fewer, with an ordered group that has acked all."""
+    async with EmbeddedBroker(data) as broker, broker.connect() as client:
+        await client.admin.create_subject(SUBJECT, partitions=before, order="strict")
+        async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
+
+            async def once() -> set[str]:
+                """All keys, each acked before the next one is sent; the partitions that they went to."""
+                used = set()
+                for key in KEYS:
+                    used.add(str((await client.send(SUBJECT, b"x", key=key)).partition))
+                    await consume(consumer, 1)
+                return used
+
+            first = await once()
+            if after != before:
+                await client.admin.expand_subject(SUBJECT, after)
+                while len(await once()) == len(first):
+                    pass
+
+
+def partitions_of(data: Path) -> dict[str, PartitionRow]:
+    walk = open_log(str(data)).walk()
+    cover(walk, wanted_of((), None, None))
+    return {row.name: row for row in walk.partitions.values() if row.subject == SUBJECT and not row.kind}
+
+
+def key_of(frame: FrameView) -> str:
+    return frame.binary(Column.KEY)[0].as_py().decode() if frame.has(Column.KEY) else ""
+
+
+def groups_of(data: Path) -> dict[int, int]:
+    """Partition → the number of its group."""
+    none = frozenset[str]()
+    source = open_input(
+        str(data),
+        None,
+        wanted_of((), None, None),
+        none,
+        broker_group="g1",
+        skip_damage=False,
+        progress=lambda name, done, total: None,
+    )
+    return {group.partition: group.id for group in source.groups.values()}
+
+
+def plant(data: Path, target: Path, *rows: tuple[PartitionRow, str, int]) -> None:
+    """Messages behind all others: partition, key, number of the producer 99."""
+    copied(data, target)
+    shutil.rmtree(target / "message")
+    frames = frames_of(data, "message")
+    nexts = {frame.partition: frame.base + frame.count for frame in frames}
+    made = []
+    for row, key, number in rows:
+        hashes = hash_keys([key], 1) if key else None
+        parts = build_frame([b"planted"], producer=99, first=number, keys=[key] if key else None, key_hashes=hashes)
+        base = nexts.get(row.id, 0)
+        nexts[row.id] = base + 1
+        parts.stamp_with(pack_stamp(row.id, base, frames[-1].store_time, 0, frames[-1].epoch))
+        made.append(FrameView(memoryview(parts.tobytes()), 0))
+    write(target, "message", undurable([*frames, *made]))
+
+
+@pytest.fixture(params=["one block", "many blocks", "archive"])
+def audited(request: pytest.FixtureRequest, audit: Audit, monkeypatch: pytest.MonkeyPatch) -> Audit:
+    if request.param == "many blocks":
+        monkeypatch.setattr(live, "BLOCK_SIZE", 1)
+    if request.param != "archive":
+        return audit
+    monkeypatch.setattr(archiving, "run_job", run_here)
+
+    def archived(data: Path) -> object:
+        to = data.with_name(f"{data.name}-archive")
+        archive_here(data, to, now=True)
+        return audit(archive=to)
+
+    return archived  # type: ignore[return-value]
+
+
+async def test_rows_behind_a_fence_are_found(tmp_path: Path, audited: Audit):
+    """As delayed messages once lay whose logical partition had moved before they were due."""
+    await grown(tmp_path / "keys", 1, 3)
+    assert audited(tmp_path / "keys").held
+    old = partitions_of(tmp_path / "keys")[SUBJECT]
+    moved = [key for key in KEYS if any(first <= lp_of_key(key) < end for first, end, _ in old.fences)]
+    stays = next(key for key in KEYS if key not in moved)
+    plant(tmp_path / "keys", tmp_path / "bad", (old, moved[0], 1), (old, stays, 2), (old, moved[1], 3))
+    report = audited(tmp_path / "bad")
+    assert not report.held
+    (subject,) = report.subjects
+    assert (subject.behind_fence, subject.broken) == (2, ["behind_fence"])
+    assert [(each.promise, each.partition) for each in subject.examples] == [("behind_fence", f"{SUBJECT}@g1")] * 2
+
+
+async def test_rows_without_keys_behind_the_fence_of_a_whole_partition_are_found(tmp_path: Path, audit: Audit):
+    await grown(tmp_path / "good", 2, 1)
+    given_up = partitions_of(tmp_path / "good")[f"{SUBJECT}#1"]
+    plant(tmp_path / "good", tmp_path / "bad", (given_up, "", 1), (given_up, "", 2))
+    assert audit(tmp_path / "good").held
+    assert audit(tmp_path / "bad").subjects[0].behind_fence == 2
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["in its partition", "in another"])
+async def test_a_message_id_that_is_stored_twice_is_found(tmp_path: Path, audited: Audit, other: bool):
+    await grown(tmp_path / "good", 2, 2)
+    row, elsewhere = partitions_of(tmp_path / "good").values()
+    plant(tmp_path / "good", tmp_path / "bad", (row, "", 7), (row, "", 8), (elsewhere if other else row, "", 7))
+    (subject,) = audited(tmp_path / "bad").subjects
+    assert (subject.stored_twice, subject.broken) == (1, ["stored_twice"])
+
+
+@pytest.mark.parametrize("keys", ["one", "two"])
+async def test_a_key_that_is_stored_out_of_the_order_of_sending_is_found(
+    tmp_path: Path, audit: Audit, keys: str, monkeypatch: pytest.MonkeyPatch
+):
+    await grown(tmp_path / "good", 1, 1)
+    (row,) = partitions_of(tmp_path / "good").values()
+    plant(tmp_path / "good", tmp_path / "bad", (row, "k-1", 8), (row, "k-1" if keys == "one" else "k-2", 7))
+    for size in (live.BLOCK_SIZE, 1):
+        monkeypatch.setattr(live, "BLOCK_SIZE", size)
+        (subject,) = audit(tmp_path / "bad").subjects
+        assert subject.stored_out_of_order == (1 if keys == "one" else 0)
+        assert subject.broken == (["stored_out_of_order"] if keys == "one" else [])
+
+
+async def test_a_delayed_message_comes_later_than_what_was_sent_after_it(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await client.admin.create_subject(SUBJECT, order="strict")
+        await client.send(SUBJECT, b"later", key="k", delay=0.05)
+        await client.send(SUBJECT, b"now", key="k")
+        async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
+            assert [message.body for message in await consume(consumer, 2)] == [b"now", b"later"]
+    assert audit(tmp_path).held
+
+
+async def test_order_is_judged_over_changes_of_the_route(tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch):
+    """An ack in the partition that a key moved to, before that of an earlier message where it came from."""
+    await grown(tmp_path / "good", 1, 3)
+    rows, groups = partitions_of(tmp_path / "good"), groups_of(tmp_path / "good")
+    old = rows[SUBJECT].id
+    stored = [(frame.partition, frame.base, key_of(frame)) for frame in frames_of(tmp_path / "good", "message")]
+    new, at, key = next(each for each in stored if each[0] in groups and each[0] != old)
+    before = max(base for partition, base, name in stored if partition == old and name == key)
+    one, other = (groups[old], before), (groups[new], at)
+
+    def change(events: Events) -> Events:
+        acks = events["action"] == Action.ACK
+        mine = [acks & (events["group"] == group) & (events["start"] == at) for group, at in (one, other)]
+        for chosen, (group, at) in zip(mine, (other, one), strict=True):
+            strands = np.unique(events["consumer"][acks & (events["group"] == group)])
+            events["group"][chosen], events["start"][chosen], events["end"][chosen] = group, at, at + 1
+            if chosen.any() and len(strands):
+                events["consumer"][chosen] = strands[0]
+        return events
+
+    with_actions(tmp_path / "good", tmp_path / "bad", change)
+    for size in (live.BLOCK_SIZE, 1):
+        monkeypatch.setattr(live, "BLOCK_SIZE", size)
+        assert audit(tmp_path / "good").held
+        group = one_group(audit(tmp_path / "bad"))
+        assert (group.out_of_order, group.broken) == (1, ["out_of_order"])
+
+
+async def test_a_user_may_ack_the_second_message_of_a_key_before_the_first(tmp_path: Path, audit: Audit):
+    async with EmbeddedBroker(tmp_path) as broker, broker.connect() as client:
+        await client.admin.create_subject(SUBJECT, order="strict")
+        await client.send_many(SUBJECT, [b"a", b"b"], keys=["k", "k"])
+        async with client.consumer(SUBJECT, group="billing", ordered=True) as consumer:
+            batch: list[plait.Message] = []
+            while len(batch) < 2:
+                batch += await consumer.fetch(2, wait=10)
+            await batch[1].ack()
+            await client.flush()
+            await consumer.fetch(1, wait=0.05)
+            await batch[0].ack()
+    report = audit(tmp_path)
+    assert report.held
+    assert one_group(report).acked == 2
+
+
+def test_what_a_partition_took_when():
+    sequences, lps = np.arange(6), np.array([1, 2, 1, 2, 1, 2], np.uint16)
+    assert astray(sequences, lps, [], []) is None
+    assert astray(sequences, lps, [(0, [(0, 1024)])], []) is None
+    # It gave up 2, and took it again from 4 on.
+    found = astray(sequences, lps, [(0, [(0, 1024)]), (2, [(0, 2), (3, 1024)]), (4, [(0, 1024)])], [])
+    assert found is not None
+    assert found.tolist() == [False, False, False, True, False, False]
+    found = astray(sequences, lps, [], [(1, 2, 3)])
+    assert found is not None
+    assert found.tolist() == [False, False, False, False, True, False]
