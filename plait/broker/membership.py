@@ -7,6 +7,7 @@ may come back under the same client id; then it names what is still in its hands
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -78,12 +79,14 @@ class Membership:
         ordered: bool = False,
         affinity: bool = False,
         token: int = 0,
+        began: int = 0,
     ) -> Consumer:
         """Make ``client`` a member of the group; no group name: broadcast. The consumer has a new session.
 
         ``holds`` is of partition ``holds_of`` (0: of the present one). Without ``retry`` the group's holds.
         ``affinity`` is a kind of ``ordered``, in which what fails holds nothing back. ``token`` is the secret of an
-        ordered member: only with it an earlier session of the same client id is continued.
+        ordered member: only with it an earlier session of the same client id is continued. ``began`` is the version of
+        the route that the group began with: where the partition took its first rows later, ``start`` is not for it.
         """
         broker = self._broker
         broker.refuse_when_stalled()
@@ -97,7 +100,15 @@ class Membership:
             if affinity and not ordered:
                 raise InvalidArgument("affinity goes by locks, which only ordered members ask for")
             group = self._create(
-                partition, name, start, delivery, retry, broadcast=broadcast, ordered=ordered, affinity=affinity
+                partition,
+                name,
+                "earliest" if began and partition.row.since > began else start,
+                delivery,
+                retry,
+                broadcast=broadcast,
+                ordered=ordered,
+                affinity=affinity,
+                began=began,
             )
         elif group.definition.delivery != delivery:
             raise GroupMismatch(
@@ -184,6 +195,13 @@ class Membership:
         self._broker.define(ConsumerDefinition(consumer.id, consumer.group.id, consumer.client, proof))
         self._broker.touch(consumer.group.partition)
 
+    def began(self, partitions: Iterable[str], group_name: str | None, client: str) -> int | None:
+        """The oldest version of the route that a group began with at one of these; None: none of them knows it."""
+        name = BROADCAST_PREFIX + client if group_name is None else group_name
+        found = [self._broker.subjects[each] for each in partitions if each in self._broker.subjects]
+        versions = [each.groups[name].definition.began for each in found if name in each.groups]
+        return min(versions, default=None)
+
     def _create(
         self,
         partition: Partition,
@@ -195,6 +213,7 @@ class Membership:
         broadcast: bool,
         ordered: bool,
         affinity: bool,
+        began: int,
     ) -> Group:
         broker = self._broker
         if broker.group_count >= broker.limits.groups:
@@ -216,6 +235,7 @@ class Membership:
             retry,
             ordered,
             affinity,
+            began,
         )
         broker.next_group += 1
         group = new_group(definition, partition, broker.limits, broker)

@@ -143,7 +143,12 @@ def _with(row: PartitionRow, accepts: LpSet, fences: list[Fence], version: int, 
         taken = []
     # One that takes all needs no check of what it takes; what it took before still says whose rows without keys are.
     return msgspec.structs.replace(
-        row, lps=None if lps == everything and not fences else lps, fences=fences, route=version, taken=taken
+        row,
+        lps=None if lps == everything and not fences else lps,
+        fences=fences,
+        route=version,
+        since=row.since or (version if lps else 0),
+        taken=taken,
     )
 
 

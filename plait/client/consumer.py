@@ -17,6 +17,7 @@ from typing import Self
 from plait import tasks
 from plait.client.arguments import Duration, seconds_of
 from plait.client.batch import ArrowBatch, Batch
+from plait.client.beginning import began
 from plait.client.buffer import ITERATION_COUNT, Buffer, Rows
 from plait.client.closing import Closing, all_of
 from plait.client.delivered import Delivered, SharedDelivered
@@ -129,6 +130,8 @@ class Consumer:
         self._after = ()
         deadline = loop.time() + self._limits.request_seconds
         route = await self._first_route(loop, deadline)
+        version = await began(self._router, route, self._terms, self._limits, deadline)
+        self._terms = self._terms._replace(began=version)
         for partition in route.partitions:
             self._add_client(route, partition, self._terms)
         await self._attach_first(loop, deadline)

@@ -50,6 +50,8 @@ class Terms(NamedTuple):
     retry: Retry | None = None
     ordered: bool = False
     affinity: bool = False
+    #: The version of the route that the group began with.
+    began: int = 0
 
     @property
     def tracks(self) -> bool:
@@ -249,6 +251,7 @@ class PullClient:
                 terms.ordered,
                 terms.affinity,
                 self._token(),
+                terms.began,
             ),
         )
         if self._partition_id not in (0, attached.partition):

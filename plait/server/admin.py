@@ -61,6 +61,14 @@ class ListGroups(msgspec.Struct, forbid_unknown_fields=True):
     subject: str | None = None
 
 
+class Began(msgspec.Struct, forbid_unknown_fields=True):
+    """Which version of the route did a group begin with? No group: the broadcast of a client."""
+
+    partitions: list[str]
+    group: str | None
+    client: str
+
+
 class ResetGroup(msgspec.Struct, forbid_unknown_fields=True):
     """Where a group goes on from."""
 
@@ -144,6 +152,10 @@ def _describe_group(server: Server, request: OfGroup) -> GroupView:
     return group_view(server.membership.group(request.subject, request.group), server.broker)
 
 
+def _began(server: Server, request: Began) -> int | None:
+    return server.membership.began(request.partitions, request.group, request.client)
+
+
 def _reset_group(server: Server, request: ResetGroup) -> int:
     return server.membership.reset(request.subject, request.group, request.start)
 
@@ -185,6 +197,7 @@ _OPERATIONS: dict[str, Operation] = {
     "subject.delete": Operation(OfSubject, _delete_subject, changes=True),
     "group.list": Operation(ListGroups, _list_groups),
     "group.describe": Operation(OfGroup, _describe_group),
+    "group.began": Operation(Began, _began),
     "group.reset": Operation(ResetGroup, _reset_group, changes=True),
     "group.set": Operation(SetGroup, _set_group, changes=True),
     "group.delete": Operation(OfGroup, _delete_group, changes=True),

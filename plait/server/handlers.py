@@ -173,6 +173,8 @@ class Handlers:
             names.check_group(attach.group)
         if attach.delivery not in ("at_least_once", "at_most_once"):
             raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
+        if not 0 <= attach.began < SEQUENCE_MAX:
+            raise InvalidArgument(f"began {attach.began} is no version of a route")
         consumer = self._server.membership.attach(
             attach.name,
             attach.group,
@@ -185,6 +187,7 @@ class Handlers:
             ordered=attach.ordered,
             affinity=attach.affinity,
             token=attach.token,
+            began=attach.began,
         )
         connection.attached(consumer)
         partition = consumer.group.partition

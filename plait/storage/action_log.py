@@ -110,6 +110,8 @@ class GroupDefinition(msgspec.Struct, tag="group", frozen=True):
     ordered: bool = False
     #: ...and that is all: a message that fails holds nothing back, whatever its subject's order is.
     affinity: bool = False
+    #: The version of the subject's route that the group began with, here or at another partition.
+    began: int = 0
 
 
 class ConsumerDefinition(msgspec.Struct, tag="consumer", frozen=True):

@@ -87,6 +87,8 @@ class PartitionRow(msgspec.Struct, frozen=True):
     fences: list[Fence] = []
     #: The version of the route that said so.
     route: int = 0
+    #: The version of the route that first said that it takes any; 0: none has.
+    since: int = 0
     #: What it took from each of these sequences on, the first of them first: rows without keys are of one of those.
     taken: list[tuple[int, list[Lps]]] = []
     #: Those that it took later than from its beginning on, where their rows begin then, and by which route.

@@ -131,7 +131,8 @@ class Attach(Message, frozen=True):
     was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``Lease``);
     with ``affinity`` as well, a failed message never holds its key. ``token`` is a number that an ordered member makes
     at random and keeps secret. With it the member continues its earlier session and has its locks; the same client id
-    with another token waits for the end of that session's lease.
+    with another token waits for the end of that session's lease. ``began`` is the version of the route that the group
+    began with: all messages of a partition that took its first ones later belong to it, whatever ``start`` says.
     """
 
     KIND: ClassVar[int] = 20
@@ -146,6 +147,7 @@ class Attach(Message, frozen=True):
     ordered: bool = False
     affinity: bool = False
     token: int = 0
+    began: int = 0
 
 
 class Attached(Message, frozen=True):

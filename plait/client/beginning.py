@@ -1,0 +1,75 @@
+"""Since when a group consumes a subject: what tells partitions that were added later from those it began with.
+
+``start=`` says where a group begins that no partition of the subject knows. What went to a partition that was added
+since belongs to the group from the first message on, also if no member was there meanwhile. So an opening consumer asks
+the brokers, and tells each partition the version of the route that the group began with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+import msgspec
+
+from plait import tasks
+from plait.client.node import Node
+from plait.client.pull_client import Terms
+from plait.client.router import Router, SubjectRoute
+from plait.errors import PlaitError, Timeout, Unavailable
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+
+#: Partitions that one request names.
+NAMES_MAX: Final = 200
+
+EARLIEST: Final = "earliest"
+
+
+async def began(router: Router, route: SubjectRoute, terms: Terms, limits: ClientLimits, deadline: float) -> int:
+    """The version of the route that the group began with; that of ``route`` for one that no partition knows.
+
+    A broker that is away is waited for until the deadline, as it may be the only one that knows the group; once one has
+    told of it, the others have ``attach_seconds``.
+    """
+    if len(route.partitions) == 1 or terms.start == EARLIEST or (terms.start is None and terms.group is not None):
+        # Every message belongs to the group, or none was anywhere else.
+        return route.version
+    names: dict[str, list[str]] = {}
+    for partition in route.partitions:
+        names.setdefault(partition.group, []).append(partition.name)
+    asking = {
+        tasks.child(_ask(router.node(route, group), some[at : at + NAMES_MAX], terms, limits), f"plait-began-{group}")
+        for group, some in names.items()
+        for at in range(0, len(some), NAMES_MAX)
+    }
+    known: list[int] = []
+    loop = asyncio.get_running_loop()
+    pending = asking
+    try:
+        while pending and (left := deadline - loop.time()) > 0:
+            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            found = [version for task in done if (version := task.result()) is not None]
+            if found and not known:
+                deadline = min(deadline, loop.time() + limits.attach_seconds)
+            known += found
+    finally:
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+    return min(known, default=route.version)
+
+
+async def _ask(node: Node, partitions: list[str], terms: Terms, limits: ClientLimits) -> int | None:
+    """What one broker knows; asked again while it is away."""
+    request = m.Admin("group.began", {"partitions": partitions, "group": terms.group, "client": terms.client})
+    while True:
+        try:
+            answer: m.AdminReply = await node.request(request)
+        except (Unavailable, Timeout):
+            await asyncio.sleep(limits.reconnect_first_seconds)
+            continue
+        except PlaitError:
+            # It does not have the partitions yet.
+            return None
+        return msgspec.msgpack.decode(answer.result, type=int | None)

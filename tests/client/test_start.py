@@ -1,0 +1,116 @@
+"""``start=`` is for a group that no partition of the subject knows: what went to partitions that were added while all
+members of a group were stopped belongs to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+import plait
+from plait.testing import EmbeddedBroker
+from tests.client.support import EAGER, config_of, fetch_all
+from tests.client.test_expanding import settled, wait_for
+
+KEYS = [f"k{n}" for n in range(40)]
+FUTURE = datetime(2100, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+async def nodes(tmp_path: Path) -> AsyncIterator[list[EmbeddedBroker]]:
+    async with (
+        EmbeddedBroker(tmp_path / "1", config=config_of("g1")) as first,
+        EmbeddedBroker(tmp_path / "2", config=config_of("g2"), metas=[first.address]) as second,
+    ):
+        async with first.connect() as client:
+            await wait_for(client, lambda brokers: len(brokers) == 2)
+        yield [first, second]
+
+
+async def expand(client: plait.Client, partitions: list[str]) -> None:
+    await client.admin.expand_subject("s", partitions)
+    await settled(client, "s")
+
+
+async def send(client: plait.Client, body: bytes) -> None:
+    await client.send_many("s", [body] * 40, keys=KEYS)
+
+
+async def handled(consumer: plait.Consumer, count: int) -> list[bytes]:
+    messages = await fetch_all(consumer, count)
+    for message in messages:
+        await message.ack()
+    await consumer.flush()
+    assert len(await consumer.fetch(1, wait=0)) == 0
+    return sorted({message.body for message in messages})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"group": "g", "start": "latest"},
+        {"group": "g", "start": FUTURE},
+        {"group": "g", "start": "latest", "ordered": True},
+        {"broadcast": True},
+    ],
+    ids=["latest", "time", "ordered", "broadcast"],
+)
+async def test_a_group_that_was_stopped_gets_what_went_to_new_partitions(
+    nodes: list[EmbeddedBroker], settings: dict[str, Any]
+) -> None:
+    async with nodes[0].connect(limits=EAGER, client_id="fixed") as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"])
+        await send(client, b"before it began")
+        async with client.consumer("s", **settings) as consumer:
+            await send(client, b"seen")
+            assert await handled(consumer, 40) == [b"seen"]
+        await expand(client, ["s@g1", "s#1@g1", "s@g2"])
+        await send(client, b"meanwhile")
+        async with client.consumer("s", **settings) as consumer:
+            assert await handled(consumer, 40) == [b"meanwhile"]
+
+
+async def test_a_new_group_starts_where_it_says_on_all_partitions_whoever_of_it_comes_first(
+    nodes: list[EmbeddedBroker],
+) -> None:
+    async with nodes[0].connect(limits=EAGER) as client, nodes[0].connect(limits=EAGER) as other:
+        await client.admin.create_subject("s", partitions=2)
+        await send(client, b"old")
+        async with (
+            client.consumer("s", group="g", start="latest") as first,
+            # It finds the group, which began with this very route.
+            other.consumer("s", group="g", start="latest") as second,
+        ):
+            await send(client, b"new")
+            bodies: list[bytes] = []
+            while len(bodies) < 40:
+                for consumer in (first, second):
+                    batch = await consumer.fetch(40, wait=0.05)
+                    bodies += [message.body for message in batch]
+                    await batch.ack()
+            assert set(bodies) == {b"new"}
+
+
+async def test_while_a_broker_is_away_a_group_that_another_one_knows_is_not_taken_for_new(
+    nodes: list[EmbeddedBroker],
+) -> None:
+    first, second = nodes
+    settings = {"group": "g", "start": "latest"}
+    limits = msgspec.structs.replace(EAGER, attach_seconds=0.05)
+    async with first.connect(limits=limits) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"])
+        async with client.consumer("s", **settings) as consumer:
+            await send(client, b"seen")
+            await handled(consumer, 40)
+        await expand(client, ["s@g1", "s#1@g1", "s@g2"])
+        await send(client, b"meanwhile")
+        await second.stop()
+        async with client.consumer("s", **settings) as consumer:
+            bodies = [message.body for message in await fetch_all(consumer, 1)]
+            await second.start()
+            bodies += [message.body for message in await fetch_all(consumer, 39)]
+        assert bodies == [b"meanwhile"] * 40
