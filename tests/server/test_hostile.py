@@ -300,6 +300,7 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
         pytest.param(m.Attach("s", "g", "c", ("sequence", -1)), InvalidArgument, "start", id="negative start"),
         pytest.param(m.Attach("s", "g", "c", None, "exactly_once"), InvalidArgument, "exactly_once", id="delivery"),
         pytest.param(m.Attach("s", "g", "c", holds=[(5, 4, 1)]), InvalidArgument, "range", id="holds"),
+        pytest.param(m.Attach("s", "g", "c", began=-1), InvalidArgument, "no version of a route", id="began"),
         pytest.param(m.Send(99), StaleRoute, "partition 99", id="partition"),
         pytest.param(m.Send(-1), StaleRoute, "partition -1", id="negative partition"),
         pytest.param(m.Pull(99, 1, 1, 0.0), StaleSession, "attach again", id="session"),

@@ -34,7 +34,7 @@ GOLDEN: list[tuple[m.Message, str]] = [
     (m.Sent(300), "91cd012c"),
     (
         m.Attach("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
-        "9ba173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0c2c200",
+        "9ca173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0c2c20000",
     ),
     (m.Attached(1, 2, "s", "g", 16), "980102a173a16710cb0000000000000000c200"),
     (m.Pull(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
@@ -67,7 +67,7 @@ GOLDEN: list[tuple[m.Message, str]] = [
             [(0, 512, [(0, 7), (1, None)]), (512, 1024, [(0, None)])],
             {"g1": (["plait://a:1"], "RW")},
         ),
-        "97a17302a67374726963749292a173a2673192a3732331a26732929300cd0200929200079201c093cd0200cd0400919200c081a267319291ab706c6169743a2f2f613a31a2525790",
+        "98a17302a67374726963749292a173a2673192a3732331a26732929300cd0200929200079201c093cd0200cd0400919200c081a267319291ab706c6169743a2f2f613a31a252579080",
     ),
     (
         m.Beat("c", [("s", "g", True)], 5, 10.0, False, [("s", "g")]),
@@ -115,6 +115,9 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
     ),
     dict[str, tuple[list[str], str]]: st.dictionaries(texts, st.tuples(st.lists(texts), texts), max_size=3),
     dict[str, int]: st.dictionaries(texts, numbers, max_size=3),
+    dict[str, list[tuple[int, int, int, int]]]: st.dictionaries(
+        texts, st.lists(st.tuples(numbers, numbers, numbers, numbers), max_size=3), max_size=3
+    ),
     list[tuple[str, str, bool]]: st.lists(st.tuples(texts, texts, st.booleans()), max_size=3),
     list[tuple[str, str, str, list[m.LpGrant]]]: st.lists(st.tuples(texts, texts, texts, triples), max_size=3),
     m.Start: st.none() | texts | st.tuples(texts, numbers),
