@@ -59,12 +59,15 @@ _REFUSED_FLAGS = FLAGS_MANDATORY & ~FLAGS_KNOWN
 _RAW = int(Codec.RAW)
 _CONST = int(Codec.CONST)
 _PACKED = (int(Codec.ZSTD), int(Codec.LZ4))
+_NO_PLACE = (_RAW, 0, 0)
 #: Numbers, not members: Python 3.11 runs a function for each look at a member.
 _RUNS = int(Column.RUNS)
 _BODY = int(Column.BODY)
 _KEY = int(Column.KEY)
 _KEY_HASH = int(Column.KEY_HASH)
 _SELECTION = int(Column.SELECTION)
+_HEADERS = int(Column.HEADERS)
+assert {_BODY, _HEADERS} == COMPRESSIBLE
 _BINARY = pa.binary()
 _I32: np.dtype[np.int32] = np.dtype("<i4")
 
@@ -268,8 +271,11 @@ class FrameView:
 
         The columns say so themselves, and one that inflates to more or less is refused.
         """
+        body, headers = self.places.get(_BODY, _NO_PLACE), self.places.get(_HEADERS, _NO_PLACE)
+        if body[0] < _PACKED[0] and headers[0] < _PACKED[0]:
+            return 0
         size = 0
-        for codec, start, end in self.places.values():
+        for codec, start, end in (body, headers):
             if codec in _PACKED and end - start >= U32.size:
                 size += U32.unpack_from(self.buffer, start)[0]
         return size
