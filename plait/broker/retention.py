@@ -65,7 +65,7 @@ class Retention:
         needed = min(self._certain(needed), archived.message_offset)
         removed = broker.message_log.remove_before(min(needed, broker.checkpoints.message_needed))
         # What is left of them is there for checkpoints alone: newer ones let it go.
-        broker.snapshots.wanted = broker.message_log.removable(needed)
+        broker.snapshots.wanted = broker.message_log.removable(needed) and not self._held_by_schedule()
         if unneeded:
             self._roll()
         broker.action_log.remove_before(min(oldest.action_offset, archived.action_offset))
@@ -74,6 +74,11 @@ class Retention:
             for partition in broker.partitions.values():
                 self._compact(partition)
         return removed
+
+    def _held_by_schedule(self) -> bool:
+        """The newest checkpoint itself needs the first segment, for delayed rows in it: others would not help."""
+        last, first = self._broker.checkpoints.last, self._broker.message_log.segments[0]
+        return last is not None and last.message_offset >= first.end > last.message_needed
 
     def _roll(self) -> None:
         """Nothing of the active segment is needed: close it, as only closed ones can go."""

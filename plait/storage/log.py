@@ -111,6 +111,8 @@ class Log:
         self.segment_size = segment_size
         #: Space that frames of others leave in the active segment, reserved, for the broker's own.
         self.margin = min(MARGIN, segment_size // 64)
+        #: Space that is reserved for a new segment; of a small one only a part too, as of a large one.
+        self._first_size = min(ALLOCATE_MIN, max(segment_size // 8, 1))
         #: Space of the disk that frames of others leave for everything else: checkpoints, other logs.
         self.leave_free = 0
         #: Space that has to be free before the next reservation succeeds, where one was refused for ``leave_free``.
@@ -262,7 +264,7 @@ class Log:
 
         ENOSPC where less than ``leave_free`` would be left on the disk.
         """
-        ahead = min(max(end - segment.base, ALLOCATE_MIN), ALLOCATE_MAX)
+        ahead = min(max(end - segment.base, self._first_size), ALLOCATE_MAX)
         target = min(end + ahead, segment.end)
         if leave_free and self._disk.space()[0] - (target - segment.allocated) < leave_free:
             target = end
@@ -305,7 +307,7 @@ class Log:
                     spare[1].close()
                 file = self._create(base, max(self.segment_size, size))
         segment = Segment(base, file)
-        segment.allocated = base + min(ALLOCATE_MIN, file.size)
+        segment.allocated = base + min(self._first_size, file.size)
         if size > segment.allocated - base:
             try:
                 self._reserve(segment, base + size, leave_free)
@@ -324,10 +326,10 @@ class Log:
         path = f"{self.directory}/{segment_name(base)}"
         file = self._disk.open(path, create=True)
         try:
-            if size > ALLOCATE_MIN:
+            if size > self._first_size:
                 # The file has its length from the beginning; its space is reserved as it is needed (``_reserve``).
                 file.truncate(size)
-            file.allocate(min(ALLOCATE_MIN, size))
+            file.allocate(min(self._first_size, size))
             file.sync()
             self._disk.sync_directory(self.directory)
         except OSError:

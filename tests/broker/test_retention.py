@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from plait.broker import retention as retention_module
@@ -12,6 +13,7 @@ from plait.broker.views import group_view, subject_view
 from plait.retry import Retry
 from plait.storage.archived import Archived, write_archived
 from plait.storage.catalog import SubjectSettings
+from plait.storage.checkpoint import KEEP
 from plait.storage.checkpoint import KEEP
 from plait.storage.consume_log import DIRECTORY as CONSUME
 from tests.broker.schedule_node import SECOND, delay, delivered, later
@@ -342,3 +344,49 @@ def test_a_look_at_what_is_all_expired_opens_no_consume_log():
     node.partition("orders").consume_log.unmap()
     node.retention.run()
     assert not node.partition("orders").consume_log.mapped
+
+
+def pass_seconds(node: Node, seconds: int) -> int:
+    """What a server does every second; how many checkpoints it made."""
+    checkpoints = 0
+    for _ in range(seconds):
+        node.clock.advance(1)
+        node.turn()
+        if node.broker.snapshots.due:
+            node.checkpoint()
+            checkpoints += 1
+            node.broker.retention_wanted |= node.broker.snapshots.wanted
+        if node.broker.retention_wanted:
+            node.retention.run()
+    return checkpoints
+
+
+def test_what_is_deleted_is_off_an_idle_disk_within_a_minute():
+    node = Node(retention_seconds=None)
+    fill(node, 60, "big", seconds=0.0)
+    fill(node, 1, "small", seconds=0.0)
+    pass_seconds(node, 120)
+    assert len(node.broker.message_log.segments) > 3
+    node.broker.delete_subject("small")
+    node.broker.delete_subject("big")
+    pass_seconds(node, 60)
+    assert len(node.broker.message_log.segments) == 1
+    assert len(node.broker.checkpoints._kept) == KEEP, "a start may fall back to any of them"
+    assert node.broker.checkpoints.message_needed >= node.broker.message_log.start, "and none needs what is gone"
+    assert pass_seconds(node, 120) <= 1, "and then it is idle again"
+    node.send("big", b"again")
+    assert node.bodies("big") == [b"again"]
+
+
+def test_delayed_messages_hold_the_log_without_a_checkpoint_every_moment():
+    node = Node(retention_seconds=5.0)
+    fill(node, 60, "big", seconds=0.0)
+    node.checkpoint()
+    last = node.broker.checkpoints.last
+    assert last is not None
+    # As if a checkpoint had found delayed rows in the first segment and no time to file them.
+    node.broker.checkpoints._kept[:] = [msgspec.structs.replace(each, unfiled_offset=0) for each in [last]]
+    node.broker.checkpoints.last = node.broker.checkpoints._kept[-1]
+    node.clock.advance(100)
+    node.retention.run()
+    assert not node.broker.snapshots.wanted

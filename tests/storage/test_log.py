@@ -31,7 +31,7 @@ def test_nothing_reaches_the_disk_before_write():
 def test_the_appends_of_a_turn_are_one_write():
     disk = SimulatedDisk()
     log = open_log(disk)
-    log.place_for(100)
+    log.place_for(3000)
     before = disk.operations
     append(log, *some_bodies(10))
     log.write()
@@ -244,8 +244,35 @@ def test_what_a_killed_process_left_in_the_page_cache_is_durable_once_the_log_re
 # --- space --------------------------------------------------------------------------------------
 
 
+def test_space_is_reserved_as_it_is_needed():
+    disk = SimulatedDisk()
+    log = open_log(disk)
+    used: list[int] = []
+    for body in some_bodies(3, 1000):
+        append(log, body)
+        log.write()
+        used.append(disk.capacity - disk.space()[0])
+        assert log.end <= used[-1] <= min(2 * log.end + SEGMENT_SIZE // 8, SEGMENT_SIZE)
+    assert used[0] < used[-1] == SEGMENT_SIZE
+    assert len(disk.read(f"{DIRECTORY}/{segment_name(0)}")) == SEGMENT_SIZE, "it has its length from the beginning"
+
+
+def test_less_than_what_is_to_stay_free_is_reserved_for_own_frames_only():
+    disk = SimulatedDisk(capacity=3 * SEGMENT_SIZE)
+    log = open_log(disk)
+    append(log, b"first")
+    log.leave_free = disk.space()[0] - 100
+    with pytest.raises(OSError, match="No space left for messages"):
+        log.place_for(1000)
+    assert log.lacking > disk.space()[0]
+    assert log.place_for(1000, own=True) == log.end
+    log.leave_free = 0
+    log.place_for(3000)
+    assert log.lacking == 0
+
+
 def test_a_segment_that_finds_no_room_leaves_the_log_as_it_was():
-    disk = SimulatedDisk(capacity=6000)
+    disk = SimulatedDisk(capacity=4900)
     log = open_log(disk)
     bodies = some_bodies(4, 1000)
     append(log, *bodies[:3])
@@ -289,9 +316,10 @@ def test_the_next_segment_is_made_ahead_once_the_active_one_is_half_full():
     log.prepare_next()
     assert disk.list(DIRECTORY) == [segment_name(0), segment_name(SEGMENT_SIZE)]
     log.write()
-    before = disk.operations
+    done: list[str] = []
+    disk.on_operation = lambda operation, path, size: done.append(operation)
     append(log, *some_bodies(2, 1000))
-    assert disk.operations == before + 1  # the write of what was pending; the segment was there
+    assert set(done) <= {"write", "allocate"}, "the segment was there"
     log.sync()
     assert len(scan(disk)[2]) == 5
 

@@ -14,6 +14,7 @@ from typing import Any
 from plait.broker import BrokerConfig
 from plait.broker.dead_letters import Choice
 from plait.broker.group import Consumer, Failure
+from plait.broker.subjects import update_subject
 from plait.clock import ManualClock
 from plait.errors import GroupBusy
 from plait.frame.builder import build_frame
@@ -91,6 +92,7 @@ class Trace:
 
     def __init__(self, seed: int, flush: str, disk: SimulatedDisk, *, operations: int = 200) -> None:
         self._rng = random.Random(seed)
+        self._settings = random.Random(f"{seed} settings")
         self._operations = operations
         self.told = Told()
         self.clock = ManualClock()
@@ -378,6 +380,12 @@ class Trace:
 
     def _expire(self) -> None:
         self.clock.advance(self._rng.choice((5, 40)))
+        if self._settings.random() < 0.3:
+            # An operator changes what a subject keeps.
+            kept = SubjectSettings(retention_seconds=self._settings.choice((5.0, 60.0, 150.0, None)))
+            subject = self._settings.choice(SUBJECTS)
+            if subject in self.node.broker.subjects:
+                update_subject(self.node.broker, subject, kept)
         partitions = self.node.broker.partitions.values()
         # Told before it happens: the crash may come in the middle of it.
         self.told.expired = {partition.row.subject: partition.visible for partition in partitions}
