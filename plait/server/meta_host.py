@@ -26,6 +26,7 @@ from plait.meta.mirror import Changes
 from plait.meta.service import MetaService
 from plait.meta.store import Store
 from plait.meta.views import Beaten, Drop, Make, Move, RouteView
+from plait.server.notices import Notices
 from plait.storage.catalog import Fence
 
 log = logging.getLogger("plait.meta")
@@ -104,6 +105,8 @@ class MetaHost:
         #: Orders under way, by what they are about.
         self._busy: set[tuple[Any, ...]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        #: Orders that fail, until they do not.
+        self._failing = Notices(log)
         self._looking: asyncio.Task[None] | None = None
         self._look_again = False
 
@@ -365,7 +368,10 @@ class MetaHost:
                 raise Unavailable(f"broker group {group} is not known")
             await order(addresses[0])
         except PlaitError as error:
-            log.warning("%s yet: %s", failed, error)
+            # It is tried twice a second: that it fails is logged once.
+            self._failing.begin(failed, f"{failed} yet: {error}", error.code)
+        else:
+            self._failing.end(failed)
 
 
 def _work(service: MetaService) -> tuple[Changes, Writing | None, list[Make], list[Move], list[Drop]]:

@@ -10,19 +10,42 @@ log = logging.getLogger("plait.server")
 class Notice:
     """One state of a server, such as a full disk."""
 
-    def __init__(self, over: str) -> None:
-        """``over`` is logged when the state ends."""
+    def __init__(self, over: str, log: logging.Logger = log) -> None:
+        """``over`` is logged when the state ends; empty: nothing is."""
         self._over = over
+        self._log = log
         self._kind = ""
 
     def begin(self, text: str, kind: str = "") -> None:
         """The state is there. ``text`` may have figures that change; it is logged again where ``kind`` is another."""
         if self._kind != (kind or text):
             self._kind = kind or text
-            log.warning("%s", text)
+            self._log.warning("%s", text)
 
     def end(self) -> None:
         """The state is over, or never began."""
         if self._kind:
             self._kind = ""
-            log.warning("%s", self._over)
+            if self._over:
+                self._log.warning("%s", self._over)
+
+
+class Notices:
+    """Several states of one kind, by what they are about: at most so many are remembered."""
+
+    def __init__(self, log: logging.Logger, most: int = 1_000) -> None:
+        self._log = log
+        self._most = most
+        self._notices: dict[str, Notice] = {}
+
+    def begin(self, about: str, text: str, kind: str = "") -> None:
+        """The state is there; see ``Notice``."""
+        if about not in self._notices:
+            while len(self._notices) >= self._most:
+                del self._notices[next(iter(self._notices))]
+            self._notices[about] = Notice("", self._log)
+        self._notices[about].begin(text, kind)
+
+    def end(self, about: str) -> None:
+        """The state is over, or never began."""
+        self._notices.pop(about, None)

@@ -16,6 +16,7 @@ from plait.broker.partition import Partition
 from plait.broker.passed import gone_below, passed
 from plait.errors import InvalidArgument, PlaitError
 from plait.limits import NUMBER_MAX
+from plait.server.notices import Notice
 
 if TYPE_CHECKING:
     from plait.server.host import Server
@@ -30,7 +31,7 @@ PAGE = 200
 #: Partitions whose progress is looked at with each heartbeat: a few milliseconds of work.
 REPORTED_MAX = 50
 
-NOT_TAKEN = "no meta server takes this broker at present: %s"
+NOT_TAKEN = "no meta server takes this broker at present: {}"
 
 #: Asks a meta server: an operation and its arguments.
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
@@ -48,6 +49,7 @@ class Registrar:
         #: Partition → what was reported of it; and how far round the last report came.
         self._reported: dict[str, dict[str, Any]] = {}
         self._turn = 0
+        self._refusal = Notice("a meta server takes this broker again", log)
 
     async def start(self) -> None:
         """Register; where no meta server can be reached, go on trying.
@@ -66,7 +68,7 @@ class Registrar:
                 log.warning("%s", error)
                 await asyncio.sleep(BEAT_SECONDS)
             except PlaitError as error:
-                log.warning(NOT_TAKEN, error)
+                self._refusal.begin(NOT_TAKEN.format(error), error.code)
                 break
         self._task = tasks.keep(self._run, "plait-registrar")
 
@@ -97,10 +99,11 @@ class Registrar:
             if self._registered and (newest := await self._ask("broker.beat", self._facts(self._state()))):
                 self._server.broker.numbers.learn(newest)
                 await self._report(self._next_sealed())
-                return
-            await self._register()
+            else:
+                await self._register()
+            self._refusal.end()
         except PlaitError as error:
-            log.warning(NOT_TAKEN, error)
+            self._refusal.begin(NOT_TAKEN.format(error), error.code)
 
     # --- what is finished -----------------------------------------------------------------------
 

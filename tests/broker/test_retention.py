@@ -14,7 +14,6 @@ from plait.retry import Retry
 from plait.storage.archived import Archived, write_archived
 from plait.storage.catalog import SubjectSettings
 from plait.storage.checkpoint import KEEP
-from plait.storage.checkpoint import KEEP
 from plait.storage.consume_log import DIRECTORY as CONSUME
 from tests.broker.schedule_node import SECOND, delay, delivered, later
 from tests.support.broker_node import Node, Producer

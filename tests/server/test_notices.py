@@ -1,0 +1,40 @@
+"""A state that lasts is logged when it begins and when it ends, not at every look."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from plait.server.notices import Notice, Notices
+
+log = logging.getLogger("plait.test")
+
+
+def test_a_state_is_logged_once_and_its_end(caplog: pytest.LogCaptureFixture):
+    notice = Notice("there is space again", log)
+    notice.end()
+    for free in (5, 4, 3):
+        notice.begin(f"{free} MiB are free", kind="full")
+    notice.begin("the disk does not answer")
+    notice.end()
+    notice.end()
+    notice.begin("2 MiB are free", kind="full")
+    assert caplog.messages == [
+        "5 MiB are free",
+        "the disk does not answer",
+        "there is space again",
+        "2 MiB are free",
+    ]
+
+
+def test_several_states_are_told_apart_and_few_are_remembered(caplog: pytest.LogCaptureFixture):
+    notices = Notices(log, most=2)
+    for _ in range(3):
+        notices.begin("a", "a fails: 1", "kind")
+        notices.begin("b", "b fails: 1", "kind")
+    notices.end("a")
+    notices.begin("a", "a fails: 2", "kind")
+    notices.begin("c", "c fails", "kind")
+    notices.begin("b", "b fails: 2", "kind")
+    assert caplog.messages == ["a fails: 1", "b fails: 1", "a fails: 2", "c fails", "b fails: 2"]
