@@ -11,6 +11,7 @@ import numpy.typing as npt
 from plait.broker.keys import FrameKeys, KeyCache
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
+from plait.frame.header import PREFIX
 from plait.frame.lp import NO_KEY_HASH, Hashes, Lps, LpSet, keyed_lps, lp_set, lps_of
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
@@ -23,6 +24,10 @@ from plait.storage.recovery import LogScan
 if TYPE_CHECKING:
     from plait.broker.group import Group
     from plait.broker.waiting import Waiter
+
+
+#: Wrong records whose frames are remembered: a damaged file has few, and each costs a hundred bytes.
+SEARCHED_MAX = 1_000
 
 
 class Batch:
@@ -52,6 +57,7 @@ class Partition:
     __slots__ = (
         "_log_start",
         "_row",
+        "_searched",
         "_slots",
         "accepts",
         "consume_log",
@@ -85,6 +91,8 @@ class Partition:
         self.start = 0
         #: The start of the message log that ``start`` takes account of.
         self._log_start = 0
+        #: (generation, index) of a wrong record → the right one, or None where its frame is not in the log.
+        self._searched: dict[tuple[int, int], Record | None] = {}
         #: Bytes ever appended.
         self.size = 0
         #: (first sequence, epoch) of each epoch that stored rows here, ascending.
@@ -331,15 +339,58 @@ class Partition:
         return frame if (frame.partition, frame.base, frame.size, frame.count) == meant else None
 
     def _search(self, log: Log, sequence: int, index: int) -> tuple[int, FrameView] | None:
-        """The first intact frame with rows from ``sequence`` on, found in the message log itself.
+        """The first intact frame with rows from ``sequence`` on, where the record at ``index`` does not lead to one.
 
-        Where a record does not lead to its frame, the frame is damaged, or the record is, which is only derived.
+        Most often the frame is damaged and the record is right: then the next record leads on. Where there is no frame
+        at all, the record is wrong, which is only derived: the log is searched between its neighbours, once.
         """
-        begin = self.consume_log.record(index - 1).offset if index else log.start
-        for offset, frame in LogScan(log, max(begin, log.start), log.durable):
-            if frame.partition == self.row.id and frame.base + frame.count > sequence:
-                return offset, frame
+        for later in range(index, len(self.consume_log)):
+            record = self.consume_log.record(later)
+            frame = self._frame(log, record, trusted=False)
+            if frame is None and not self._right(log, later, record):
+                record = self._search_log(log, later, sequence) or record
+                frame = self._frame(log, record, trusted=False)
+            if frame is not None and frame.end > sequence:
+                return record.offset, frame
         return None
+
+    def _right(self, log: Log, index: int, record: Record) -> bool:
+        """Whether a record without an intact frame says where the frame was."""
+        if index >= self.consume_log.flushed:
+            # It was never read from a file.
+            return True
+        try:
+            view = log.view(record.offset, record.size)
+            frame = FrameView(view)
+        except DamageError:
+            return False
+        except FrameError:
+            return view[: len(PREFIX)] == PREFIX
+        return (frame.partition, frame.base, frame.size, frame.count) == (self.id, record.base, *record[3:])
+
+    def _search_log(self, log: Log, index: int, sequence: int) -> Record | None:
+        """The frame of a wrong record, found in the message log itself between those of its neighbours."""
+        known = (self.consume_log.generation, index)
+        if known in self._searched:
+            return self._searched[known]
+        begin = log.start
+        if index:
+            before = self.consume_log.record(index - 1)
+            begin = max(begin, before.offset)
+        end = log.written
+        if index + 1 < len(self.consume_log):
+            end = self.consume_log.record(index + 1).offset
+        found = None
+        for offset, frame in LogScan(log, begin, log.durable):
+            if offset >= end:
+                break
+            if frame.partition == self.id and frame.end > sequence:
+                found = Record(frame.base, offset, frame.store_time, frame.size, frame.count)
+                break
+        if len(self._searched) >= SEARCHED_MAX:
+            self._searched.clear()
+        self._searched[known] = found
+        return found
 
     def expire_deleted(self, log: Log) -> None:
         """Rows whose segment is deleted are expired.
