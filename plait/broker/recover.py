@@ -152,6 +152,7 @@ class Recovery:
                 # Whoever got a lock in moments that were lost counts on it for a lease (R15).
                 group.frozen_until = broker.clock.monotonic() + broker.leases.longest
         broker.schedules.filed.recovered()
+        broker.snapshots.drop_unknown_consume_logs()
         broker.stages.recovered()
         untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
         undefined = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from plait.broker import state
 from plait.broker.filed import FILE_MAX, FILE_NOW_MAX
 from plait.storage.checkpoint import KEEP, Checkpoints, Manifest
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
-from plait.storage.consume_log import ConsumeLog
+from plait.storage.consume_log import ConsumeLog, partition_of
 from plait.storage.filing import Filing
 from plait.storage.producers import shard_of
 
@@ -169,6 +170,7 @@ class Snapshots:
         )
         # A file that a failed checkpoint left behind may have been written to again under its name: it is in use.
         used = {bucket.path for bucket in broker.schedules.buckets.values()}
+        used.update(log.path for log in self._consume_logs(path for _, path in self._garbage))
         self._garbage = [(after, path) for after, path in self._garbage if path not in used]
         garbage = [path for after, path in self._garbage if number > after + KEEP]
         self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
@@ -193,6 +195,22 @@ class Snapshots:
         else:
             self.dirty |= work.changed.partitions
             self._broker.producers.dirty |= work.changed.producers
+
+    def drop_unknown_consume_logs(self) -> None:
+        """Files that belong to no partition, or to an older life of one: the process that would remove them is gone."""
+        names = [f"{CONSUME_DIRECTORY}/{name}" for name in self._broker.disk.list(CONSUME_DIRECTORY)]
+        known = {log.path for log in self._consume_logs(names)}
+        for path in names:
+            if path not in known:
+                self.replaced(path)
+
+    def _consume_logs(self, paths: Iterable[str]) -> Iterator[ConsumeLog]:
+        """The consume logs of the partitions whose files these are."""
+        for path in paths:
+            number = partition_of(path)
+            partition = self._broker.partitions.get(number) if number is not None else None
+            if partition is not None:
+                yield partition.consume_log
 
     def drop_consume_log(self, partition: Partition) -> None:
         """The file goes once no kept checkpoint needs it."""

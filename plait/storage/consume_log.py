@@ -41,6 +41,13 @@ class Record(NamedTuple):
         return self.base + self.count
 
 
+def partition_of(path: str) -> int | None:
+    """The number of the partition whose file this is; None: it is no file of a consume log."""
+    directory, _, name = path.rpartition("/")
+    number, _, generation = name.partition(".")
+    return int(number) if directory == DIRECTORY and number.isdecimal() and generation.isdecimal() else None
+
+
 class OpenMaps:
     """Which consume logs hold their file mapped; the least recently used lets go when there are too many."""
 

@@ -389,3 +389,37 @@ def test_delayed_messages_hold_the_log_without_a_checkpoint_every_moment():
     node.clock.advance(100)
     node.retention.run()
     assert not node.broker.snapshots.wanted
+
+
+@pytest.mark.parametrize("orderly", [True, False])
+def test_consume_files_of_deleted_partitions_go_after_a_restart(orderly: bool):
+    node = Node()
+    for number in range(5):
+        node.send(f"subject-{number}", b"x")
+    node.checkpoint()
+    for number in range(4):
+        node.broker.delete_subject(f"subject-{number}")
+    node.turn()
+    node = node.restart() if orderly else node.killed()
+    for number in range(KEEP + 2):
+        node.send("subject-4", b"%d" % number, producer=Producer(number + 9))
+        node.checkpoint()
+    assert node.disk.list(CONSUME) == ["00000005.0"]
+    assert len(node.killed().bodies("subject-4")) == KEEP + 3
+
+
+def test_a_consume_file_of_an_older_life_is_not_removed_when_its_name_is_used_again():
+    node = Node(retention_seconds=50.0)
+    node.send("orders", b"first")
+    node.checkpoint()
+    # A generation that a start does not know, as after a fallback to an older checkpoint.
+    node.disk.open(f"{CONSUME}/00000001.1", create=True).write([b"old"], 0)
+    node = node.killed()
+    log = node.partition("orders").consume_log
+    log.replace(log.slice(0, len(log)).copy())
+    for number in range(KEEP + 2):
+        node.send("orders", b"%d" % number, producer=Producer(number + 9))
+        node.checkpoint()
+    assert "00000001.1" in node.disk.list(CONSUME)
+    assert len(node.killed().bodies("orders")) == KEEP + 3
+    assert node.killed().report.rebuilt_consume_logs == 0

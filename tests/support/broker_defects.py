@@ -296,3 +296,13 @@ def forget_what_is_filed(patch: Patch) -> None:
             partition.start = start
 
     patch.setattr(Filed, "recovered", naive)
+
+
+def delete_letters_before_it_is_known(patch: Patch) -> None:
+    """R21: the copies of dead letters that expire go at once, though a crash may bring the letters back."""
+    patch.setattr(Retention, "_let_go_of_kept", Retention._kept_certain)
+
+
+def leave_consume_files_of_the_dead(patch: Patch) -> None:
+    """Which files are to be removed is known to the process that replaced them alone."""
+    patch.setattr(snapshot.Snapshots, "drop_unknown_consume_logs", lambda self: None)
