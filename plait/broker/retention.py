@@ -39,6 +39,8 @@ class Retention:
         #: The message log is needed from here on, once the kept log and itself are durable up to there.
         self._waiting = (0, 0, 0)
         self._needed = 0
+        #: The kept log is needed from here on; the next one is not certain yet.
+        self._kept_needed = self._kept_next = 0
 
     def run(self) -> list[int]:
         """Expire and delete; the bases of the deleted message-log segments."""
@@ -69,7 +71,8 @@ class Retention:
         if unneeded:
             self._roll()
         broker.action_log.remove_before(min(oldest.action_offset, archived.action_offset))
-        broker.kept_log.remove_before(min(self._kept_from(), oldest.kept_offset, archived.kept_offset))
+        self._let_go_of_kept(self._kept_from())
+        broker.kept_log.remove_before(min(self._kept_needed, oldest.kept_offset, archived.kept_offset))
         if removed:
             for partition in broker.partitions.values():
                 self._compact(partition)
@@ -133,6 +136,19 @@ class Retention:
                 first = group.kept.first_offset
                 needed = needed if first is None else min(needed, first)
         return needed
+
+    def _let_go_of_kept(self, needed: int) -> None:
+        """The kept log is needed from ``needed`` on, once the events that say so are durable.
+
+        A dead letter whose copy is deleted before the event that forgets it is durable comes back without a body.
+        """
+        if needed > self._kept_next and self._broker.kept_log.removable(needed):
+            self._kept_next = needed
+            self._broker.answer_when_durable(lambda: self._kept_certain(needed))
+
+    def _kept_certain(self, needed: int) -> None:
+        self._kept_needed = max(self._kept_needed, needed)
+        self._broker.retention_wanted = True
 
     def _head(self, partition: Partition) -> Record | None:
         """The first record that is still needed."""

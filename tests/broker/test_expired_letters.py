@@ -1,0 +1,34 @@
+"""Dead letters that expire, and a crash in the middle of that."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.storage.checkpoint import KEEP
+from tests.broker.test_dead_letters import begin, dead, letters
+
+
+@pytest.mark.parametrize("flush", ["async", "sync"])
+def test_letters_that_expire_are_readable_until_it_is_durable_that_they_are_gone(flush: str):
+    node, consumer = begin(60, dead_seconds=86_400.0, retention_seconds=None, flush=flush, kept_segment_size=1024)
+    for first in range(0, 50, 5):
+        node.nack(consumer, (first, first + 5), delay=None)
+    for _ in range(KEEP):
+        node.send("orders", b"x")
+        node.checkpoint()
+    files = len(node.disk.list("kept"))
+    assert files > 2
+    node.clock.advance(90_000)
+    node.retention.run()
+    for crashed in (node.killed(), node.power_lost()):
+        group = crashed.group("orders", "g")
+        assert dead(crashed, group) == list(range(50))
+        assert all(letter.frame is not None for letter in letters(crashed, group))
+        # The next run finds how old they are, and forgets them.
+        crashed.retention.run()
+        crashed.turn()
+        assert dead(crashed, group) == []
+    node.turn()
+    node.retention.run()
+    assert len(node.disk.list("kept")) < files
+    assert dead(node.power_lost(), node.group("orders", "g")) == []
