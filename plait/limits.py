@@ -269,6 +269,9 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     unreached_seconds: float = 2.0
     #: Routes are looked at again this often, though nobody found that they lead nowhere.
     route_seconds: float = 30.0
+    #: What a client keeps for each subject that it sends to is dropped after so long without a send, and found again
+    #: by the next one: names of subjects may be without end.
+    sender_idle_seconds: float = 600.0
     #: Connecting, the handshake and admin requests.
     request_seconds: float = 10.0
     #: Opening a client fails after this where every address refuses the connection: no server listens there. One that

@@ -101,6 +101,7 @@ class Consumer:
             raise Closed("a consumer is opened once; ask the client for another one")
         loop = self._loop = asyncio.get_running_loop()
         self._router.on_route.append(self._routed)
+        self._router.users.append(self._uses)
         self._opening = tasks.child(self._open(loop), f"plait-open-{self.subject}")
         try:
             await self._opening
@@ -193,6 +194,7 @@ class Consumer:
             await asyncio.wait([self._opening])
         if self._routed in self._router.on_route:
             self._router.on_route.remove(self._routed)
+            self._router.users.remove(self._uses)
         # What was never opened has nobody to tell anything to.
         await all_of([client.settling.close(tell=self._following) for client in self._clients])
         self._closed = True
@@ -244,6 +246,9 @@ class Consumer:
         node = self._router.node(route, partition.group)
         kind = SharedDelivered if self._any_thread else Delivered
         return PullClient(Feeding(self), node, self._limits, terms, partition, kind, self._spools(partition))
+
+    def _uses(self, subject: str) -> bool:
+        return subject == self.subject
 
     def _routed(self, route: SubjectRoute) -> None:
         """There is a newer route."""

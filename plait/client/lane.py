@@ -542,6 +542,10 @@ class Lane:
         """Of all frames that wait."""
         return [frame.batch for frame in self._frames]
 
+    def stop(self) -> None:
+        """It is not used any more."""
+        self._stop_timers()
+
     def _stop_timers(self) -> None:
         self._stop_elsewhere()
         for timer in (self._timer, self._retry):

@@ -22,7 +22,7 @@ class Node:
     def __init__(self, addresses: list[str], client: str, limits: ClientLimits) -> None:
         for address in addresses:
             parse_address(address)
-        self._addresses = list(addresses)
+        self._given = self._addresses = list(addresses)
         self._client = client
         self._limits = limits
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,8 +92,8 @@ class Node:
             self._addresses = list(addresses)
 
     def learn(self, addresses: list[str]) -> None:
-        """These are as good as those that are known."""
-        self._addresses += [address for address in addresses if address not in self._addresses]
+        """These are as good as those that it was made with; what was learned before is forgotten."""
+        self._addresses = list(dict.fromkeys([*self._given, *addresses]))
 
     async def ready(self, seconds: float | None = None) -> Link:
         """A link that is up, waiting for it at most ``seconds`` (None: for ever)."""

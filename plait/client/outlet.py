@@ -57,6 +57,7 @@ class Outlet:
         "route",
         "subject",
         "trouble",
+        "used_at",
     )
 
     def __init__(self, producer: Producer, subject: str, *, delayed: bool = False) -> None:
@@ -75,6 +76,8 @@ class Outlet:
         self._looking: asyncio.Task[None] | None = None
         self._queues: dict[PartitionName, PartitionQueue] = {}
         self.closed = False
+        #: When rows were last added or stored (loop time).
+        self.used_at = 0.0
         #: Rows keep their partition and their numbers, whatever the subject's order.
         self.pinned = False
         self.entry: Entry
@@ -332,9 +335,16 @@ class Outlet:
     def stored(self, queue: Lane, frame: Frame) -> None:
         """A frame was answered."""
         self.astray = 0.0
+        self.used_at = frame.sent_at
         if isinstance(self.entry, Fan):
             now = self.producer.loop.time()
             self.producer.health.answered(self.group_of(queue), now - frame.sent_at, now)
+
+    def idle(self, oldest: float) -> bool:
+        """Nothing was sent since then, and nothing is left to be said or done."""
+        if self.pinned or self.used_at > oldest or self._looking is not None or self._next is not None:
+            return False
+        return all(queue.empty for queue in self.queues())
 
     # --- the end --------------------------------------------------------------------------------
 

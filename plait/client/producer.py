@@ -78,6 +78,7 @@ class Producer:
         self._room: dict[object, asyncio.Future[None]] = {}
         self._urgent: list[PartitionQueue] = []
         router.on_route.append(self._new_route)
+        router.users.append(self._uses)
 
     def open(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -88,7 +89,26 @@ class Producer:
         if outlet is None:
             names.check("subject", subject)
             outlet = self._outlets[subject, delayed] = Outlet(self, subject, delayed=delayed)
+        outlet.used_at = self.loop.time()
         return outlet
+
+    def _uses(self, subject: str) -> bool:
+        """Something was sent to the subject of late; what is kept for one that is idle is dropped."""
+        oldest = self.loop.time() - self.limits.sender_idle_seconds
+        outlets = [self._outlets.get((subject, delayed)) for delayed in (False, True)]
+        idle = [outlet for outlet in outlets if outlet is not None and outlet.idle(oldest)]
+        for outlet in idle:
+            self._drop(outlet)
+        return any(outlet is not None and outlet not in idle for outlet in outlets)
+
+    def _drop(self, outlet: Outlet) -> None:
+        """The next send finds its way again: the broker says which row of this producer it had last."""
+        del self._outlets[outlet.subject, outlet.delayed]
+        (self.delayed if outlet.delayed else self.queues).pop(outlet.subject, None)
+        for queue in outlet.queues():
+            if queue.node is not None:
+                self._lanes[queue.node].remove(queue)
+            queue.stop()
 
     def queue(self, subject: str) -> Entry:
         """What a subject's rows are given to."""

@@ -45,6 +45,11 @@ class PartitionQueue(Lane):
         """No row was added since the last frame left."""
         return not self._rows.bodies
 
+    @property
+    def empty(self) -> bool:
+        """No row is here, and no frame of any."""
+        return not (self._rows.bodies or self._oneway.bodies or self._frames or self._routing is not None)
+
     def post(
         self,
         body: Any,

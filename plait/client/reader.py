@@ -53,6 +53,16 @@ class Reader:
         return positions if len(positions) > 1 else next(iter(positions.values()))
 
     async def __aenter__(self) -> Self:
+        # Before the route is known: it is kept from then on.
+        self._router.users.append(self._uses)
+        try:
+            await self._open()
+        except BaseException:
+            self._router.users.remove(self._uses)
+            raise
+        return self
+
+    async def _open(self) -> None:
         route = await self._router.refresh(self.subject, create=False)
         if len(route.partitions) > 1 and not isinstance(self._start, str) and self._start[0] == "sequence":
             raise InvalidArgument(
@@ -63,7 +73,9 @@ class Reader:
         # Fixes "latest" and times now, not at the first read.
         await asyncio.gather(*(cursor.fix() for cursor in self._cursors.values()))
         self._opened = True
-        return self
+
+    def _uses(self, subject: str) -> bool:
+        return subject == self.subject
 
     def _follow(self, route: SubjectRoute, start: Any) -> None:
         """Read what the route leads to; partitions that are new begin at ``start``."""
@@ -83,6 +95,8 @@ class Reader:
     async def close(self) -> None:
         """Read no more."""
         self._closed = True
+        if self._uses in self._router.users:
+            self._router.users.remove(self._uses)
         for cursor in self._cursors.values():
             self._give_up(cursor)
 

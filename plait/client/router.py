@@ -90,6 +90,8 @@ class Router:
         self._nodes: dict[str, Node] = {}
         #: Called with every route that is newer than what was known, or has news of the brokers.
         self.on_route: list[Callable[[SubjectRoute], None]] = []
+        #: Asked whether a subject's route is still in use.
+        self.users: list[Callable[[str], bool]] = []
 
     def known(self, subject: str) -> SubjectRoute | None:
         """The subject's route, if it was asked for before."""
@@ -149,13 +151,16 @@ class Router:
             self.meta.learn(metas)
 
     async def _look_again(self) -> None:
-        """Now and then look at all routes, whether they are still the same."""
+        """Now and then look at all routes, whether they are still the same, and still in use."""
         while self._routes:
             subjects = list(self._routes)
             for subject in subjects:
                 # One after another: a client of very many subjects takes longer, and leaves the meta server alone.
                 await asyncio.sleep(max(self._limits.route_seconds / len(subjects), ROUTE_GAP_SECONDS))
-                await self._look_at(subject)
+                if any(uses(subject) for uses in self.users):
+                    await self._look_at(subject)
+                else:
+                    self._routes.pop(subject, None)
 
     async def _look_at(self, subject: str) -> None:
         try:
