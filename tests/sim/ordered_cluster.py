@@ -32,6 +32,7 @@ from plait.testing.embedded import empty_database
 from plait.testing.history import History
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
 from tests.sim.delayed_sends import DelayedSends
+from tests.sim.emptied_groups import is_chosen, switch_off
 from tests.sim.ordered_changes import PARTITIONS, Change, changes_of, ways_back
 from tests.sim.ordered_members import GROUP, LOOSE, STRICT, Members
 from tests.sim.ordered_senders import Senders
@@ -140,6 +141,7 @@ class OrderedCluster:
         ]
         self.script = self._faults() if script is None else script
         self.changes = changes_of(draw, seconds, [STRICT, STRICT, LOOSE]) if changes is None else changes
+        self._emptied = script is None and is_chosen(seed)
         self.script = [*self.script, *self._delayed.faults(seconds, list(BROKERS))]
         if script is None and changes is None:
             self._add_ways_back()
@@ -221,6 +223,9 @@ class OrderedCluster:
             sim.process("operator").start(self._resume())
             try:
                 self._drain()
+                if self._emptied:
+                    switch_off(self, [STRICT, LOOSE], ADDRESSES)
+                    self._drain()
             except SimulationFailed as failure:
                 failure.add_note(self._left())
                 raise

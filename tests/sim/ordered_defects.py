@@ -42,6 +42,11 @@ def deliver_behind_the_fence(patch: Patch) -> None:
     patch.setattr(Forwards, "ways", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
 
 
+def ask_brokers_that_hold_nothing(patch: Patch) -> None:
+    """R26: what a group has finished is known to the broker alone, which may be switched off."""
+    patch.setattr(ordered_consumer, "with_passed", lambda route, group, reports: list(reports))
+
+
 def report_drained_too_early(patch: Patch) -> None:
     """R4: a span counts as done before it is."""
 

@@ -62,6 +62,7 @@ LONG_HANDLING = (busy(CUT_OFF, 1.5), (3, 1))
 SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] = {
     defects.take_rows_behind_the_fence: COMMON,
     defects.deliver_behind_the_fence: COMMON,
+    defects.ask_brokers_that_hold_nothing: (common, (204,)),
     defects.report_drained_too_early: (common, (203,)),
     defects.ask_the_newest_span_first: COMMON,
     defects.ask_all_spans_at_once: COMMON,
