@@ -176,11 +176,11 @@ class OrderedGroup(StrandFailures):
         self._turn += 1
         if self._turn % JOIN_EVERY == 0:
             self._tighten_all(consumer, journal)
-        several = len(lps) + len(keys)
-        if several > 1 and (several <= JOIN_ALWAYS or self._turn % JOIN_EVERY == 0):
-            self.strands.join_alike([*lps, *keys])
+        if len(lps) > 1 and (len(lps) <= JOIN_ALWAYS or self._turn % JOIN_EVERY == 0):
+            self.strands.join_alike(lps)
             lps = [each for each in lps if self.strands.get(each.id) is each]
-            keys = [each for each in keys if self.strands.get(each.id) is each]
+        if keys:
+            keys = self._rejoin(keys, journal)
         abreast: list[Strand] = []
         for strand in keys:
             if troubled := self._troubled(strand):
@@ -352,7 +352,12 @@ class OrderedGroup(StrandFailures):
             start = piece.end
             if piece.parts:
                 for strand in strands:
-                    strand.pulled(piece.first, piece.last, attempt + 1, tag)
+                    if strand.key is None or len(strands) == 1:
+                        strand.pulled(piece.first, piece.last, attempt + 1, tag)
+                        continue
+                    # Beside others a key has just its rows in flight: it joins them again when those are done.
+                    for low, high in self._of_key(frame, piece, strand.key):
+                        strand.pulled(low, high, attempt + 1, tag)
                 delivery.parts.extend(piece.parts)
                 delivery.ranges.append((piece.first, piece.last, attempt + 1))
                 delivery.tags.append(tag)
@@ -570,7 +575,7 @@ class OrderedGroup(StrandFailures):
         elif action == Action.ACK:
             strand.settled(start, end)
         elif action == Action.RETURN:
-            strand.given_back(start, end, attempt)
+            strand.given_back(start, end, attempt, due)
         elif action == Action.NACK:
             uncounted = bool(flags & FLAG_UNCOUNTED)
             strand.given_back(start, end, attempt - uncounted, due)

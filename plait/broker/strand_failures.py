@@ -90,8 +90,9 @@ class StrandFailures(StrandHands):
 
     def refuse_more_keys(self, parked: Iterable[int]) -> None:
         """Raise where these keys are more than a group may have apart; nothing has changed then."""
-        keys = len(self.strands.by_key.keys() | set(parked))
-        if keys > self.limits.held_keys:
+        new = set(parked) - self.strands.by_key.keys()
+        keys = len(self.strands.by_key) + len(new)
+        if new and keys > self.limits.held_keys:
             raise LimitExceeded(
                 f"group {self.name!r} of {self.partition.row.subject!r} would have {keys} keys apart, failed or "
                 f"parked; the limit is {self.limits.held_keys} (held_keys); resume or skip some",

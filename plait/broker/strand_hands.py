@@ -17,11 +17,13 @@ from plait.frame.lp import LpSet
 from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.action_log import FLAG_UNCOUNTED, Action
 from plait.storage.hands import Hands, Rows
-from plait.storage.ranges import Range, Ranges
+from plait.storage.ranges import Range, Ranges, joined
 from plait.storage.strand import Strand
 
 #: What is wanted without end.
 NO_LIMITS: Sequences = np.zeros(LOGICAL_PARTITIONS, np.int64)
+#: Pieces of a strand in flight, failed or given back that are recorded again for each key that joins it.
+REJOIN_PIECES = 256
 #: Ranges that came back from which on a strand is looked at row by row when its owner changes.
 SIFTED_MIN = 64
 
@@ -119,6 +121,43 @@ class StrandHands(StrandRows):
             return
         placed = self._placed(journal, strand, strand.returned)
         strand.returned = Ranges.of(np.concatenate([_alike(rows.sequences, each) for rows, each in placed], axis=1))
+
+    def _rejoin(self, keys: list[Strand], journal: Journal) -> list[Strand]:
+        """Keys that failed, whose rows are all done and that have caught up, are no strands of their own any more.
+
+        What else is in flight does not matter. The ranges of the strand that they join may reach over their rows, which
+        are taken out of it: they are done. The keys that stay apart are returned.
+        """
+        joining: dict[Strand, list[Strand]] = {}
+        apart = []
+        for key in keys:
+            parent = self._parent(key)
+            done = not (key.held or key.returned or key.waiting) and key.next >= parent.next
+            if done and (key.owner, key.leaving, key.limit) == (parent.owner, parent.leaving, parent.limit):
+                joining.setdefault(parent, []).append(key)
+            else:
+                apart.append(key)
+        for parent, caught_up in joining.items():
+            # After a crash a key may have come further: what it passed comes back to the others.
+            ahead = max(key.next for key in caught_up)
+            those = [key for key in caught_up if key.next == ahead]
+            apart += [key for key in caught_up if key.next < ahead]
+            pieces = parent.begun(0, parent.next)
+            if len(pieces) > REJOIN_PIECES * len(those) and len(self.strands.by_key) < self.limits.held_keys // 2:
+                # Each piece is recorded again: that is for more keys at a time.
+                apart += those
+                continue
+            if parent.next < ahead:
+                parent.returned.add(parent.next, ahead, 0)
+                parent.next = ahead
+                pieces = parent.begun(0, ahead)
+            if pieces:
+                rows = self._table(journal, [(piece.start, piece.end) for piece in pieces]).rows
+                hashes = np.array([key.key for key in those], np.uint64)
+                for start, end in joined(rows.sequences[np.isin(rows.hashes, hashes)]):
+                    parent.forget(start, end)
+            self.strands.join(parent, those)
+        return apart
 
     def _given_back(self, holding: list[Strand], clipped: list[tuple[int, int, int]], journal: Journal) -> int:
         """Nobody began with the rows of (start, end, tag) ranges; how many sequences. There may be a range for each."""

@@ -26,6 +26,7 @@ from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.storage.action_log import FLAG_ESTIMATED, Action, GroupDefinition
 from plait.storage.hands import Rows
+from plait.storage.ranges import joined
 from plait.storage.strand import Strand
 
 STRICT = "strict"
@@ -54,6 +55,8 @@ class Piece(NamedTuple):
     #: Bytes that its compressed columns inflate to.
     inflated: int
     parts: list[Buffer]
+    #: Their places in the frame.
+    places: Sequences
 
 
 class Taking:
@@ -176,8 +179,10 @@ class StrandRows(Group):
         """A failed message holds its key."""
         return self.partition.row.settings.order == STRICT and not self.definition.affinity
 
-    def _parent(self, strand: Strand) -> Strand:
-        return self.strands.by_lp[int(np.flatnonzero(strand.lps)[0])]
+    def _parent(self, key: Strand) -> Strand:
+        """The strand of a key's logical partition."""
+        assert key.key is not None
+        return self.strands.by_lp[key.key % LOGICAL_PARTITIONS]
 
     def _troubled(self, strand: Strand) -> bool:
         """A key that has not caught up with its logical partition."""
@@ -194,18 +199,24 @@ class StrandRows(Group):
             rows = low + np.flatnonzero(chooser(self.partition.keys.of(frame))[low:high])
             rows = rows[: taking.room]
         if not len(rows):
-            return Piece(first, first, last, 0, 0, 0, [])
+            return Piece(first, first, last, 0, 0, 0, [], rows)
         end = last if len(rows) < taking.room else int(sequences[rows[-1]]) + 1
         try:
             parts, size = select(frame, rows)
         except FrameError:
             # Its rows cannot be told apart any more.
-            return Piece(first, first, last, 0, 0, 0, [])
+            return Piece(first, first, last, 0, 0, 0, [], rows[:0])
         if not taking.takes(size + frame.inflated_size):
             return None
-        return Piece(
-            int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1, end, len(rows), size, frame.inflated_size, parts
-        )
+        begin, stop = int(sequences[rows[0]]), int(sequences[rows[-1]]) + 1
+        return Piece(begin, stop, end, len(rows), size, frame.inflated_size, parts, rows)
+
+    def _of_key(self, frame: FrameView, piece: Piece, key: int) -> list[tuple[int, int]]:
+        """[first, last) of the rows of a key in a piece of a frame."""
+        hashes = self.partition.keys.of(frame).hashes
+        if hashes is None:
+            return []
+        return joined(frame.sequences()[piece.places[hashes[piece.places] == np.uint64(key)]])
 
     def _walk(self, journal: Journal, start: int, end: int, *, again: bool) -> Iterator[Found]:
         """The frames with [start, end), those that outlived retention first."""

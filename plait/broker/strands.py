@@ -98,24 +98,19 @@ class Strands:
             self._tell(Action.JOIN, strand.id, other.id, strand.next, 0, 0)
         for piece in [*strand.returned, *strand.all_held()]:
             self._tell(Action.RETURN, strand.id, piece.start, piece.end, 0, piece.attempt)
+        for due, pieces in strand.waiting:
+            for piece in pieces:
+                self._tell(Action.RETURN, strand.id, piece.start, piece.end, due, piece.attempt)
 
     def join_alike(self, strands: Iterable[Strand]) -> None:
-        """Make one of those that have come equally far."""
+        """Make one of those of logical partitions that have come equally far."""
         alike: dict[Any, list[Strand]] = {}
-        keys: list[Strand] = []
         for strand in strands:
-            if strand.key is not None:
-                keys.append(strand)
-            elif (standing := strand.standing) is not None:
+            if (standing := strand.standing) is not None:
                 alike.setdefault(standing, []).append(strand)
         for first, *others in alike.values():
             if others:
                 self.join(first, others)
-        for strand in keys:
-            parent = self.by_lp[int(np.flatnonzero(strand.lps)[0])]
-            # What came back of a key that failed goes out before the rest of it.
-            if not strand.returned and strand.standing is not None and strand.standing == parent.standing:
-                self.join(parent, [strand])
 
     def _add(self, part: Strand) -> None:
         self._all[part.id] = part

@@ -158,6 +158,13 @@ class Strand:
         """[start, end) is done, or dead."""
         self._take(start, end)
 
+    def forget(self, start: int, end: int) -> None:
+        """[start, end) is done, and was another strand's: it is in none of the ranges any more."""
+        for tag in list(self.held):
+            self.let_go(tag, start, end)
+        self.returned.remove(start, end)
+        self.waiting.remove(start, end)
+
     def given_back(self, start: int, end: int, attempt: int, due: int = 0) -> None:
         """[start, end) failed, or nobody began with it: it is handed out again when ``due`` (0: at once)."""
         self._take(start, end)

@@ -29,17 +29,22 @@ def fail_and_ack(owner: Owner, key: str) -> None:
 def test_an_ack_of_rows_that_keys_shared_settles_nothing_that_one_of_them_got_later():
     node = node_with(limits=ServerLimits(consumer_ranges=2))
     producer = Producer(5)
-    keyed(node, producer, [("x", b"x1"), ("a", b"a1"), ("y", b"y1"), ("b", b"b1"), ("z", b"z1")])
+    first_rows = [("x", b"x1"), ("a", b"a0"), ("a", b"a1"), ("y", b"y1"), ("b", b"b0"), ("b", b"b1"), ("z", b"z1")]
+    keyed(node, producer, first_rows)
     owner = Owner(node, "c1")
     owner.lease(ALL)
     owner.pull()
-    fail_and_ack(owner, "a")
-    fail_and_ack(owner, "b")
+    # Both have a row in flight, so they stay apart.
+    for key in ("a", "b"):
+        fail_and_ack(owner, key)
+        [in_flight] = owner.pull()
+        assert in_flight.key == key
     # What is left in hands are two ranges: of the others nothing is handed out any more.
     owner.ack(owner.first_of("y"))
     keyed(node, producer, [("a", b"a2"), ("b", b"b2"), ("a", b"a3"), ("b", b"b3")])
     shared = owner.pull()
     assert bodies(shared) == [b"a2", b"b2", b"a3", b"b3"]
+    owner.ack(owner.first_of("a"), owner.first_of("b"))
     owner.nack(owner.first_of("a"))
     again = owner.pull()
     assert bodies(again) == [b"a2"]

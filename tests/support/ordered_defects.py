@@ -46,6 +46,17 @@ def believe_any_name(patch: Patch) -> None:
     patch.setattr(Membership, "_another", lambda self, consumer, now: consumer)
 
 
+def keep_recovered_keys_apart(patch: Patch) -> None:
+    """A key that failed and recovered is a strand of its own until nothing else is in flight."""
+    rejoin = OrderedGroup._rejoin
+
+    def naive(self: OrderedGroup, keys: list[Strand], journal: Journal) -> list[Strand]:
+        alone = [key for key in keys if not self._parent(key).begun(0, 1 << 62)]
+        return [key for key in keys if key not in alone] + rejoin(self, alone, journal)
+
+    patch.setattr(OrderedGroup, "_rejoin", naive)
+
+
 def believe_any_key(patch: Patch) -> None:
     """A parked key may be any number, of any logical partition."""
     patch.setattr(Leases, "_checked_keys", lambda self, keys, lps: keys)

@@ -1,0 +1,129 @@
+"""Keys that failed and recovered are no keys apart any more, whatever else is in flight."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait.frame.lp import lp_of_key
+from plait.limits import ServerLimits
+from tests.broker.ordered_node import Held, Owner, keyed, make_subject
+from tests.support.broker_node import Node, Producer
+
+ALL = [(0, 1024, 1)]
+
+
+class Shop:
+    """A strict subject, an owner of everything, and one message that takes long."""
+
+    def __init__(self, held_keys: int = 5) -> None:
+        self.node = Node(
+            message_segment_size=1 << 20, action_segment_size=1 << 20, limits=ServerLimits(held_keys=held_keys)
+        )
+        make_subject(self.node)
+        self.producer = Producer(5)
+        self.owner = Owner(self.node, "c1")
+        self.owner.lease(ALL)
+
+    def send(self, *rows: tuple[str, bytes]) -> None:
+        keyed(self.node, self.producer, list(rows))
+
+    def ack(self, key: str) -> Held:
+        row = self.owner.first_of(key)
+        assert self.owner.ack(row)
+        return row
+
+    def fails_once(self, key: str) -> None:
+        """A key's message fails, comes again and is done."""
+        self.owner.pull()
+        self.owner.nack(self.owner.first_of(key))
+        self.owner.pull()
+        assert self.ack(key).attempt == 2
+
+    def slow(self, *keys: str) -> None:
+        """One message is being handled, in a frame with those of other keys, which fail and recover meanwhile."""
+        self.send(("slow", b"s"), *((key, key.encode()) for key in keys))
+        for key in keys:
+            self.fails_once(key)
+        self.owner.pull()
+
+
+KEYS = [f"k{number}" for number in range(20)]
+
+
+def test_one_slow_message_keeps_no_recovered_keys_apart():
+    shop = Shop()
+    shop.slow(*KEYS)
+    assert not shop.owner.group.strands.by_key
+    shop.send(("new", b"n"))
+    assert [row.body for row in shop.owner.pull()] == [b"n"]
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_what_a_recovered_key_has_done_does_not_come_again_with_the_slow_message(crash: bool):
+    shop = Shop()
+    shop.slow(*KEYS)
+    shop.send(("new", b"n"), ("k3", b"more"))
+    node = shop.node
+    if crash:
+        node = node.killed()
+    else:
+        node.membership.detach(shop.owner.consumer)
+        node.turn()
+    node.later(20.0)
+    node.membership.lose_silent()
+    node.turn()
+    after = Owner(node, "c2")
+    after.lease([(0, 1024, 2)])
+    assert [row.body for row in after.pull_all()] == [b"s", b"n", b"more"]
+
+
+def test_a_message_without_a_key_that_waits_keeps_no_recovered_keys_apart_and_comes_when_it_is_due():
+    shop = Shop()
+    shop.send(("", b"keyless"), ("a", b"a"))
+    shop.owner.pull()
+    # The same logical partitions, so the same strand.
+    shop.owner.nack(next(row for row in shop.owner.rows if not row.key), 60.0)
+    shop.owner.nack(shop.owner.first_of("a"))
+    shop.owner.pull()
+    shop.ack("a")
+    shop.owner.pull()
+    assert not shop.owner.group.strands.by_key
+    node = shop.owner.node = shop.node.killed()
+    shop.owner.attach()
+    shop.owner.lease()
+    assert shop.owner.pull() == []
+    node.later(61.0)
+    shop.owner.attach()
+    shop.owner.lease()
+    assert [(row.body, row.attempt) for row in shop.owner.pull()] == [(b"keyless", 2)]
+
+
+def test_a_key_with_rows_in_flight_stays_apart_until_they_are_done():
+    shop = Shop()
+    shop.send(("slow", b"s"), ("a", b"a1"))
+    shop.fails_once("a")
+    shop.send(("a", b"a2"), ("b", b"b1"))
+    # Read beside the others, under their tag.
+    assert [row.body for row in shop.owner.pull()] == [b"a2", b"b1"]
+    shop.owner.nack(shop.owner.first_of("a"))
+    shop.send(("a", b"a3"))
+    assert [row.body for row in shop.owner.pull()] == [b"a2"]
+    assert len(shop.owner.group.strands.by_key) == 1
+    shop.ack("a")
+    assert [row.body for row in shop.owner.pull()] == [b"a3"]
+    shop.ack("a")
+    shop.owner.pull()
+    assert not shop.owner.group.strands.by_key
+
+
+def test_a_recovered_key_waits_for_nobody_elses_logical_partitions():
+    shop = Shop()
+    low = next(key for key in KEYS if lp_of_key(key) < 512)
+    high = next(key for key in KEYS if lp_of_key(key) >= 512)
+    shop.send((low, b"l"), (high, b"h"))
+    shop.fails_once(low)
+    other = Owner(shop.node, "c2")
+    other.lease([(512, 1024, 2)])
+    shop.owner.lease([(0, 512, 1)])
+    shop.owner.pull()
+    assert not shop.owner.group.strands.by_key
