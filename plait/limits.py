@@ -189,6 +189,9 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     queue_head_seconds: float = 0.2
     #: Sends are refused while one log write or sync has taken longer than this.
     log_busy_seconds: float = 1.0
+    #: Rows whose keys a broker remembers for its ordered groups, 10 bytes each: as many frames as its owners are busy
+    #: with. The longest unused goes first.
+    key_rows: int = 1 << 22
     #: Open consume-log maps kept; the least recently read is closed.
     open_maps: int = 1_000
 

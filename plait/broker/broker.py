@@ -22,6 +22,7 @@ from plait.broker.dead_letters import DeadLetters
 from plait.broker.forwards import Forwards
 from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
 from plait.broker.heads import Heads
+from plait.broker.keys import KnownRows
 from plait.broker.leases import Leases
 from plait.broker.numbers import Numbers
 from plait.broker.partition import Partition
@@ -113,6 +114,7 @@ class Broker:
         self.checkpoints = Checkpoints(disk)
         limits = self.limits
         self.maps = OpenMaps(limits.open_maps)
+        self.known_rows = KnownRows(limits.key_rows)
         self.producers = ProducerTable(
             producers_max=limits.producers,
             window_frames=limits.producer_window_frames,

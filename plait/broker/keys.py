@@ -5,6 +5,7 @@ Every owner of an ordered group looks at the same frames, one after another.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,9 +19,6 @@ from plait.frame.view import FrameView
 
 Sequences = npt.NDArray[np.int64]
 
-#: Rows that are remembered for one partition, 10 bytes each.
-ROWS_MAX = 1 << 18
-
 
 class FrameKeys(NamedTuple):
     """Of each row of a frame."""
@@ -30,23 +28,52 @@ class FrameKeys(NamedTuple):
     hashes: Hashes | None
 
 
-class KeyCache:
-    """See the module."""
+class KnownRows:
+    """The keys of frames that were looked at last, of all partitions of a broker; the longest unused goes first."""
 
-    __slots__ = ("_known", "_lps_of", "_rows")
+    __slots__ = ("_known", "_limit", "_rows")
 
-    def __init__(self, lps_of: Callable[[Sequences, Hashes | None], Lps]) -> None:
-        self._lps_of = lps_of
-        #: By the first sequence of the frame.
-        self._known: OrderedDict[int, FrameKeys] = OrderedDict()
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        #: By the cache of a partition and the first sequence of the frame.
+        self._known: OrderedDict[tuple[int, int], FrameKeys] = OrderedDict()
         self._rows = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows are remembered, 10 bytes each."""
+        return self._rows
+
+    def get(self, place: tuple[int, int]) -> FrameKeys | None:
+        keys = self._known.get(place)
+        if keys is not None:
+            self._known.move_to_end(place)
+        return keys
+
+    def put(self, place: tuple[int, int], keys: FrameKeys) -> None:
+        self._known[place] = keys
+        self._rows += len(keys.lps)
+        while self._rows > self._limit and len(self._known) > 1:
+            _, gone = self._known.popitem(last=False)
+            self._rows -= len(gone.lps)
+
+
+class KeyCache:
+    """The keys of one partition's frames."""
+
+    __slots__ = ("_lps_of", "_number", "_rows")
+
+    #: Caches are told apart by these: a partition that is dropped leaves its rows to age.
+    _numbers = itertools.count()
+
+    def __init__(self, lps_of: Callable[[Sequences, Hashes | None], Lps], rows: KnownRows) -> None:
+        self._lps_of = lps_of
+        self._rows = rows
+        self._number = next(self._numbers)
 
     def known(self, base: int) -> FrameKeys | None:
         """The keys of a frame that was looked at lately, by its first sequence."""
-        keys = self._known.get(base)
-        if keys is not None:
-            self._known.move_to_end(base)
-        return keys
+        return self._rows.get((self._number, base))
 
     def of(self, frame: FrameView) -> FrameKeys:
         """The keys of a frame's rows."""
@@ -58,9 +85,5 @@ class KeyCache:
         # A copy: what is remembered must not keep a segment's mapping open.
         keys = FrameKeys(self._lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
         if whole:
-            self._known[frame.base] = keys
-            self._rows += frame.count
-            while self._rows > ROWS_MAX and len(self._known) > 1:
-                _, gone = self._known.popitem(last=False)
-                self._rows -= len(gone.lps)
+            self._rows.put((self._number, frame.base), keys)
         return keys

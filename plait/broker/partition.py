@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from plait.broker.keys import FrameKeys, KeyCache
+from plait.broker.keys import FrameKeys, KeyCache, KnownRows
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
 from plait.frame.header import PREFIX
@@ -74,7 +74,7 @@ class Partition:
         "waiting",
     )
 
-    def __init__(self, row: PartitionRow, consume_log: ConsumeLog) -> None:
+    def __init__(self, row: PartitionRow, consume_log: ConsumeLog, known_rows: KnownRows) -> None:
         self.consume_log = consume_log
         #: The logical partitions that it takes rows of; None: all.
         self.accepts: LpSet | None = None
@@ -98,7 +98,7 @@ class Partition:
         #: (first sequence, epoch) of each epoch that stored rows here, ascending.
         self.epochs: list[tuple[int, int]] = []
         self.groups: dict[str, Group] = {}
-        self.keys = KeyCache(self.lps_of)
+        self.keys = KeyCache(self.lps_of, known_rows)
         #: Groups with suspended pulls, in the order they began to wait.
         self.waiting: dict[Group, None] = {}
         #: Suspended reads that belong to no group.

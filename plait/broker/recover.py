@@ -189,7 +189,7 @@ class Recovery:
         broker = self._broker
         broken = []
         for entry in state.decode_partitions(data):
-            partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id, broker.maps))
+            partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id, broker.maps), broker.known_rows)
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
             partition.epochs = entry.epochs
             broker.add_partition(partition)
@@ -263,7 +263,7 @@ class Recovery:
                     self._groups.pop(group.id, None)
                 subjects.drop_partition(broker, known)
         elif known is None:
-            partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps))
+            partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps), broker.known_rows)
             broker.add_partition(partition)
             broker.touch(partition)
         elif known.row != row:

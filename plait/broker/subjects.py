@@ -55,7 +55,7 @@ def create_partition(broker: Broker, row: PartitionRow) -> Partition:
     """A new partition, under the next number."""
     broker.heads.define([row])
     broker.next_partition += 1
-    partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps))
+    partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps), broker.known_rows)
     broker.add_partition(partition)
     broker.touch(partition)
     return partition

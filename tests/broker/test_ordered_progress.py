@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.limits import KIB, MIB
+from plait.limits import KIB, MIB, ServerLimits
 from tests.broker.ordered_node import Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 from tests.support.progress import within_cpu_seconds
@@ -51,3 +51,17 @@ def test_a_key_with_large_rows_leaves_the_others_their_turn():
     keyed(node, producer, [("b", b"small")])
     with within_cpu_seconds(5):
         assert [row.body for row in owner.pull()] == [b"small"]
+
+
+def test_what_is_remembered_of_rows_has_a_limit_for_all_partitions_together():
+    node = Node(message_segment_size=1 << 20, limits=ServerLimits(key_rows=1000))
+    for number in range(20):
+        subject = f"s{number}"
+        node.broker.create_subject(subject)
+        for frame in range(3):
+            keyed(node, Producer(100 + 10 * number + frame), [("a", b"x")] * 100, subject)
+        partition = node.partition(subject)
+        assert sum(len(keys.lps) for _, _, keys in partition.keys_in(node.broker.message_log, 0, 300)) == 300
+        assert node.broker.known_rows.rows <= 1000
+        # What was looked at last is still known.
+        assert partition.keys.known(200) is not None
