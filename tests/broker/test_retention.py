@@ -351,6 +351,7 @@ def pass_seconds(node: Node, seconds: int) -> int:
     for _ in range(seconds):
         node.clock.advance(1)
         node.turn()
+        node.sync()
         if node.broker.snapshots.due:
             node.checkpoint()
             checkpoints += 1
@@ -423,3 +424,13 @@ def test_a_consume_file_of_an_older_life_is_not_removed_when_its_name_is_used_ag
     assert "00000001.1" in node.disk.list(CONSUME)
     assert len(node.killed().bodies("orders")) == KEEP + 3
     assert node.killed().report.rebuilt_consume_logs == 0
+
+
+def test_an_active_segment_of_which_nothing_is_kept_goes_too():
+    node = Node(retention_seconds=None)
+    fill(node, 13, "big", seconds=0.0)
+    assert [segment.base for segment in node.broker.message_log.segments] == [0]
+    node.broker.delete_subject("big")
+    pass_seconds(node, 60)
+    [segment] = node.broker.message_log.segments
+    assert segment.base > 0
