@@ -60,6 +60,8 @@ def test_frames_before_the_one_that_finds_no_space_are_stored_and_the_rest_refus
     node.partition("orders")
     node.turn()
     fill_up(node)
+    # For some of them.
+    node.disk.capacity += 8_000
     timed = [{}, {"send_time": 5}]
     sends = [node.submit(producer.frame("orders", b"x" * 2500, **timed[n % 2])) for n in range(6)]
     node.turn()
@@ -242,6 +244,7 @@ def test_after_a_failed_write_nothing_is_acknowledged(flush: str, path: str):
     consumer = node.attach("orders", "g")
     acknowledged = [node.send("orders", b"%d" % number) for number in range(5)]
     assert all(sent.acknowledged for sent in acknowledged)
+    node.pull(consumer)
     node.disk.fail("write", path=path)
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     answered: list[bool] = []
@@ -262,6 +265,7 @@ def test_after_a_failed_sync_nothing_is_acknowledged(path: str):
     node = Node(flush="sync")
     consumer = node.attach("orders", "g")
     node.send("orders", b"safe")
+    node.pull(consumer)
     node.disk.fail("sync", path=path)
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     answered: list[bool] = []

@@ -25,6 +25,7 @@ def test_keys_are_handled_in_order_once_and_completely(seed: int, flush: str):
         pytest.param(defects.believe_any_number, (0, 1, 2, 4), id="53"),
         pytest.param(defects.believe_any_key, (3, 4, 5, 7), id="54"),
         pytest.param(defects.believe_any_name, (5, 9, 10), id="7"),
+        pytest.param(defects.keep_recovered_keys_apart, (3, 21, 29, 39), id="10"),
     ],
 )
 def test_the_model_finds_a_defect_that_is_put_back(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 from itertools import permutations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -125,11 +126,12 @@ async def test_what_a_dead_driver_left_is_finished_by_others(
 
 
 def a_minute_passes(nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the meta server."""
+    """For the meta server's commits."""
     host = nodes[0].server.cluster._host
     assert host is not None
-    now = host._opened()._core.clock.now
-    monkeypatch.setattr(host._opened()._core.clock, "now", lambda: now() + 61_000_000)
+    age = host._opened().commits._age
+    monotonic = age._clock.monotonic
+    monkeypatch.setattr(age, "_clock", SimpleNamespace(monotonic=lambda: monotonic() + 61.0))
 
 
 @pytest.mark.parametrize("own", ["", "m", "z"])

@@ -245,7 +245,7 @@ def _crashed(writer: Writer) -> dict[str, Any]:
     for number in range(30):
         writer.send("orders", 0xB2, [b"after a crash %d" % number])
     consumer = writer.attach("orders", "billing", "three")
-    writer.pull(consumer, 25)
+    writer.pull(consumer, 60)
     writer.ack(consumer, 90, 95)
     content = writer.content()
     writer.kill()

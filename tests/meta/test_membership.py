@@ -146,7 +146,7 @@ def test_limits_hold(stores: Stores, clock: ManualClock):
     beaten = service.beat_client("c1", [("s", "a", False), ("s", "b", False), ("s", "c", False)])
     assert {type(error) for error in beaten.refused.values()} == {LimitExceeded}
     assert "2 groups" in beaten.refused["s", "c"].args[0]
-    assert beaten.refused["s", "c"].details == {"subject": "s", "group": "c"}
+    assert beaten.refused["s", "c"].details == {"subject": "s", "group": "c", "limit": "groups", "value": 2}
     assert "its 1 members" in service.beat_client("c2", [("s", "a", False)]).refused["s", "a"].args[0]
     with pytest.raises(LimitExceeded, match="4 groups, the limit is 3"):
         service.beat_client("c1", [("s", name, False) for name in "abcd"])

@@ -186,6 +186,7 @@ async def test_thousands_of_answered_polls_leave_nothing_behind(serve: Serve):
     async with Raw(server) as idle, Raw(server) as busy:
         await idle.hello("idle")
         await busy.hello("busy")
+        await idle.route("calm")
         idle.request(m.Read("calm", "latest", 1, 1, 30.0))
         await idle.ask(m.Heartbeat())
         partition = await busy.route("orders")
