@@ -12,6 +12,7 @@ import pytest
 from tests.sim.cluster import Cluster
 from tests.sim.ordered_cluster import OrderedCluster
 from tests.sim.sink_cluster import SinkCluster
+from tests.sim.world.world import World
 from tests.support.deep import Cycles
 
 #: Seeds of one cycle: enough for two processes to be busy, few enough to be run again when a run is interrupted.
@@ -55,6 +56,11 @@ def ordered(seed: int, number: int) -> str:
     return outcome(f"OrderedCluster({seed + number}, {seconds=})", OrderedCluster(seed + number, seconds=seconds).run)
 
 
+def world(seed: int, number: int) -> str:
+    seconds = 3.0 + number % 4
+    return outcome(f"World({seed + number}, {seconds=})", World(seed + number, seconds=seconds).run)
+
+
 def sink(seed: int, number: int) -> str:
     return outcome(f"SinkCluster({seed + number})", SinkCluster(seed + number).run)
 
@@ -75,6 +81,7 @@ def outcome(name: str, run: Callable[[], object]) -> str:
     "run",
     [
         pytest.param(ordered, marks=pytest.mark.deep("sim")),
+        pytest.param(world, marks=pytest.mark.deep("sim-world")),
         pytest.param(sink, marks=pytest.mark.deep("sim-sink")),
         pytest.param(shared_async, marks=pytest.mark.deep("sim-shared")),
         pytest.param(shared_sync, marks=pytest.mark.deep("sim-shared")),

@@ -16,10 +16,12 @@ from asyncio import events
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from plait import chance
 from plait.testing.disk import SimulatedCrash
+from plait.testing.sim.threads import SimThread
 
 if TYPE_CHECKING:
     from plait.testing.sim.process import Process
@@ -72,6 +74,8 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._in_turn = False
         self._closed = False
         self._threads_run = self._threads_told = 0.0
+        #: Threads that are busy for a while.
+        self._blocked: set[SimThread] = set()
         self._tasks: list[asyncio.Task[Any]] = []
         self._tasks_limit = TASKS_KEPT
         self._handler: Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object] | None = None
@@ -192,6 +196,9 @@ class SimLoop(asyncio.AbstractEventLoop):
         self.dead = True
         self._ready.clear()
         self._timers.clear()
+        for thread in self._blocked:
+            thread.kill()
+        self._blocked.clear()
 
     def _bury(self) -> None:
         """After the end: take its unfinished coroutines apart, where they can do nothing."""
@@ -239,7 +246,21 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._threads_run = run = max(self._threads_run, self.time() + draw(low, high))
         self._threads_told = told = max(self._threads_told, run + draw(low, high))
 
+        def turn(thread: SimThread) -> None:
+            """Let the thread run until it blocks or ends."""
+            self._blocked.discard(thread)
+            self.process._thread = thread
+            thread.resume()
+            if thread.blocked is not None:
+                self._blocked.add(thread)
+                self.call_at(self.time() + thread.blocked, turn, thread)
+            else:
+                self.call_at(max(told, self.time()), _settle, future, thread.result, thread.error)
+
         def work() -> None:
+            if self.process.blocking_threads:
+                turn(SimThread(partial(func, *args)))
+                return
             events._set_running_loop(None)
             try:
                 result = func(*args)

@@ -14,6 +14,7 @@ import plait
 from plait.testing.disk import SimulatedCrash, SimulatedDisk
 from plait.testing.sim.clock import SimClock
 from plait.testing.sim.loop import SimLoop
+from plait.testing.sim.threads import SimThread
 
 if TYPE_CHECKING:
     from plait.testing.sim.simulation import Simulation
@@ -67,6 +68,9 @@ class Process:
         self.lives = 0
         #: Threads with loops of their own so far.
         self.threads = 0
+        #: Functions for threads may block: each runs in a real thread, which costs more.
+        self.blocking_threads = False
+        self._thread: SimThread | None = None
         self.loops: dict[str, SimLoop] = {}
         self._expected: tuple[type[BaseException], ...] = ()
 
@@ -154,6 +158,13 @@ class Process:
         client._go_by(self.clock)
         client._background = lambda: SimBackground(self)
         return client
+
+    def block(self, seconds: float) -> None:
+        """Called by a function in a thread: it is busy for so much virtual time. Needs ``blocking_threads``."""
+        thread = self._thread
+        if thread is None:
+            raise RuntimeError(f"no thread of {self.name} runs; set blocking_threads and call it in an executor")
+        thread.block(seconds)
 
     # --- what can happen to it ------------------------------------------------------------------
 

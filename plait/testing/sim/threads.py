@@ -1,0 +1,58 @@
+"""``SimThread``: a function of a simulated process that may block for virtual time, as a ``def`` handler does.
+
+The function runs in a thread of its own, but never beside the simulation: control passes back and forth, so that only
+one of them runs at any moment and a seed repeats exactly.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from plait.testing.disk import SimulatedCrash
+
+
+class SimThread:
+    """Runs ``function``. ``resume`` runs it until it blocks or ends; ``block`` is what the function calls."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._go, self._back = threading.Semaphore(0), threading.Semaphore(0)
+        self._killed = False
+        self._thread = threading.Thread(target=self._run, name="plait-simulated", daemon=True)
+        self.result: Any = None
+        self.error: BaseException | None = None
+        #: For how long it blocks; None: it has ended.
+        self.blocked: float | None = 0.0
+
+    def resume(self) -> None:
+        """Let it run until it blocks or ends."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._go.release()
+        self._back.acquire()
+
+    def kill(self) -> None:
+        """End it where it blocks: its process is gone."""
+        if self.blocked is not None and self._thread.ident is not None:
+            self._killed = True
+            self.resume()
+            self._thread.join()
+
+    def block(self, seconds: float) -> None:
+        """Called in the thread: be busy for so much virtual time."""
+        self.blocked = seconds
+        self._back.release()
+        self._go.acquire()
+        if self._killed:
+            raise SimulatedCrash("the process of this thread was killed")
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            self.result = self._function()
+        except BaseException as error:  # noqa: BLE001 - the loop gives it to the future
+            self.error = error
+        self.blocked = None
+        self._back.release()

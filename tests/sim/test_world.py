@@ -1,0 +1,64 @@
+"""Worlds in which all features meet (``tests/sim/world``): whatever happens, what is promised holds.
+
+``World(seed)`` repeats a failure; ``World(seed, plan=draw_plan(seed)._replace(script=()))`` leaves parts of it out.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.world.plan import Plan, draw_plan
+from tests.sim.world.world import World
+
+#: Worlds that one test runs: a hundred in all.
+SEEDS = 5
+SECONDS = 4.0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", range(20))
+def test_nothing_is_lost_stuck_or_out_of_order_whatever_meets(seed: int, number: int):
+    for each in range(seed, seed + SEEDS):
+        World(each, seconds=SECONDS).run()
+
+
+def test_the_same_seed_goes_the_same_way():
+    worlds = [World(11, seconds=2.0) for _ in range(2)]
+    for world in worlds:
+        world.run()
+    assert worlds[0].simulation.trace.digest == worlds[1].simulation.trace.digest
+
+
+def test_plans_have_everything_somewhere():
+    """What is drawn together is drawn at all: a hundred plans have every feature and every fault."""
+    plans = [draw_plan(seed) for seed in range(100)]
+    assert {subject.partitions for plan in plans for subject in plan.subjects} >= {1, 2, 16, 64}
+    modes = {(group.mode, group.start) for plan in plans for group in plan.groups}
+    assert modes >= {
+        (mode, start) for mode in ("ordered", "shared", "once") for start in ("earliest", "latest", "time")
+    }
+    assert {fault.kind for plan in plans for fault in plan.disk_faults} == {"sync", "full", "checkpoint"}
+    assert {fault.kind for plan in plans for fault in plan.script} >= {"kill", "power_loss", "crash_at", "pause", "cut"}
+
+    def share(holds: list[bool]) -> float:
+        return sum(holds) / len(holds)
+
+    for part in (
+        lambda plan: plan.calm,
+        lambda plan: plan.delays,
+        lambda plan: plan.cancels > 0,
+        lambda plan: plan.fixed_ids,
+        lambda plan: plan.deleted_at is not None,
+        lambda plan: any(subject.retention for subject in plan.subjects),
+        lambda plan: any(group.away for group in plan.groups),
+        lambda plan: bool(plan.outages),
+        lambda plan: plan.skew > 3600.0,
+    ):
+        assert 0.05 < share([bool(part(plan)) for plan in plans]) < 0.95
+
+
+def test_a_calm_world_handles_everything_once():
+    plan: Plan = draw_plan(7)._replace(script=(), disk_faults=(), outages=(), cancels=0.0, failures=0.0, apps=0.0)
+    world = World(7, plan=plan)
+    world.run()
+    assert len(world.ledger.sent) > 20

@@ -1,0 +1,65 @@
+"""What is wrong with what happened in a simulated world, in one list."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from plait.testing.checker import Violation, check
+from plait.testing.history import History
+from tests.sim.world.ledger import DELAYED, Ledger
+from tests.sim.world.plan import DOOMED, GroupPlan
+
+#: What is asked of the order of handling, and of who handles.
+OF_ORDER = ("send_order", "order", "overlap", "epoch", "owners")
+
+
+def judge(ledger: Ledger, loose: set[str]) -> list[str]:
+    """Everything that is wrong; ``loose``: keys whose order is not promised any more where it is best tried."""
+    # A subject that is deleted may be made again by its next send: nothing is asked of what was in it.
+    groups = [group for group in ledger.plan.groups if group.subject != DOOMED]
+    return [text for group in groups for text in _group(ledger, group, loose)]
+
+
+def _group(ledger: Ledger, group: GroupPlan, loose: set[str]) -> list[str]:
+    whole = ledger.histories[group.subject]
+    history = History()
+    history.faults = whole.faults
+    history.handlings = [handling for handling in whole.handlings if handling.group == group.name]
+    # What was sent before the group began, or expired before a member got it, has no place in its order.
+    concerns = {handling.value for handling in history.handlings}
+    concerns.update(*(ledger.wanted(group, holder) for holder in ledger.holders(group)))
+    history.sends = [send for send in whole.sends if send.value in concerns or send.outcome != "ok"]
+    strict = ledger.plan.subject(group.subject).order == "strict"
+    if group.mode == "once":
+        return _once(group, history)
+    if group.mode == "broadcast":
+        return _lost(ledger, group)
+    found = check(history, strict, ordered=group.mode == "ordered", drained=False, moves=True, groups=[group.name])
+    texts = [f"{group.subject}/{group.name} ({group.mode}): {each}" for each in found if _counts(each, strict, loose)]
+    texts += [
+        f"{group.subject}/{group.name}: {handling.value} was cancelled and is handled"
+        for handling in history.handlings
+        if int(handling.value) in ledger.cancelled
+    ]
+    return texts + _lost(ledger, group)
+
+
+def _counts(violation: Violation, strict: bool, loose: set[str]) -> bool:
+    """Whether it is one: delayed messages have the order of their due times, loose keys none."""
+    if violation.kind in ("send_order", "order") and str(violation.key).startswith(DELAYED):
+        return False
+    return strict or violation.kind not in OF_ORDER or violation.key not in loose
+
+
+def _once(group: GroupPlan, history: History) -> list[str]:
+    counts = Counter(int(handling.value) for handling in history.handlings)
+    return [f"{group.subject}/{group.name}: {each} was handed out {n} times" for each, n in counts.items() if n > 1]
+
+
+def _lost(ledger: Ledger, group: GroupPlan) -> list[str]:
+    return [
+        f"{group.subject}/{group.name} ({group.mode}, start {group.start}) lost {sorted(missing)[:20]}"
+        f" of {holder[2] or 'the group'}"
+        for holder, missing in ledger.missing(group).items()
+        if missing
+    ]

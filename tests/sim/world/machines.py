@@ -1,0 +1,182 @@
+"""Meta servers and brokers of a simulated world, their database and their disks, and what goes wrong with these."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from plait.broker import BrokerConfig
+from plait.errors import DiskFull, MetaUnavailable, StorageFailed
+from plait.limits import KIB, MIB, MetaLimits, ServerLimits
+from plait.meta.database import Database, file_url
+from plait.server import Server
+from plait.server.meta_server import MetaServer
+from plait.testing.embedded import empty_database
+from plait.testing.sim import Process, Simulation
+from tests.sim.world.plan import LEASE_SECONDS, METAS, DiskFault, Plan
+
+META_PORT, BROKER_PORT = 7461, 7451
+ADDRESSES = [f"plait://127.0.0.1:{META_PORT + number}" for number in range(len(METAS))]
+LIMITS = ServerLimits(lease_seconds=LEASE_SECONDS, lease_margin=0.1, consumer_lost_seconds=3.0)
+META_LIMITS = MetaLimits(
+    member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, beat_flush_seconds=1.0, gap_seconds=1.0
+)
+CONFIG = BrokerConfig(
+    message_segment_size=64 * KIB,
+    action_segment_size=32 * KIB,
+    kept_segment_size=16 * KIB,
+    checkpoint_seconds=2.0,
+    disk_used_max=1.0,
+    disk_free_min=1 * MIB,
+    limits=LIMITS,
+)
+#: A broker that ended is started again after this long.
+RESTART_SECONDS = 0.2
+
+
+class Machines:
+    """See the module."""
+
+    def __init__(self, simulation: Simulation, plan: Plan) -> None:
+        self.simulation = simulation
+        self.plan = plan
+        self.metas = [simulation.process(name, self._meta) for name in METAS]
+        self.brokers = {name: simulation.process(name, self._broker) for name in plan.brokers}
+        self.servers: dict[str, Server] = {}
+        self._meta_servers: list[MetaServer] = []
+        shared = "/dev/shm"
+        self._directory = Path(tempfile.mkdtemp(prefix="plait-", dir=shared if os.path.isdir(shared) else None))
+        (self._directory / "meta.db").write_bytes(empty_database())
+        self._database_is_away = False
+        #: Brokers whose sync is to fail and that lose power afterwards.
+        self._sync_fails: dict[str, DiskFault] = {}
+
+    def start(self) -> None:
+        """Start the servers, and let what the plan says go wrong at its times."""
+        for process in (*self.metas, *self.brokers.values()):
+            process.start()
+
+    def play(self) -> None:
+        """Let the plan's failures of disks and of the database happen."""
+        for fault in self.plan.disk_faults:
+            self.simulation.call_later(fault.at, self._begin, fault)
+        for outage in self.plan.outages:
+            self.simulation.call_later(outage.at, self._database, True)
+            self.simulation.call_later(outage.at + outage.seconds, self._database, False)
+
+    def heal(self) -> None:
+        """End what is wrong with disks and the database."""
+        self._database_is_away = False
+        self._sync_fails.clear()
+        for process in self.brokers.values():
+            process.disk._faults.clear()
+            process.disk.capacity = max(process.disk.capacity, 256 * MIB)
+
+    def close(self) -> None:
+        """Remove the database."""
+        for server in self._meta_servers:
+            if server.meta._store is not None:
+                server.meta._store.close()
+        shutil.rmtree(self._directory)
+
+    # --- servers --------------------------------------------------------------------------------
+
+    async def _meta(self, process: Process) -> None:
+        server = MetaServer(
+            file_url(str(self._directory / "meta.db")),
+            port=META_PORT + METAS.index(process.name),
+            clock=process.clock,
+            meta_limits=META_LIMITS,
+            alone=False,
+        )
+        self._meta_servers.append(server)
+        await server.start()
+        assert server.meta._store is not None
+        self._let_fail(server.meta._store.database)
+
+    async def _broker(self, process: Process) -> None:
+        config = msgspec.structs.replace(CONFIG, flush=self.plan.flush, group=process.name)
+        port = BROKER_PORT + self.plan.brokers.index(process.name)
+        server = Server(process.disk, config, port=port, clock=process.clock, metas=ADDRESSES)
+        self.servers[process.name] = server
+        try:
+            await server.start()
+            assert server.failed is not None
+            raise await server.failed
+        except (StorageFailed, DiskFull) as failure:
+            self.simulation.log(process.name, f"ends: {failure}")
+            # Not from inside: its loop ends with it.
+            self.simulation.call_later(0.0, self._ended, process)
+
+    def _ended(self, process: Process) -> None:
+        """Storage failed: the broker ends, and is started again in the same page cache; then the power may fail."""
+        process.kill()
+        self.simulation.call_later(RESTART_SECONDS, _start, process)
+        fault = self._sync_fails.pop(process.name, None)
+        if fault is not None and self.plan.flush == "sync":
+            self.simulation.call_later(RESTART_SECONDS + fault.seconds, self._lose_power, process)
+
+    def _lose_power(self, process: Process) -> None:
+        process.kill(power_loss=True)
+        self.simulation.call_later(RESTART_SECONDS, _start, process)
+
+    # --- failures -------------------------------------------------------------------------------
+
+    def _begin(self, fault: DiskFault) -> None:
+        process = self.brokers[fault.broker]
+        if not process.alive:
+            return
+        self.simulation.log(fault.broker, f"has a fault of its disk: {fault.kind}")
+        match fault.kind:
+            case "sync":
+                self._sync_fails[fault.broker] = fault
+                process.disk.fail("sync", path=process.random.choice(("messages*", "action*", "kept*", "*")))
+            case "full":
+                free, capacity = process.disk.space()
+                process.disk.capacity = capacity - free
+                self.simulation.call_later(fault.seconds, self._more_room, process)
+            case "checkpoint":
+                self._damage_checkpoint(process)
+
+    def _more_room(self, process: Process) -> None:
+        process.disk.capacity = max(process.disk.capacity, 256 * MIB)
+
+    def _damage_checkpoint(self, process: Process) -> None:
+        """The newest checkpoint is damaged while the broker is down: it starts from the one before."""
+        process.kill()
+        disk = process.disk
+        manifests = [name for name in disk.list("checkpoints") if name.startswith("manifest-") and "." not in name]
+        if manifests:
+            path = f"checkpoints/{max(manifests)}"
+            size = len(disk.read(path))
+            disk.flip_bit(path, process.random.randrange(size), process.random.randrange(8))
+        self.simulation.call_later(RESTART_SECONDS, _start, process)
+
+    def _database(self, away: bool) -> None:
+        self.simulation.log("database", "is away" if away else "answers again")
+        self._database_is_away = away
+
+    def _let_fail(self, database: Database) -> None:
+        """While the database is away every call fails."""
+        translated, quick = database._translated, database.quick
+
+        @contextmanager
+        def fails_now_and_then() -> Iterator[None]:
+            if self._database_is_away:
+                raise MetaUnavailable("the database is away")
+            with translated():
+                yield
+
+        database._translated = fails_now_and_then
+        database.quick = lambda statement: None if self._database_is_away else quick(statement)
+
+
+def _start(process: Process) -> None:
+    if not process.alive:
+        process.start()

@@ -1,0 +1,93 @@
+"""The operator of a simulated world: makes subjects, changes partitions, deletes, resends what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import plait
+from plait.errors import PlaitError, SubjectExists
+from plait.testing.sim import Process, Simulation
+from tests.sim.world.plan import DOOMED, Change, Plan
+
+
+class Operator:
+    """See the module."""
+
+    def __init__(
+        self, simulation: Simulation, plan: Plan, addresses: Sequence[str], limits: plait.ClientLimits
+    ) -> None:
+        self.simulation = simulation
+        self.plan = plan
+        self._addresses = addresses
+        self._limits = limits
+
+    @property
+    def _process(self) -> Process:
+        return self.simulation.process("operator")
+
+    def _connect(self) -> plait.Client:
+        return self._process.connect(self._addresses, limits=self._limits)
+
+    async def create(self) -> None:
+        """Make the subjects once all brokers are known."""
+        async with self._connect() as client:
+            while len(await client._router.find_brokers()) < len(self.plan.brokers):
+                await self.simulation.sleep(0.1)
+            for subject in self.plan.subjects:
+                try:
+                    await client.admin.create_subject(
+                        subject.name, order=subject.order, partitions=subject.partitions, retention=subject.retention
+                    )
+                except SubjectExists:
+                    continue
+
+    def play(self) -> None:
+        """Let the plan's changes happen."""
+        for change in self.plan.changes:
+            self.simulation.call_later(change.at, self._begin, change)
+        if self.plan.deleted_at is not None:
+            self.simulation.call_later(self.plan.deleted_at, lambda: self._process.start(self._delete()))
+
+    def _begin(self, change: Change) -> None:
+        self.simulation.log("operator", f"{change.subject} is to have {change.partitions} partitions")
+        self._process.start(self._expand(change))
+
+    async def _expand(self, change: Change) -> None:
+        try:
+            async with self._connect() as client:
+                await client.admin.expand_subject(change.subject, change.partitions)
+        except PlaitError as error:
+            self.simulation.log("operator", f"not done: {error}")
+
+    async def _delete(self) -> None:
+        while True:
+            try:
+                async with self._connect() as client:
+                    await client.admin.delete_subject(DOOMED)
+                return
+            except plait.SubjectNotFound:
+                return
+            except PlaitError as error:
+                self.simulation.log("operator", f"not deleted: {error}")
+                await self.simulation.sleep(0.5)
+
+    async def resume(self, drained: Callable[[], bool]) -> None:
+        """Resend dead letters and resume parked keys until everything is handled."""
+        groups = [group for group in self.plan.groups if group.mode not in ("broadcast", "once")]
+        while not drained():
+            try:
+                async with self._connect() as client:
+                    while not drained():
+                        for group in groups:
+                            await self._resend(client, group.subject, group.name, group.mode == "ordered")
+                        await self.simulation.sleep(1.0)
+            except PlaitError:
+                await self.simulation.sleep(1.0)
+
+    async def _resend(self, client: plait.Client, subject: str, group: str, ordered: bool) -> None:
+        try:
+            await client.admin.resend_dead(subject, group)
+            if ordered and self.plan.subject(subject).order == "strict":
+                await client.admin.resume_all(subject, group)
+        except (plait.GroupNotFound, plait.SubjectNotFound):
+            pass

@@ -1,0 +1,244 @@
+"""``Plan``: what one simulated world consists of and what happens to it, drawn from a seed as plain data.
+
+Everything is drawn together, so that features meet: subjects of either order and of 1 to 64 partitions, groups of every
+kind, delays, small segments, retention, changes of routes while groups are stopped, subjects that are deleted, and
+machines, networks, disks, clocks and databases that fail. The budget of faults is drawn too: some worlds are calm.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from plait.testing.sim import Fault, FaultKind, Faults
+
+Mode = Literal["ordered", "affinity", "shared", "once", "broadcast"]
+#: Where a group begins: at the first message, at the last, or at a time that is its first start.
+Start = Literal["earliest", "latest", "time"]
+
+STRICT, LOOSE, DOOMED = "orders", "prices", "doomed"
+BROKERS = ("g1", "g2", "g3")
+METAS = ("meta-1", "meta-2")
+PRODUCERS = ("producer-0", "producer-1")
+CLIENTS = ("client-0", "client-1", "client-2")
+READER = "reader"
+
+#: Long enough for leases, lost consumers and reconnects to pass within a run.
+LEASE_SECONDS = 3.0
+WEIGHTS: dict[FaultKind, float] = {"kill": 3, "crash_at": 2, "pause": 2, "cut": 2, "cut_one_way": 1, "jump": 1}
+
+
+class SubjectPlan(NamedTuple):
+    """A subject as it is created."""
+
+    name: str
+    order: Literal["strict", "best_tried"]
+    partitions: int
+    #: Seconds that messages are kept; None: longer than the run.
+    retention: float | None = None
+
+
+class GroupPlan(NamedTuple):
+    """A group, and the clients that have members of it."""
+
+    subject: str
+    name: str
+    mode: Mode
+    start: Start
+    clients: tuple[str, ...]
+    #: Attempts before a message is a dead letter.
+    attempts: int
+    #: All members are away from the first time to the second; None: they come and go as they like.
+    away: tuple[float, float] | None = None
+
+    @property
+    def owns(self) -> bool:
+        """Its members own logical partitions."""
+        return self.mode in ("ordered", "affinity")
+
+
+class Change(NamedTuple):
+    """The operator wants another number of partitions."""
+
+    at: float
+    subject: str
+    partitions: int
+
+
+class DiskFault(NamedTuple):
+    """Something goes wrong with a broker's disk.
+
+    - ``sync``: the next sync fails. The broker ends and is started again in the same page cache; then the power fails.
+    - ``full``: the disk takes nothing more for a while.
+    - ``checkpoint``: the newest checkpoint is damaged, and the broker is killed.
+    """
+
+    kind: Literal["sync", "full", "checkpoint"]
+    at: float
+    seconds: float
+    broker: str
+
+
+class Outage(NamedTuple):
+    """The database of the meta servers does not answer."""
+
+    at: float
+    seconds: float
+
+
+class Plan(NamedTuple):
+    """See the module."""
+
+    seed: int
+    seconds: float
+    flush: Literal["async", "sync"]
+    #: Brokers that there are.
+    brokers: tuple[str, ...]
+    subjects: tuple[SubjectPlan, ...]
+    groups: tuple[GroupPlan, ...]
+    script: tuple[Fault, ...] = ()
+    changes: tuple[Change, ...] = ()
+    disk_faults: tuple[DiskFault, ...] = ()
+    outages: tuple[Outage, ...] = ()
+    #: When ``DOOMED`` is deleted; None: there is none.
+    deleted_at: float | None = None
+    #: How far the wall clocks of machines are from each other at the beginning, in seconds.
+    skew: float = 0.0
+    #: How likely a call of a client is cancelled while it runs.
+    cancels: float = 0.0
+    #: Some messages are delayed. A delay counts on the producer's and the broker's clocks, which are close then.
+    delays: bool = False
+    #: How likely a client's member is an app.
+    apps: float = 0.3
+    #: How likely a handler or a decoder fails.
+    failures: float = 0.05
+    #: Clients have the same id in every life.
+    fixed_ids: bool = True
+    #: Rows that a consumer pulls ahead.
+    prefetch: int = 50
+
+    @property
+    def calm(self) -> bool:
+        """Nothing goes wrong with machines, networks and disks."""
+        return not (self.script or self.disk_faults or self.outages)
+
+    def subject(self, name: str) -> SubjectPlan:
+        """The subject of that name."""
+        return next(subject for subject in self.subjects if subject.name == name)
+
+
+def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
+    """The plan of a seed."""
+    draw = random.Random(f"{seed} plan")
+    brokers = BROKERS[: draw.choice((1, 2, 3, 3))]
+    flush: Literal["async", "sync"] = draw.choice(("async", "sync"))
+    subjects = [
+        SubjectPlan(STRICT, "strict", _partitions(draw), _retention(draw)),
+        SubjectPlan(LOOSE, "best_tried", _partitions(draw), _retention(draw)),
+    ]
+    deleted_at = draw.uniform(1.0, seconds) if draw.random() < 0.3 else None
+    if deleted_at is not None:
+        subjects.append(SubjectPlan(DOOMED, draw.choice(("strict", "best_tried")), draw.choice((1, 2))))
+    groups = [group for subject in subjects for group in _groups(draw, subject, seconds)]
+    delays = draw.random() < 0.6
+    plan = Plan(
+        seed,
+        seconds,
+        flush,
+        brokers,
+        tuple(subjects),
+        tuple(groups),
+        changes=tuple(_changes(draw, subjects, groups, seconds)),
+        deleted_at=deleted_at,
+        skew=draw.choice((0.0, 2.0) if delays else (0.0, 5.0, 3600.0, 90 * 86_400.0)),
+        delays=delays,
+        cancels=draw.choice((0.0, 0.0, 0.1, 0.3)),
+        failures=draw.choice((0.0, 0.05, 0.2)),
+        fixed_ids=draw.random() < 0.7,
+        prefetch=draw.choice((1, 10, 50, 200)),
+    )
+    if draw.random() < 0.3:
+        return plan
+    return plan._replace(
+        script=tuple(_faults(draw, plan)),
+        disk_faults=tuple(_disk_faults(draw, plan)),
+        outages=tuple(_outages(draw, seconds)),
+    )
+
+
+def _partitions(draw: random.Random) -> int:
+    return draw.choices((1, 2, 3, 5, 16, 64), (4, 4, 3, 2, 1, 0.5))[0]
+
+
+def _retention(draw: random.Random) -> float | None:
+    return draw.choices((None, 2.0), (3, 1))[0]
+
+
+def _groups(draw: random.Random, subject: SubjectPlan, seconds: float) -> list[GroupPlan]:
+    """One group of owners and a few of the others."""
+    kinds: list[tuple[str, Mode]] = [("billing", "ordered" if draw.random() < 0.8 else "affinity")]
+    others: list[tuple[str, Mode]] = [("mail", "shared"), ("once", "once"), ("screens", "broadcast")]
+    kinds += draw.sample(others, draw.choice((1, 1, 2)))
+    found = []
+    for name, mode in kinds:
+        start: Start = "latest" if mode == "broadcast" else draw.choice(("earliest", "earliest", "latest", "time"))
+        clients = CLIENTS[: draw.choice((1, 2))] if mode in ("once", "broadcast") else CLIENTS
+        away = None
+        if draw.random() < 0.25:
+            begin = draw.uniform(1.0, seconds / 2)
+            away = begin, begin + draw.uniform(1.0, seconds / 2)
+        found.append(GroupPlan(subject.name, name, mode, start, clients, draw.choice((2, 5, 10_000)), away))
+    return found
+
+
+def _changes(
+    draw: random.Random, subjects: Sequence[SubjectPlan], groups: Sequence[GroupPlan], seconds: float
+) -> list[Change]:
+    """Changes of the partition count; some while all members of a group are away."""
+    found = []
+    at = draw.uniform(0.0, 4.0)
+    while at < seconds:
+        found.append(Change(at, draw.choice(subjects).name, _partitions(draw)))
+        at += draw.choice((0.1, draw.expovariate(1 / 3.0)))
+    for group in groups:
+        if group.away is not None and draw.random() < 0.7:
+            at = draw.uniform(*group.away)
+            found.append(Change(at, group.subject, draw.choice((2, 3, 4, 7))))
+    return sorted(found)
+
+
+def _faults(draw: random.Random, plan: Plan) -> list[Fault]:
+    others = (*PRODUCERS, *CLIENTS, READER)
+    pairs = [(broker, other) for broker in plan.brokers for other in (*METAS, *others)]
+    pairs += [(meta, other) for meta in METAS for other in others]
+    weights = WEIGHTS if plan.flush == "async" else WEIGHTS | {"power_loss": 1}
+    return Faults(
+        draw,
+        # Servers as often as all the others.
+        [*2 * plan.brokers, *METAS, *others],
+        pairs,
+        disks=plan.brokers,
+        weights=weights,
+        every_seconds=draw.choice((0.7, 1.5, 3.0, 6.0)),
+        long_seconds=2.5 * LEASE_SECONDS,
+        # Retries and delays wait on the broker's wall clock: set back further, they wait longer.
+        jump_seconds=20.0,
+    ).script(plan.seconds)
+
+
+def _disk_faults(draw: random.Random, plan: Plan) -> list[DiskFault]:
+    found = []
+    for _ in range(draw.choice((0, 0, 1, 1, 2))):
+        kinds: tuple[Literal["sync", "full", "checkpoint"], ...] = ("sync", "full", "checkpoint")
+        at = draw.uniform(0.5, plan.seconds - 0.5)
+        lasts = min(draw.uniform(0.1, 2.0), plan.seconds - at)
+        found.append(DiskFault(draw.choice(kinds), at, lasts, draw.choice(plan.brokers)))
+    return found
+
+
+def _outages(draw: random.Random, seconds: float) -> list[Outage]:
+    if draw.random() < 0.7:
+        return []
+    at = draw.uniform(0.5, seconds)
+    return [Outage(at, min(draw.choice((0.5, 2.0, 5.0)), seconds - at))]

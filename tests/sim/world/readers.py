@@ -1,0 +1,77 @@
+"""A reader of a simulated world: it browses a subject from its beginning and must see every row once, in order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import plait
+from plait.errors import PlaitError
+from plait.testing.sim import Process, Simulation
+from tests.sim.world.calls import Calls, Interrupted
+from tests.sim.world.ledger import Ledger
+from tests.sim.world.plan import Plan, SubjectPlan
+
+
+class Reading:
+    """What the reader's process does, and what it has seen."""
+
+    def __init__(
+        self, simulation: Simulation, plan: Plan, ledger: Ledger, addresses: Sequence[str], limits: plait.ClientLimits
+    ) -> None:
+        self.simulation = simulation
+        self.plan = plan
+        self.ledger = ledger
+        self._addresses = addresses
+        self._limits = limits
+        self._calls: list[Calls] = []
+        self.settled = False
+        #: The subject that it reads: one whose messages stay; None: there is none.
+        kept = [subject for subject in plan.subjects[:2] if subject.retention is None]
+        self.subject: SubjectPlan | None = random.Random(f"{plan.seed} reader").choice(kept) if kept else None
+        #: The last sequence of each partition that the present reader has seen.
+        self.seen: dict[str, int] = {}
+
+    def settle(self) -> None:
+        """Cancel no more calls."""
+        self.settled = True
+        for calls in self._calls:
+            calls.probability = 0.0
+
+    async def run(self, process: Process) -> None:
+        """Read until the end of the world; a reader that fails is followed by one that begins again."""
+        draw = random.Random(f"{self.plan.seed} {process.name}.{process.lives}")
+        calls = Calls(draw, 0.0 if self.settled else self.plan.cancels)
+        self._calls.append(calls)
+        while self.subject is not None:
+            self.seen = {}
+            try:
+                async with (
+                    process.connect(self._addresses, limits=self._limits) as client,
+                    client.reader(self.subject.name, start="earliest") as reader,
+                ):
+                    while True:
+                        await self._read(reader, draw, calls)
+            except PlaitError:
+                await self.simulation.sleep(0.5)
+
+    async def _read(self, reader: plait.Reader, draw: random.Random, calls: Calls) -> None:
+        try:
+            messages = await calls(reader.fetch(draw.choice((1, 10, 500)), wait=draw.choice((0.0, 0.5))))
+        except Interrupted:
+            return
+        if not messages:
+            await self.simulation.sleep(0.05)
+        for message in messages:
+            partition = str(message.partition)
+            expected = self.seen.get(partition, -1) + 1
+            if message.sequence != expected:
+                self.simulation.fail(f"the reader got {message.sequence} of {partition}, expected {expected}")
+            self.seen[partition] = message.sequence
+
+    def missing(self) -> list[tuple[str, int]]:
+        """Places of messages that were stored and that the reader has not seen."""
+        if self.subject is None:
+            return []
+        places = [sent.record.place for sent in self.ledger.sent.values() if sent.subject == self.subject.name]
+        return [place for place in places if place is not None and place[1] > self.seen.get(place[0], -1)]

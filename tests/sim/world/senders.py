@@ -1,0 +1,186 @@
+"""Producers of a simulated world: sends of every kind, now or later, cancelled and moved, each recorded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+import plait
+from plait.errors import DiskFull, FlowControl, PlaitError, SubjectNotFound
+from plait.testing.history import Send
+from plait.testing.sim import Process, Simulation
+from tests.sim.world.calls import Calls, Interrupted
+from tests.sim.world.ledger import DELAYED, Ledger
+from tests.sim.world.plan import DOOMED, Plan
+
+KEYS: list[str | None] = [*(f"k{n}" for n in range(8)), None]
+DELAYED_KEYS: list[str | None] = [*(f"{DELAYED}{n}" for n in range(8)), None]
+PADDING = (0, 0, 0, 100, 2000, 9000)
+#: Refusals after which the message is certainly not stored.
+REFUSED = (FlowControl, DiskFull, SubjectNotFound)
+
+
+class Body(msgspec.Struct):
+    """What every message says."""
+
+    number: int
+    padding: str = ""
+
+
+class Senders:
+    """What all producers share."""
+
+    def __init__(
+        self,
+        simulation: Simulation,
+        plan: Plan,
+        ledger: Ledger,
+        addresses: Sequence[str],
+        limits: plait.ClientLimits,
+    ) -> None:
+        self.simulation = simulation
+        self.plan = plan
+        self.ledger = ledger
+        self.sending = True
+        self._addresses = addresses
+        self._limits = limits
+
+    async def run(self, process: Process) -> None:
+        """What a producer does."""
+        name = f"{process.name}.{process.lives}"
+        draw = random.Random(f"{self.plan.seed} {name}")
+        calls = Calls(draw, self.plan.cancels)
+        while self.sending:
+            try:
+                async with process.connect(self._addresses, client_id=name, limits=self._limits) as client:
+                    while self.sending:
+                        subject = draw.choice(self.plan.subjects).name
+                        await self._burst(process, client, subject, draw, calls)
+                        await self.simulation.sleep(draw.expovariate(1.0 / 0.3))
+                    await client.flush()
+            except PlaitError:
+                await self.simulation.sleep(0.5)
+
+    async def _burst(
+        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
+    ) -> None:
+        later = 3 if self.plan.delays else 0
+        how = draw.choices((self._posts, self._awaits, self._many, self._later), (4, 2, 2, later))[0]
+        await how(process, client, subject, draw, calls)
+
+    def _record(self, process: Process, client: plait.Client, subject: str, key: str | None) -> Send:
+        number = self.ledger.next_number()
+        self.ledger.running[number] = process, process.lives
+        history = self.ledger.histories[subject]
+        return history.send(key, number, self.simulation.now, producer=client.client_id)
+
+    def _body(self, record: Send, draw: random.Random) -> bytes:
+        return msgspec.json.encode(Body(int(record.value), "x" * draw.choice(PADDING)))
+
+    async def _posts(
+        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
+    ) -> None:
+        """A few messages at once, whose order is that of the calls."""
+        for _ in range(draw.choice((1, 1, 2, 6))):
+            record = self._record(process, client, subject, draw.choice(KEYS))
+            try:
+                ticket = client.post(subject, self._body(record, draw), key=_key(record))
+            except PlaitError as error:
+                self._failed(record, error)
+            else:
+                process.spawn(self._settle(record, subject, ticket))
+
+    async def _awaits(
+        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
+    ) -> None:
+        """One message, perhaps given up by its caller."""
+        record = self._record(process, client, subject, draw.choice(KEYS))
+        await self._settle(record, subject, calls(client.send(subject, self._body(record, draw), key=_key(record))))
+
+    async def _many(
+        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
+    ) -> None:
+        """One call for several."""
+        records = [self._record(process, client, subject, draw.choice(KEYS)) for _ in range(draw.choice((1, 3, 12)))]
+        bodies = [self._body(record, draw) for record in records]
+        keys = [_key(record) for record in records]
+        try:
+            receipts = await calls(client.send_many(subject, bodies, keys=keys))
+        except (PlaitError, Interrupted) as error:
+            # Some of them may be stored.
+            for record in records:
+                self._unknown(record, error)
+        else:
+            for record, receipt in zip(records, receipts, strict=True):
+                self._stored(record, subject, receipt, None)
+
+    async def _later(
+        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
+    ) -> None:
+        """A delayed message, which may be cancelled or moved."""
+        record = self._record(process, client, subject, draw.choice(DELAYED_KEYS))
+        delay = draw.choice((0.05, 0.5, draw.uniform(0.1, 6.0)))
+        due = self.simulation.now + delay
+        body = self._body(record, draw)
+        receipt = await self._settle(
+            record, subject, calls(client.send(subject, body, key=_key(record), delay=delay)), due
+        )
+        if receipt is not None and draw.random() < 0.3:
+            process.spawn(self._change_mind(client, record, receipt, draw))
+
+    async def _change_mind(
+        self, client: plait.Client, record: Send, receipt: plait.Receipt, draw: random.Random
+    ) -> None:
+        await self.simulation.sleep(draw.uniform(0.0, 2.0))
+        number = int(record.value)
+        if draw.random() < 0.3:
+            try:
+                await client.reschedule(receipt, delay=draw.uniform(0.05, 3.0))
+            except PlaitError:
+                pass
+            return
+        self.ledger.perhaps_cancelled.add(number)
+        try:
+            cancelled = await client.cancel(receipt)
+        except PlaitError:
+            return
+        self.ledger.perhaps_cancelled.discard(number)
+        if cancelled:
+            self.ledger.cancelled.add(number)
+
+    # --- outcomes -------------------------------------------------------------------------------
+
+    async def _settle(self, record: Send, subject: str, sending: Any, due: float | None = None) -> plait.Receipt | None:
+        try:
+            receipt: plait.Receipt = await sending
+        except REFUSED as error:
+            self._failed(record, error)
+        except (PlaitError, Interrupted) as error:
+            self._unknown(record, error)
+        else:
+            self._stored(record, subject, receipt, due)
+            return receipt
+        return None
+
+    def _stored(self, record: Send, subject: str, receipt: plait.Receipt, due: float | None) -> None:
+        place = None if receipt.sequence is None else (str(receipt.partition), receipt.sequence)
+        record.ok(place, self.simulation.now)
+        self.ledger.running.pop(int(record.value), None)
+        if subject != DOOMED:
+            self.ledger.stored(record, subject, due)
+
+    def _failed(self, record: Send, error: Exception) -> None:
+        record.failed(error, self.simulation.now)
+        self.ledger.running.pop(int(record.value), None)
+
+    def _unknown(self, record: Send, error: Exception) -> None:
+        record.unknown(error, self.simulation.now)
+        self.ledger.running.pop(int(record.value), None)
+
+
+def _key(record: Send) -> str | None:
+    assert record.key is None or isinstance(record.key, str)
+    return record.key

@@ -1,0 +1,147 @@
+"""``World``: runs a plan, mends everything, waits until all that must come has come, and judges what happened."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import plait
+from plait.testing.sim import Fault, Simulation, SimulationFailed, play
+from tests.sim.world.judge import judge
+from tests.sim.world.ledger import Ledger
+from tests.sim.world.machines import ADDRESSES, Machines
+from tests.sim.world.members import Members, names_of
+from tests.sim.world.operator import Operator
+from tests.sim.world.plan import CLIENTS, DOOMED, LEASE_SECONDS, PRODUCERS, READER, Plan, draw_plan
+from tests.sim.world.readers import Reading
+from tests.sim.world.senders import Senders
+
+CLIENT_LIMITS = plait.ClientLimits(
+    reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
+)
+#: Errors that are logged where handlers fail and disks do.
+ALLOWED_LOGS = ("*storage*", "*disk*", "*sync*", "Members.*", "*checkpoint*")
+#: What a fault still causes when it is over: locks end and pass on, connections are made again.
+AFTERMATH_SECONDS = 8.0
+DRAIN_SECONDS = 120.0
+#: It is not done either when nothing is handled for so long: leases, retries and reconnects together take less.
+QUIET_SECONDS = 30.0
+#: After the end: a consumer that was held up shows what it still takes for its own.
+SHOW_SECONDS = 0.5
+
+
+class World:
+    """See the module. ``plan``: this one instead of the seed's; ``seconds``: how long the seed's plan lasts."""
+
+    def __init__(
+        self, seed: int, *, seconds: float = 6.0, plan: Plan | None = None, quiet_seconds: float = QUIET_SECONDS
+    ) -> None:
+        self.plan = plan = plan or draw_plan(seed, seconds)
+        self.simulation = sim = Simulation(seed, allow_logs=ALLOWED_LOGS)
+        self.ledger = Ledger(plan)
+        self.machines = Machines(sim, plan)
+        self.operator = Operator(sim, plan, ADDRESSES, CLIENT_LIMITS)
+        self.senders = Senders(sim, plan, self.ledger, ADDRESSES, CLIENT_LIMITS)
+        self.members = Members(sim, plan, self.ledger, ADDRESSES, CLIENT_LIMITS)
+        self.reading = Reading(sim, plan, self.ledger, ADDRESSES, CLIENT_LIMITS)
+        self._quiet_seconds = quiet_seconds
+        self.users = [sim.process(name, self.senders.run) for name in PRODUCERS]
+        self.users += [sim.process(name, self.members.main(name)) for name in CLIENTS]
+        self.users.append(sim.process(READER, self.reading.run))
+        self._skew()
+
+    def _skew(self) -> None:
+        """No two machines agree about the time."""
+        draw = random.Random(f"{self.plan.seed} skew")
+        for process in self.simulation.processes.values():
+            process.jump(draw.uniform(-self.plan.skew, self.plan.skew))
+
+    def run(self) -> None:
+        """Run it; raises ``AssertionError`` when something is wrong."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self.simulation:
+                self._run()
+        finally:
+            if collects:
+                gc.enable()
+            self.machines.close()
+
+    def _run(self) -> None:
+        sim = self.simulation
+        self.machines.start()
+        sim.run(self.operator.create(), seconds=60.0)
+        for user in self.users:
+            user.start()
+        self.machines.play()
+        self.operator.play()
+        play(sim, self.plan.script, self._fault)
+        sim.run_for(self.plan.seconds)
+        self.machines.heal()
+        sim.heal()
+        self.senders.sending = False
+        self.members.settle()
+        self.reading.settle()
+        sim.process("operator").start(self.operator.resume(self.drained))
+        self._drain()
+        sim.run_for(SHOW_SECONDS + LEASE_SECONDS)
+        sends = (send for history in self.ledger.histories.values() for send in history.sends)
+        undecoded = {str(send.key) for send in sends if send.value in self.members.undecoded}
+        found = judge(self.ledger, self.members.moved | undecoded)
+        assert not found, "\n".join(found[:10])
+
+    def drained(self) -> bool:
+        """Everything is handled that must be."""
+        return (
+            not self.ledger.sending()
+            and not any(
+                missing
+                for group in self.plan.groups
+                if group.subject != DOOMED and (group.mode != "once" or self._all_once())
+                for missing in self.ledger.missing(group).values()
+            )
+            and not self.reading.missing()
+        )
+
+    def _all_once(self) -> bool:
+        """At most once means every message where nothing goes wrong, decoders of bodies included."""
+        return self.plan.calm and not self.plan.cancels and not self.plan.failures
+
+    def _drain(self) -> None:
+        sim = self.simulation
+        healed, end = sim.now, sim.now + DRAIN_SECONDS
+        while not self.drained():
+            sim.run_for(0.2)
+            if sim.now - max(healed, self.ledger.progress) > self._quiet_seconds or sim.now > end:
+                raise SimulationFailed(f"draining is not done: {self._left()}\n{self.plan}")
+
+    def _left(self) -> str:
+        lines = [
+            f"{group}: {holder[2]} {sorted(missing)}"
+            for group in self.plan.groups
+            for holder, missing in self.ledger.missing(group).items()
+            if missing
+        ]
+        lines.append(f"not read: {self.reading.missing()[:20]}")
+        lines.append(f"sends that run: {sorted(self.ledger.running)[:20]}")
+        return "\n".join(lines)
+
+    def _fault(self, fault: Fault) -> None:
+        """Tell the histories what this excuses."""
+        now = self.simulation.now
+        until = now + fault.seconds + AFTERMATH_SECONDS
+        if fault.kind == "jump":
+            return
+        processes = {fault.process, fault.other}
+        consumers = processes & {*CLIENTS}
+        brokers = set() if consumers else processes & {*self.plan.brokers}
+        for history in self.ledger.histories.values():
+            for broker in brokers:
+                history.broken(fault.kind, now, until=until, forgets=fault.kind == "power_loss", at=broker)
+            for consumer in consumers:
+                for name in names_of(consumer):
+                    history.broken(fault.kind, now, until=until, consumer=name)
+        for consumer in consumers:
+            if fault.kind in ("kill", "power_loss"):
+                self.members.killed(consumer)
