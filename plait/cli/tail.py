@@ -65,8 +65,6 @@ class Printing:
     async def read(self, client: Client, subject: str, start: str | None, group: str | None) -> None:
         """Print until the count is reached or nothing came for long enough."""
         quiet = FETCH_SECONDS if self._seconds is None else self._seconds
-        # Also for a group: a name that is misspelt makes no subject.
-        await client.admin.subject(subject)
         if group is None:
             async with client.reader(subject, start=start or "latest") as reader:
                 while self._left != 0:
@@ -74,7 +72,10 @@ class Printing:
                         return
             return
         # Prefetching more than is printed would only take it from other members for a while.
-        async with client.consumer(subject, group, start=start, prefetch=self._wanted()) as consumer:
+        member = client.consumer(subject, group, start=start, prefetch=self._wanted())
+        # A consumer creates the subject; a misspelt name must not. Wrong arguments are refused before this.
+        await client.admin.subject(subject)
+        async with member as consumer:
             while self._left != 0:
                 batch = await consumer.fetch(self._wanted(), quiet)
                 if not self._print(batch) and self._seconds is not None:

@@ -97,6 +97,7 @@ def test_lines_are_delayed_as_one_message_is(node: Serving, here: Here, subject:
         (("schedule", "move", "s", "9" * 30, "2030-01-01", "--delay", "5s"), b"is not one of a message"),
         (("send", "s", "x", "--delay", "1e400"), b"duration '1e400' is not understood"),
         (("tail", "s", "--start", "9" * 30), b"is not one of a message"),
+        (("tail", "s", "--start", "9" * 30, "--group", "g"), b"is not one of a message"),
         (("schedule", "list", "s", "--start", "yesterday"), b"'yesterday' is not understood"),
     ],
 )

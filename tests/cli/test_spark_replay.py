@@ -53,16 +53,20 @@ def test_a_selection_is_counted_and_then_sent(root: Path, tmp_path: Path):
 def test_killed_again_and_again_it_sends_everything_once(root: Path, tmp_path: Path):
     state = str(tmp_path / "state.json")
     with serve(tmp_path / "target") as server:
+        with connect(server.address) as client:
+            # Reading creates no subject, and the first process is read from before it has sent.
+            client.admin.create_subject("copy")
         options = ("--all", "--rate", "20/s", "--state", state, "--server", server.address)
         for wanted in (3, 11, 20):
-            process = subprocess.Popen(
+            with subprocess.Popen(
                 [sys.executable, "-m", "plait.cli", *command(root, *options)],
                 stdout=subprocess.DEVNULL,
                 env=environment(),
-            )
-            stored(server.address, wanted)
-            process.kill()
-            process.wait(timeout=60)
+            ) as process:
+                try:
+                    stored(server.address, wanted)
+                finally:
+                    process.kill()
         rest = plait(*command(root, "--all", "--state", state, "--server", server.address, "-o", "json"))
         done = json.loads(rest.stdout)
         assert done["sent"] + done["before"] == 30

@@ -238,7 +238,7 @@ async def test_a_subject_is_named_to_nobody_before_it_is_stored(serve: Serve):
     server = await serve(disk)
     async with Raw(server) as raw:
         await raw.hello()
-        await raw.route("known")
+        known = await raw.route("known")
         disk.fail("write", path="message/*", times=None)
         raw.request(m.Route("new"))
         # Asked for twice: it is as new to the second as to the first.
@@ -246,7 +246,12 @@ async def test_a_subject_is_named_to_nobody_before_it_is_stored(serve: Serve):
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await raw.next()
     again = await serve(disk.copy())
-    assert list(again.broker.subjects) == ["known"]
+    # The failed write may have stored the first of the two frames that define it, which is then as good as both.
+    assert [name for name in again.broker.subjects if name != "new"] == ["known"]
+    async with Raw(again) as raw:
+        await raw.hello()
+        assert len({await raw.route(name) for name in ("other", "known", "new")}) == 3
+        assert await raw.route("known") == known
 
 
 async def test_a_defect_in_a_background_job_stops_the_server(serve: Serve, monkeypatch: pytest.MonkeyPatch):
