@@ -73,11 +73,13 @@ async def show_retries(address: str) -> Failing:
 
 @contextmanager
 def without_tracebacks() -> Iterator[None]:
-    """Hundreds of failures that are meant to be are not worth a page each."""
-    log = logging.getLogger("plait.app")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
+    """Hundreds of failures that are meant to be are not worth a page each, nor their dead letters a line."""
+    logs = [logging.getLogger(name) for name in ("plait.app", "plait.client")]
+    levels = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)
