@@ -1,0 +1,57 @@
+"""Defects that the shipped classes once had, to be put back one at a time into a simulated world.
+
+Each restores what was wrong by patching one method, so that ``test_world_defects.py`` can ask whether the generator
+finds it by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from plait.broker.forwards import Forwards
+from plait.client import consumer as client_consumer
+from plait.client.closing import Closing
+from plait.client.subscription import Subscription
+from plait.errors import CodecError
+
+Patch = pytest.MonkeyPatch
+Defect = Callable[[Patch], None]
+
+
+def deliver_behind_the_fence(patch: Patch) -> None:
+    """Delayed rows enter the partition that they were sent to, whether or not it still takes their keys."""
+    patch.setattr(Forwards, "ways", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
+
+
+def interrupt_closing(patch: Patch) -> None:
+    """A cancelled ``close()`` leaves the consumer attached."""
+
+    async def naive(self: Closing[Any]) -> Any:
+        return await self._close()
+
+    patch.setattr(Closing, "__call__", naive)
+
+
+def start_a_known_group_again_on_new_partitions(patch: Patch) -> None:
+    """``start="latest"`` counts for every partition that is new to the group."""
+
+    async def naive(router: Any, route: Any, terms: Any, limits: Any, deadline: float) -> int:
+        return int(route.version)
+
+    patch.setattr(client_consumer, "began", naive)
+
+
+def end_the_app_with_a_body_that_does_not_decode(patch: Patch) -> None:
+    """Whatever a decoder raises besides a refusal ends the app."""
+    refuse = Subscription._refuse
+
+    def naive(self: Subscription, message: Any, error: BaseException) -> BaseException:
+        if not isinstance(error, CodecError):
+            raise error
+        return refuse(self, message, error)
+
+    patch.setattr(Subscription, "_refuse", naive)
