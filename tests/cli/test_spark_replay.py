@@ -57,8 +57,6 @@ def test_killed_again_and_again_it_sends_everything_once(root: Path, tmp_path: P
             # Reading creates no subject, and the first process is read from before it has sent.
             client.admin.create_subject("copy")
         options = ("--all", "--rate", "20/s", "--state", state, "--server", server.address)
-        # A reader creates no subject, and it may be there before the first message.
-        assert plait("subject", "create", "copy", "--server", server.address).returncode == 0
         for wanted in (3, 11, 20):
             with subprocess.Popen(
                 [sys.executable, "-m", "plait.cli", *command(root, *options)],
