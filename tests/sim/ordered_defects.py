@@ -17,6 +17,7 @@ from plait.broker.partition import Partition
 from plait.client import ordered_consumer
 from plait.client.leases import Wanted
 from plait.client.ordered_buffer import OrderedBuffer
+from plait.client.ordered_delivered import OrderedDelivered
 from plait.client.ordered_pull import OrderedPullClient
 from plait.client.queue import PartitionQueue
 from plait.client.rights import Rights, no_lps
@@ -155,6 +156,7 @@ def keep_what_is_not_ours_any_more(patch: Patch) -> None:
     patch.setattr(OrderedPullClient, "_drop_unstarted", lambda self, link, loop: None)
     patch.setattr(Rights, "valid", lambda self: True)
     patch.setattr(OrderedBuffer, "take_back", lambda self, partition=None, lps=None: [])
+    patch.setattr(OrderedDelivered, "may_begin", lambda self, rows: True)
 
 
 def grant_right_after_a_start(patch: Patch) -> None:
