@@ -116,7 +116,7 @@ def test_a_key_with_rows_in_flight_stays_apart_until_they_are_done():
     assert not shop.owner.group.strands.by_key
 
 
-def test_a_recovered_key_waits_for_nobody_elses_logical_partitions():
+def test_a_recovered_key_does_not_wait_for_other_logical_partitions():
     shop = Shop()
     low = next(key for key in KEYS if lp_of_key(key) < 512)
     high = next(key for key in KEYS if lp_of_key(key) >= 512)
