@@ -9,7 +9,8 @@ partition's producer and counts its rows, so the other broker stores each frame 
 When the other broker has definitely not stored a frame and the route leads elsewhere by now, that frame and all behind
 it are copied, as they are, back into the schedule. The copy's header says which rows of the forward partition it takes
 back: again one write. The rows are due at once and follow the newer route. A forward partition from which frames were
-taken back is deleted, as the other broker would wait for the missing ones.
+taken back gets no more rows and is deleted, as the other broker would wait for the missing ones. After a crash in
+between, the other broker refuses the rest because of the gap, and that is taken back too.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED
 from plait.frame.lp import NO_KEY_HASH, keyed_lps
 from plait.frame.view import FrameView
-from plait.limits import LOGICAL_PARTITIONS
+from plait.limits import LOGICAL_PARTITIONS, MIB
 from plait.storage.catalog import FORWARD, Forward, PartitionRow
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ IDLE_SECONDS: Final = 86_400.0
 #: The catalog says how far the other broker has come after so many frames: well fewer than the other broker can tell
 #: from new ones when they are sent again (``ServerLimits.producer_window_frames``).
 NOTE_FRAMES: Final = 16
+
+#: Bytes that are taken back in one turn: the loop has others to serve.
+TAKE_BACK_SIZE_MAX: Final = 8 * MIB
 
 #: Columns that a forwarded frame cannot have.
 _REFUSED_BITS: Final = 1 << Column.SELECTION | 1 << Column.NOTE
@@ -98,9 +102,16 @@ class Forwards:
         """A forward partition is gone."""
         forward = _forward(partition)
         self._all.pop(partition.id, None)
-        self._by_place.pop((partition.row.name, (forward.name, forward.group)), None)
+        self._close(partition)
         self._by_producer.pop(forward.producer, None)
         self._notes.pop(partition.id, None)
+
+    def _close(self, partition: Partition) -> None:
+        """No more rows are added to it: others that go to the same place get another forward partition."""
+        forward = _forward(partition)
+        place = partition.row.name, (forward.name, forward.group)
+        if self._by_place.get(place) is partition:
+            del self._by_place[place]
 
     def of(self, name: str) -> list[Partition]:
         """Those with rows that waited at the partition ``name``."""
@@ -129,10 +140,6 @@ class Forwards:
         self._ways[subject] = way
         self.astray.discard(subject)
         self._broker.schedules.route_known(subject)
-
-    def forget(self, subject: str) -> None:
-        """What is known of a subject's route is out of date."""
-        self._ways.pop(subject, None)
 
     def fits(self, partition: Partition, frame: FrameView) -> bool:
         """Whether the known route leads all rows of a frame to where this forward partition sends them."""
@@ -230,24 +237,34 @@ class Forwards:
         partition.start = max(partition.start, end)
         self._broker.touch(partition)
 
-    def take_back(self, partition: Partition) -> None:
-        """The other broker has none of the rows that are left: they are due again, by the newer route."""
+    def take_back(self, partition: Partition) -> bool:
+        """The other broker has none of the rows that are left: they are due again, by the newer route.
+
+        A turn's worth of them; False: there are more, call it again.
+        """
         broker = self._broker
         if partition.id not in self._all:
-            return
+            return True
+        self._close(partition)
         appended = Appended()
         schedule = broker.schedules.partition_of(partition.row.name)
+        size = 0
         try:
-            while (waiting := self.first(partition)) is not None:
+            while size < TAKE_BACK_SIZE_MAX:
+                waiting = self.first(partition)
+                if waiting is None:
+                    self._delete(partition)
+                    return True
                 broker.appender.copy(schedule, waiting.frame, broker.epoch, broker.clock.now(), appended)
-                partition.start = waiting.end
                 broker.touch(schedule)
-            self._delete(partition)
+                self._passed(partition, waiting.end)
+                size += waiting.frame.size
         except OSError as error:
             raise broker.disk_error(error) from error
         finally:
             broker.schedules.take_in(appended)
             broker.answer_after_commit(None)
+        return False
 
     def expire(self) -> None:
         """Delete those that have been empty for long."""

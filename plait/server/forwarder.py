@@ -137,18 +137,23 @@ class Forwarder:
             await self._store(forward.name, forward.group, bytes(waiting.frame.buffer))
         except (OutOfSequence, ProducerConflict, UnknownProducer) as error:
             log.warning("%s@%s takes delayed messages under a new producer id: %s", forward.name, forward.group, error)
-            self._forwards.take_back(partition)
+            await self._take_back(partition)
             return False
         except (StaleRoute, Unavailable, Timeout) as error:
             found = await self._find(partition.row.subject)
             refused = isinstance(error, StaleRoute) and not self._forwards.fits(partition, waiting.frame)
             if refused or (forward.name, forward.group) not in found.partitions:
-                self._forwards.take_back(partition)
+                await self._take_back(partition)
                 return False
-            # It is away, or has not heard yet that it is to take them.
+            # It is away, or does not know yet that it takes them.
             raise
         self._forwards.stored(partition, waiting.end)
         return True
+
+    async def _take_back(self, partition: Partition) -> None:
+        while not self._forwards.take_back(partition):
+            # No faster than the disk takes it.
+            await self._durable()
 
     async def _store(self, name: str, group: str, frame: bytes) -> None:
         """Have a frame stored by the partition of a broker group, this broker's own or another's."""

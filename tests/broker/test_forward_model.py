@@ -12,9 +12,10 @@ import random
 import numpy as np
 import pytest
 
+from plait.broker import forwards as forwards_module
 from plait.broker import sealing
 from plait.broker.forwards import Forwards, Way
-from plait.errors import PlaitError, StaleRoute
+from plait.errors import DiskFull, PlaitError, StaleRoute
 from plait.frame.columns import Column
 from plait.frame.lp import lp_of_key
 from plait.frame.view import FrameView
@@ -165,10 +166,27 @@ class Model:
             forwards.learn(SUBJECT, Way(self.table.copy(), PLACES))
             if forwards.fits(partition, waiting.frame):  # type: ignore[arg-type]
                 return False
-        forwards.take_back(partition)  # type: ignore[arg-type]
-        if self.draw.random() < 0.8:
-            node.turn()
+        self._take_back(node, partition)
         return False
+
+    def _take_back(self, node: Node, partition: object) -> None:
+        """In one turn or in several, and perhaps only until the disk is full or the process ends."""
+        while self.draw.random() < 0.9:
+            full = self.draw.random() < 0.2
+            capacity = node.disk.capacity
+            if full:
+                node.disk.capacity -= node.disk.space()[0]
+            try:
+                done = node.broker.forwards.take_back(partition)  # type: ignore[arg-type]
+            except DiskFull:
+                done = True
+            node.disk.capacity = capacity
+            if self.draw.random() < 0.8:
+                node.turn()
+            if self.draw.random() < 0.1:
+                node.checkpoint()
+            if done:
+                break
 
     def crash(self) -> None:
         group = self.draw.choice(["g1", "g2"])
@@ -236,7 +254,11 @@ def run(seed: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("number", range(12))
-def test_every_delayed_row_enters_the_partition_that_its_route_leads_to_once(seed: int, number: int) -> None:
+def test_every_delayed_row_enters_the_partition_that_its_route_leads_to_once(
+    seed: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A frame or two.
+    monkeypatch.setattr(forwards_module, "TAKE_BACK_SIZE_MAX", 200)
     run(seed * 1_000 + number, 60)
 
 

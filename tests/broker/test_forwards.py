@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from plait.broker import forwards as forwards_module
 from plait.broker import sealing
 from plait.broker.forwards import IDLE_SECONDS, Way
-from plait.errors import FrameError, PlaitError
+from plait.errors import DiskFull, FrameError, PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED
@@ -148,3 +149,51 @@ def test_what_is_no_forwarded_frame_is_refused() -> None:
     assert not alike.has(Column.RUNS)
     with pytest.raises(FrameError, match="run table"):
         other.broker.submit(other.partition("orders"), alike, lambda *_: None)
+
+
+def test_a_full_disk_in_the_middle_of_taking_back_leaves_every_row_once() -> None:
+    node = Node(flush="sync")
+    bodies = [b"%d" % number * 900 for number in range(8)]
+    for number, body in enumerate(bodies):
+        delay(node, Producer(7 + number), node.clock.now() + (1 + number) * SECOND, body)
+    sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
+    node.turn()
+    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    for _ in bodies:
+        later(node, 1.0)
+    [partition] = node.broker.forwards.waiting()
+    node.checkpoint()
+    node.disk.capacity -= node.disk.space()[0]
+    with pytest.raises(DiskFull):
+        node.broker.forwards.take_back(partition)
+    node.disk.capacity *= 10
+    node.turn()
+    assert 0 < node.broker.schedules.count < len(bodies)
+    node.checkpoint()
+    node = node.killed()
+    [partition] = node.broker.forwards.waiting()
+    assert node.broker.schedules.count + partition.next - partition.start == len(bodies)
+
+
+def test_rows_are_taken_back_a_turns_worth_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwards_module, "TAKE_BACK_SIZE_MAX", 1)
+    node = Node(flush="sync")
+    for number in range(3):
+        delay(node, Producer(7 + number), node.clock.now() + (1 + number) * SECOND, b"%d" % number)
+    sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
+    node.turn()
+    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    for _ in range(3):
+        later(node, 1.0)
+    [partition] = node.broker.forwards.waiting()
+    turns = 1
+    while not node.broker.forwards.take_back(partition):
+        # What came back is due at once, and leaves by another forward partition.
+        later(node, 1.0)
+        turns += 1
+    later(node, 1.0)
+    assert turns == 4
+    [other] = node.broker.forwards.waiting()
+    assert other is not partition
+    assert other.next - other.start == 3
+    assert node.broker.schedules.count == 0
