@@ -304,8 +304,8 @@ class App:
     async def run(self) -> None:
         """Connect and handle messages until SIGTERM, SIGINT, ``stop`` or cancellation, then drain.
 
-        A second signal cuts the draining short. Raises what makes the service impossible: no server, a group with other
-        settings, a start-up hook's error.
+        A second signal cuts the draining short. A stop that comes before the app is ready ends the connecting.
+        Raises what makes the service impossible: no server, a group with other settings, a start-up hook's error.
         """
         if self._loop is not None:
             raise InvalidArgument("the app runs already")
@@ -316,14 +316,16 @@ class App:
         self._stopping, self._hurry = asyncio.Event(), asyncio.Event()
         try:
             with self._signals(self._loop):
-                async with self._new_client() as client:
+                async with AsyncExitStack() as stack:
+                    client = self._new_client()
+                    if not await _opened(stack, client, self._stopping):
+                        return
                     self._client = client
-                    async with AsyncExitStack() as stack:
-                        for hook in self._shutdown:
-                            stack.push_async_callback(_call, hook)
-                        for hook in self._startup:
-                            await _call(hook)
-                        await self._serve(client, self._stopping, self._hurry)
+                    for hook in self._shutdown:
+                        stack.push_async_callback(_call, hook)
+                    for hook in self._startup:
+                        await _call(hook)
+                    await self._serve(client, self._stopping, self._hurry)
         finally:
             self._client = self._loop = self._stopping = self._hurry = None
             self._consumers = []
@@ -356,7 +358,9 @@ class App:
         try:
             async with AsyncExitStack() as stack:
                 for subscription in self._subscriptions:
-                    consumer = await stack.enter_async_context(subscription.consumer(client))
+                    consumer = subscription.consumer(client)
+                    if not await _opened(stack, consumer, stopping):
+                        return
                     consumers.append(consumer)
                 for subscription, consumer in zip(self._subscriptions, consumers, strict=True):
                     for _ in range(subscription.settings.concurrency):
@@ -439,6 +443,24 @@ def _positive(name: str, value: Duration) -> float:
 def _check_count(name: str, value: int | None) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise InvalidArgument(f"{name} must be a number from 1, not {value!r}")
+
+
+async def _opened(stack: AsyncExitStack, thing: Client | Consumer, stopping: asyncio.Event) -> bool:
+    """Open a client or a consumer, to be closed with the stack; False: the app was stopped before it was open."""
+    opening = tasks.child(stack.enter_async_context(thing), "plait-app-open")
+    stopped = tasks.child(stopping.wait(), "plait-stopping")
+    try:
+        await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopped.cancel()
+        if not opening.done():
+            opening.cancel()
+            await end_of(opening)
+    if opening.cancelled() and stopping.is_set():
+        log.info("stopped before it was ready")
+        return False
+    opening.result()
+    return True
 
 
 async def _call(hook: Callable[[], Any]) -> None:

@@ -141,7 +141,7 @@ class Subscription:
                     # Its lock was lost during a suspension.
                     message._delivered.nack_row(message._row, UNBEGUN)
                     continue
-                self._suspend(consumer, await self._handle(message, pool))
+                self._suspend(consumer, await self._handle(message, pool, stopping))
             return
         while not stopping.is_set():
             batch = await consumer.fetch(self.settings.batch, BATCH_WAIT_SECONDS)
@@ -151,9 +151,9 @@ class Subscription:
             if not batch._may_begin():
                 batch._nack_soon(UNBEGUN)
             elif len(batch):
-                self._suspend(consumer, await self._handle_batch(batch, pool))
+                self._suspend(consumer, await self._handle_batch(batch, pool, stopping))
 
-    async def _handle(self, message: Message, pool: Executor) -> BaseException | None:
+    async def _handle(self, message: Message, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
         """Why it failed."""
         try:
             arguments = self.handler.arguments(self.handler.decode(message), message)
@@ -162,7 +162,7 @@ class Subscription:
         except BaseException as error:  # noqa: BLE001 - see above
             return self._refuse(message, error)
         call = Call(arguments)
-        failure = await self._call(call, pool, [message])
+        failure = await self._call(call, pool, [message], stopping)
         if failure is None:
             message.ack()
         else:
@@ -171,7 +171,7 @@ class Subscription:
         self._calls.discard(call)
         return failure
 
-    async def _handle_batch(self, batch: Batch, pool: Executor) -> BaseException | None:
+    async def _handle_batch(self, batch: Batch, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
         """Why it failed, or some of its messages did."""
         failure: BaseException | None = None
         bodies: list[Any] = []
@@ -186,7 +186,7 @@ class Subscription:
                 failure = self._refuse(message, error)
         if messages:
             call = Call(self.handler.arguments(bodies, messages))
-            broken = await self._call(call, pool, messages)
+            broken = await self._call(call, pool, messages, stopping)
             if broken is not None:
                 batch._nack_soon(self._failed(broken))
                 await call.ended()
@@ -255,23 +255,32 @@ class Subscription:
             # A plain function around an asynchronous one.
             await result
 
-    async def _call(self, call: Call, pool: Executor, messages: list[Message]) -> BaseException | None:
+    async def _call(
+        self, call: Call, pool: Executor, messages: list[Message], stopping: asyncio.Event
+    ) -> BaseException | None:
         """Why the handler failed; None: it returned."""
         self._calls.add(call)
         failure: BaseException | None = None
+        task = asyncio.current_task()
+        assert task is not None
         invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, pool)
         for hook in reversed(self._hooks):
             invoke = functools.partial(hook, messages, invoke)
         try:
             async with asyncio.timeout(self.settings.timeout) as limit:
                 await invoke()
+                if task.cancelling():
+                    # It is cancelled at the next await, which is to be in here.
+                    await asyncio.sleep(0)
             if limit.expired():
                 # It was told to stop, and returned as if nothing had happened.
                 raise TimeoutError
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            # The app cancels its workers only while it drains. Before that, the handler cancelled the task it runs in.
+            if task.cancelling() and stopping.is_set():
                 raise
+            while task.cancelling():
+                task.uncancel()
             failure = error
         except TimeoutError as error:
             failure = error

@@ -11,6 +11,7 @@ import pytest
 import plait
 from plait.testing import EmbeddedBroker
 from tests.client.support import PATIENCE_SECONDS, fetch_all, numbers, send, until
+from tests.client.test_lifecycle import silent_server
 from tests.support.cancelling import every_step, no_new_tasks
 
 AT_ONCE = plait.Retry.constant(0)
@@ -152,3 +153,39 @@ async def test_an_async_def_that_ignores_its_cancellation_does_not_keep_the_app(
     release.set()
     assert (await client.admin.group("s", "g")).online == 0
     await until(lambda: not [task for task in asyncio.all_tasks() if task.get_name().startswith("plait-test_")])
+
+
+async def test_an_app_that_is_stopped_while_it_connects_does_not_wait_for_the_server() -> None:
+    async with silent_server() as address:
+        app = plait.App(address, group="g")
+
+        @app.subscriber("s")
+        async def handle(body: bytes) -> None: ...
+
+        task = asyncio.ensure_future(app.run())
+        await asyncio.sleep(0)
+        app.stop()
+        # The client's own patience is ten seconds.
+        async with asyncio.timeout(app.limits.request_seconds / 2):
+            await task
+
+
+async def test_an_app_that_is_stopped_while_it_opens_its_consumers_does_not_wait_for_them(
+    broker: EmbeddedBroker, client: plait.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = plait.App(broker.address, group="g")
+    opening = asyncio.Event()
+
+    @app.subscriber("s")
+    async def handle(body: bytes) -> None: ...
+
+    async def never(*_: Any) -> None:
+        opening.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("plait.client.consumer.began", never)
+    task = asyncio.ensure_future(app.run())
+    await asyncio.wait_for(opening.wait(), PATIENCE_SECONDS)
+    app.stop()
+    async with asyncio.timeout(app.limits.request_seconds / 2):
+        await task

@@ -246,3 +246,35 @@ async def test_what_a_consumer_rejects_is_logged_once_for_all_of_it(
     assert [r.getMessage() for r in caplog.records if "dead letters" in r.getMessage()] == [
         f"50 messages of {message.partition} went to the dead letters of group g: of no use"
     ]
+
+
+@pytest.mark.parametrize("batch", [None, 1], ids=["single", "batch"])
+@pytest.mark.parametrize("waits", [True, False], ids=["and waits", "and returns"])
+async def test_a_handler_that_cancels_the_task_it_runs_in_fails_its_message_alone(
+    client: plait.Client, app: plait.App, waits: bool, batch: int | None
+) -> None:
+    seen: list[bytes] = []
+
+    async def work(body: bytes) -> None:
+        if body == b"bad":
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            if not waits:
+                return
+            await asyncio.sleep(0)
+        seen.append(body)
+
+    if batch is None:
+        app.subscriber("s", retry=AT_ONCE)(work)
+    else:
+
+        @app.subscriber("s", retry=AT_ONCE, batch=batch)
+        async def handle_batch(bodies: list[bytes]) -> None:
+            await work(*bodies)
+
+    await client.send_many("s", [b"1", b"bad", b"2"])
+    async with running(app):
+        await dead(client, 1)
+        await until(lambda: len(seen) == 2)
+    assert sorted(seen) == [b"1", b"2"]
