@@ -72,6 +72,11 @@ class Membership:
         except TimeoutError:
             # No meta server is waited for a second time, to leave.
             beats.forget(member)
+            refusal = beats.refusals.get((member.subject, member.group_name))
+            if refusal is not None:
+                raise Unavailable(
+                    f"group {member.group_name!r} of {member.subject!r} could not be joined within {limit:g} s: {refusal}"
+                ) from None
             raise Unavailable(f"no meta server answered within {limit:g} s") from None
 
     async def leave(self, member: Member) -> None:
@@ -125,6 +130,8 @@ class _Beats:
         self._changes = 0
         self._waiting: list[tuple[int, GroupKey, asyncio.Future[None]]] = []
         self._refreshing: set[asyncio.Task[None]] = set()
+        #: Memberships that the last answer refused, and why.
+        self.refusals: dict[GroupKey, PlaitError] = {}
 
     async def join(self, member: Member) -> None:
         self.members[member.subject, member.group_name] = member
@@ -178,6 +185,8 @@ class _Beats:
                 if not error.retryable and not isinstance(error, InternalError):
                     for member in list(self.members.values()):
                         self._give_up(member, error)
+                    # Those that wait to leave: the next heartbeat would be refused, too.
+                    self._settle([future for _, _, future in self._waiting], error)
                     continue
                 log.info("no answer to the heartbeat of %s: %s", self._client, error)
                 await self._rest(pause)
@@ -230,6 +239,7 @@ class _Beats:
         if changes == self._changes:
             self._seen = answer.seen
         refused = {(subject, group): from_code(code, text) for subject, group, code, text in answer.refused}
+        self.refusals = refused
         for key, error in refused.items():
             if key in self.members:
                 self._refused(self.members[key], error)

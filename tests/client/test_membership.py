@@ -125,6 +125,25 @@ async def test_a_member_that_is_refused_for_a_while_keeps_no_other_from_joining(
             await (await waiting).close()
 
 
+async def test_a_member_that_is_refused_all_the_time_learns_why(cluster: Cluster) -> None:
+    cluster.meta.refused = [("s", "full", "flow_control", "too busy")]
+    limits = msgspec.structs.replace(EAGER, request_seconds=0.2)
+    async with cluster.connect(client_id="a", limits=limits) as client:
+        with pytest.raises(plait.Unavailable, match=r"group 'full' of 's' could not be joined within 0\.2 s: too busy"):
+            await client.consumer("s", group="full", ordered=True).__aenter__()
+
+
+async def test_a_meta_server_that_takes_no_heartbeat_is_not_asked_all_the_time_by_a_member_that_leaves(
+    cluster: Cluster,
+) -> None:
+    async with cluster.connect(client_id="a") as client:
+        consumer = await client.consumer("s", group="g", ordered=True).__aenter__()
+        cluster.meta.error = plait.InvalidArgument("not from you")
+        beats = len(cluster.meta.beats)
+        await consumer.close()
+        assert len(cluster.meta.beats) - beats < 5
+
+
 async def test_a_newer_route_is_asked_for_when_a_heartbeat_tells_of_it(cluster: Cluster) -> None:
     async with cluster.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
         cluster.version = 2
