@@ -73,11 +73,10 @@ class Membership:
             # No meta server is waited for a second time, to leave.
             beats.forget(member)
             refusal = beats.refusals.get((member.subject, member.group_name))
-            if refusal is not None:
-                raise Unavailable(
-                    f"group {member.group_name!r} of {member.subject!r} could not be joined within {limit:g} s: {refusal}"
-                ) from None
-            raise Unavailable(f"no meta server answered within {limit:g} s") from None
+            if refusal is None:
+                raise Unavailable(f"no meta server answered within {limit:g} s") from None
+            group = f"group {member.group_name!r} of {member.subject!r}"
+            raise Unavailable(f"{group} could not be joined within {limit:g} s: {refusal}") from None
 
     async def leave(self, member: Member) -> None:
         """Stop being one; returns when the meta server knows, or when it takes too long.

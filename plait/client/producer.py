@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -79,6 +80,7 @@ class Producer:
         self._urgent: list[PartitionQueue] = []
         router.on_route.append(self._new_route)
         router.users.append(self._uses)
+        router.on_deleted.append(self._drop_idle)
 
     def open(self) -> None:
         self.loop = asyncio.get_running_loop()
@@ -94,12 +96,15 @@ class Producer:
 
     def _uses(self, subject: str) -> bool:
         """Something was sent to the subject of late; what is kept for one that is idle is dropped."""
-        oldest = self.loop.time() - self.limits.sender_idle_seconds
-        outlets = [self._outlets.get((subject, delayed)) for delayed in (False, True)]
-        idle = [outlet for outlet in outlets if outlet is not None and outlet.idle(oldest)]
-        for outlet in idle:
-            self._drop(outlet)
-        return any(outlet is not None and outlet not in idle for outlet in outlets)
+        self._drop_idle(subject, self.loop.time() - self.limits.sender_idle_seconds)
+        return any((subject, delayed) in self._outlets for delayed in (False, True))
+
+    def _drop_idle(self, subject: str, oldest: float = math.inf) -> None:
+        """Drop what is kept for a subject, unless rows wait there or were sent after ``oldest`` (loop time)."""
+        for delayed in (False, True):
+            outlet = self._outlets.get((subject, delayed))
+            if outlet is not None and outlet.idle(oldest):
+                self._drop(outlet)
 
     def _drop(self, outlet: Outlet) -> None:
         """The next send finds its way again: the broker says which row of this producer it had last."""

@@ -90,6 +90,8 @@ class Router:
         self._nodes: dict[str, Node] = {}
         #: Called with every route that is newer than what was known, or has news of the brokers.
         self.on_route: list[Callable[[SubjectRoute], None]] = []
+        #: Called with every subject that was found to be deleted.
+        self.on_deleted: list[Callable[[str], None]] = []
         #: Asked whether a subject's route is still in use.
         self.users: list[Callable[[str], bool]] = []
 
@@ -166,8 +168,10 @@ class Router:
         try:
             await self.refresh(subject, create=False)
         except SubjectNotFound:
-            # Who still uses it makes it anew.
+            # The next send or consumer creates it again.
             self._routes.pop(subject, None)
+            for call in list(self.on_deleted):
+                call(subject)
         except PlaitError as error:
             log.info("the route of %s cannot be looked at: %s", subject, error)
 

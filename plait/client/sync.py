@@ -84,12 +84,12 @@ class Client:
         self.admin = Admin(self._client.admin, self._run)
 
     def open(self) -> Self:
-        """Connect; ``with`` does it for you."""
-        if self._thread is None:
-            thread = shared_loop()
-            thread.run(self._client.open())
-            self._inbox = Inbox(self._client._producer, thread.loop, self._run)
-            self._thread = thread
+        """Connect; ``with`` does it for you. After a failure it may be called again."""
+        self._client._check_not_closed()
+        if self._inbox is None:
+            self._thread = shared_loop()
+            self._thread.run(self._client.open())
+            self._inbox = Inbox(self._client._producer, self._thread.loop, self._run)
             _open.add(self)
         return self
 

@@ -195,3 +195,15 @@ async def test_what_is_kept_for_subjects_that_nothing_is_sent_to_any_more_is_dro
         assert router.users == [producer._uses]
         async with client.reader("s0", start="earliest") as reader:
             assert [m.body for m in await reader.fetch(5, wait=PATIENCE_SECONDS)] == [b"0", b"1"]
+
+
+async def test_what_is_kept_for_subjects_that_were_deleted_is_dropped(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(route_seconds=0.001)) as client:
+        producer = client._producer
+        for number in range(5):
+            await client.send(f"s{number}", b"")
+            await client.send(f"s{number}", b"", delay=3600)
+            await client.admin.delete_subject(f"s{number}")
+        await until(lambda: not producer._outlets)
+        assert not any(producer._lanes.values())
+        assert (await client.send("s0", b"")).sequence == 0

@@ -539,3 +539,13 @@ def test_a_program_that_forgets_to_close_ends_all_the_same(plait_broker: Blockin
     command = [sys.executable, "-W", "error", "-c", UNTIDY, plait_broker.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "posted\n", "")
+
+
+def test_a_client_that_was_closed_is_not_opened_again(plait_broker: BlockingBroker) -> None:
+    client = plait.sync.connect(plait_broker.address)
+    client.open()
+    assert client.open() is client
+    client.close()
+    with pytest.raises(plait.Closed, match="the client is closed"):
+        client.open()
+    client.close()
