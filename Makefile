@@ -1,4 +1,5 @@
 # Two commands matter: `make demo` and `make test`. Everything else is a part of them or a longer form.
+# `make check` is the part of `make test` that says within three minutes whether a change is sound.
 
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -12,11 +13,18 @@ SUITE  ?= all
 # Processes that share the tests: one more than two cores, as some of them wait.
 WORKERS ?= 3
 ARGS   ?=
+PYTEST := $(PY) -m pytest --durations 40 --durations-min 5 --numprocesses $(WORKERS) --dist worksteal
+# What starts no server, browser or Spark: the units of the storage, the broker and the formats, and their models.
+UNITS  := tests/broker tests/frame tests/golden tests/storage tests/testing tests/wire \
+	tests/test_chance.py tests/test_errors_doc.py tests/test_import_rules.py tests/test_public_api.py \
+	tests/test_repo.py tests/test_retry.py tests/test_tasks.py
+# They crash a broker thousands of times.
+CRASHES := tests/broker/test_crash_points.py tests/broker/test_explorer.py
 
 # Hundreds of processes are started; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-deep bench lint servers clean
+.PHONY: setup demo check test test-deep bench lint servers clean
 
 setup: $(STAMP)
 
@@ -53,8 +61,11 @@ servers:
 	@command -v chromium >/dev/null 2>&1 && command -v chromedriver >/dev/null 2>&1 \
 		|| tools/debian-install chromium chromium-driver >/dev/null || true
 
+check: lint
+	$(PYTEST) -m "not deep and not bench" $(UNITS) $(CRASHES:%=--ignore %) $(ARGS)
+
 test: lint servers
-	$(PY) -m pytest -m "not deep and not bench" --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "not deep and not bench" $(ARGS)
 
 # SUITE names what a test says in @pytest.mark.deep("..."); an interrupted run goes on where it stopped
 # (state in .plait/deep.json, forgotten when the sources or PLAIT_SEED change).

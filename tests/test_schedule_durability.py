@@ -17,7 +17,7 @@ from tests.test_durability import TIGHT
 
 COUNT = 300
 KILLS = 3
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 LIMITS = plait.ClientLimits(reconnect_max_seconds=0.1, send_seconds=PATIENCE_SECONDS)
 
 

@@ -44,6 +44,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Literal
 
 from plait.storage.disk import Buffer
@@ -206,9 +207,11 @@ class SimulatedDisk:
         path = _normal(path)
         if path in self._names.files:
             raise _error(errno.ENOTDIR, path)
+        below = f"{path}/" if path else ""
+        skip = len(below)
         with self._lock:
             names = [*self._names.files, *self._directories]
-        return sorted(posixpath.basename(name) for name in names if name and posixpath.dirname(name) == path)
+        return sorted(name[skip:] for name in names if name.startswith(below) and name and "/" not in name[skip:])
 
     def exists(self, path: str) -> bool:
         self._check_alive()
@@ -405,7 +408,7 @@ class SimulatedDisk:
 
     def _free(self) -> int:
         # A crash can bring removed files back beside new ones: more than there was room for.
-        return max(0, self.capacity - sum(cached.reserved for cached in self._names.files.values()))
+        return max(0, self.capacity - sum([cached.reserved for cached in self._names.files.values()]))
 
     def _refuse_directory(self, path: str) -> None:
         if path in self._directories:
@@ -416,6 +419,8 @@ class SimulatedDisk:
             raise _error(errno.ENOTDIR if path in self._names.files else errno.ENOENT, path)
 
 
+# A run names the same few files again and again.
+@lru_cache(maxsize=4096)
 def _normal(path: str) -> str:
     normal = posixpath.normpath(path)
     return "" if normal == "." else normal

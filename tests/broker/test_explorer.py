@@ -33,7 +33,7 @@ CASES: list[tuple[Callable[[pytest.MonkeyPatch], None], str, Survive, int]] = [
 
 
 #: So many lives show every defect.
-LIVES = 6
+LIVES = 10
 
 
 def run_all(lives: list[Explorer]) -> None:
@@ -54,7 +54,7 @@ def test_the_explorer_notices(
     defect(monkeypatch)
     all_written = not (flush == "async" and survive is power_loss)
     # What a life looks like depends on the size of everything stored, so not every one meets the defect.
-    lives = [Explorer(each, flush, survive, all_written=all_written, every=3) for each in range(life, life + LIVES)]
+    lives = [Explorer(each, flush, survive, all_written=all_written, every=5) for each in range(life, life + LIVES)]
     with pytest.raises(AssertionError) as raised:
         run_all(lives)
     assert any("crash point" in note for note in raised.value.__notes__)

@@ -322,4 +322,4 @@ class Retrying(RuleBasedStateMachine):
 
 
 TestRetrying = Retrying.TestCase
-TestRetrying.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestRetrying.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

@@ -290,4 +290,4 @@ class Scheduling(RuleBasedStateMachine):
 
 
 TestScheduling = Scheduling.TestCase
-TestScheduling.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestScheduling.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)

@@ -21,7 +21,7 @@ from plait.testing.embedded import TEST_CONFIG
 from plait.wire import messages as m
 
 #: Longer than anything here takes; only a failing test waits for it.
-PATIENCE_SECONDS = 20.0
+PATIENCE_SECONDS = 60.0
 #: Nothing waits long.
 EAGER = plait.ClientLimits(
     reconnect_first_seconds=0.001,

@@ -119,7 +119,7 @@ class Explorer:
     def _some_bytes(self, offset: int, size: int) -> list[int]:
         """The sector boundaries inside a write, and some places between."""
         chosen = set(range(-offset % SECTOR_SIZE, size, SECTOR_SIZE))
-        chosen.update(self._rng.sample(range(size), min(size, 6)))
+        chosen.update(self._rng.sample(range(size), min(size, 3)))
         return sorted(chosen - {0})
 
     def _point(self, moment: Callable[[], SimulatedDisk], where: str) -> None:
@@ -172,9 +172,13 @@ class Explorer:
         return disk
 
     def _flip_catalog_bit(self, disk: SimulatedDisk) -> bool:
-        """One bit of a frame that defines partitions flips, most often after the newest checkpoint."""
+        """One bit of a frame that defines partitions flips, most often after the newest checkpoint.
+
+        Not of the last frame: nothing tells it from one whose write the crash interrupted, so it is cut.
+        """
         log = Log(disk.copy(), MESSAGE_DIRECTORY, 8192)
-        frames = [(offset, frame.size) for offset, frame in LogScan(log, log.start) if frame.partition == CATALOG]
+        scanned = list(LogScan(log, log.start))[:-1]
+        frames = [(offset, frame.size) for offset, frame in scanned if frame.partition == CATALOG]
         if not frames:
             return False
         offset, size = frames[-min(len(frames), self._rng.randint(1, 6))]

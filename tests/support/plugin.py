@@ -67,6 +67,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     state = config.stash.get(_STATE, None)
     if state is None:
+        items.sort(key=_is_short)
         return
     suite = str(config.getoption("--suite"))
     suites = {item.nodeid: _suite_of(item) for item in items}
@@ -169,6 +170,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _run_seed(config: pytest.Config) -> int:
     state = config.stash.get(_STATE, None)
     return state.seed if state else int(os.environ.get("PLAIT_SEED", ORDINARY_SEED))
+
+
+def _is_short(item: pytest.Item) -> bool:
+    """Long tests come first, so that no worker ends long after the others.
+
+    What needs the session's Spark stays together, as a worker that starts one keeps it.
+    """
+    return item.get_closest_marker("timeout") is None or "spark" in getattr(item, "fixturenames", ())
 
 
 def _suite_of(item: pytest.Item) -> str | None:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 #: A loaded machine may take long to start an interpreter; a server that hangs does not get longer than this.
-READY_SECONDS = 60.0
+READY_SECONDS = 180.0
 
 #: What runs where ``settings`` are given: fields of ``BrokerConfig``, as JSON in the last argument.
 _SCRIPT = """

@@ -62,7 +62,9 @@ class SinkChaos:
     def __init__(self, directory: Path, seed: int, *, kills: int, batches: int = 12, rows: int = 800) -> None:
         self._directory = directory
         self._draw = random.Random(seed)
-        self._kills = kills
+        #: Three of five are the driver's. Even a run of two has both kinds.
+        self._victims = ["driver"] * round(0.6 * kills) + ["broker"] * (kills - round(0.6 * kills))
+        self._draw.shuffle(self._victims)
         self._rows = rows
         self._total = batches * rows
         self.killed: Counter[str] = Counter()
@@ -78,59 +80,58 @@ class SinkChaos:
                 keys = [f"k{n % KEYS}" for n in range(self._total)]
                 client.send_many(SOURCE, [b"%d" % n for n in range(self._total)], keys=keys)
                 # The moments differ in how far the run has come, and in what the driver does just then.
-                marks = sorted(self._draw.randrange(self._total) for _ in range(self._kills))
-                driver = self._driver(server)
+                # One more batch is to come after the last: a driver that is done cannot be killed.
+                marks = sorted(self._draw.randrange(self._total - self._rows) for _ in self._victims)
+                self._start_driver(server)
                 try:
-                    for mark in marks:
-                        driver = self._strike(server, client, driver, mark)
-                    self._finish(server, driver)
+                    for mark, victim in zip(marks, self._victims, strict=True):
+                        self._strike(server, client, mark, victim)
+                    self._finish(server)
                 finally:
-                    driver.kill()
+                    self._driver.kill()
                 self._check(client)
 
-    def _driver(self, server: ServerProcess) -> Driver:
+    def _start_driver(self, server: ServerProcess) -> None:
         self.lives += 1
-        return Driver(server.address, self._directory, self._rows)
+        self._driver = Driver(server.address, self._directory, self._rows)
 
-    def _strike(self, server: ServerProcess, client: plait.sync.Client, driver: Driver, mark: int) -> Driver:
+    def _strike(self, server: ServerProcess, client: plait.sync.Client, mark: int, victim: str) -> None:
         """Kill the driver or the broker when about so many messages are visible."""
-        if self._wait(client, driver, mark):
-            if self._draw.random() < 0.6:
-                driver.kill()
-                self.killed["driver"] += 1
-            else:
-                server.kill()
-                server.start()
-                self.killed["broker"] += 1
-        if driver.code is not None:
-            # Killed, or its query failed because the broker was away: somebody starts it again.
-            driver.kill()
-            return self._driver(server)
-        return driver
+        while not self._wait(client, mark):
+            # Its query failed because the broker was away.
+            assert self._driver.code != 0, f"the driver was done before message {mark} was visible"
+            self._driver.kill()
+            self._start_driver(server)
+        self.killed[victim] += 1
+        if victim == "driver":
+            self._driver.kill()
+            self._start_driver(server)
+        else:
+            server.kill()
+            server.start()
 
-    def _wait(self, client: plait.sync.Client, driver: Driver, mark: int) -> bool:
+    def _wait(self, client: plait.sync.Client, mark: int) -> bool:
         """Until so many messages are visible; False: the driver has ended before."""
         deadline = time.monotonic() + LIFE_SECONDS
         seen = 0
         with client.reader(TARGET, start="earliest") as reader:
-            while driver.code is None:
+            while self._driver.code is None:
                 assert time.monotonic() < deadline, self._log()
                 if seen >= mark:
                     # Just then a batch was published; what comes next is planning, writing and staging.
                     reader.fetch(1, wait=self._draw.uniform(0.0, 0.6))
-                    return driver.code is None
+                    return self._driver.code is None
                 with contextlib.suppress(plait.PlaitError):
                     seen += len(reader.fetch(10_000, wait=0.5))
         return False
 
-    def _finish(self, server: ServerProcess, driver: Driver) -> None:
-        """Start it as often as it takes to come to the end."""
+    def _finish(self, server: ServerProcess) -> None:
+        """Start the driver as often as it takes to come to the end."""
         deadline = time.monotonic() + LIFE_SECONDS
-        while (code := driver.wait(deadline - time.monotonic())) != 0:
+        while (code := self._driver.wait(deadline - time.monotonic())) != 0:
             assert code is not None, self._log()
-            driver.kill()
-            driver = self._driver(server)
-        driver.kill()
+            self._driver.kill()
+            self._start_driver(server)
 
     def _log(self) -> str:
         return (self._directory / "driver.log").read_text()[-6000:]
