@@ -42,6 +42,10 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 #: A route version or an epoch is believed when it is at most so much above the highest number that is known: more than
 #: meta servers count in years, and so little that made-up numbers cannot use the counter up.
 NUMBER_STEP_MAX: Final = 1 << 32
+#: The age at which messages expire or are tried no more, in seconds: what fits a signed 64-bit number of microseconds.
+AGE_SECONDS_MAX: Final = 1e12
+#: The most bytes that a subject can be asked to keep.
+RETENTION_BYTES_MAX: Final = (1 << 63) - 1
 #: The number of a broker's life: 32 bits of a frame's stamp.
 BrokerEpoch = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 

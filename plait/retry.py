@@ -8,6 +8,7 @@ from typing import Self
 import msgspec
 
 from plait.errors import InvalidArgument
+from plait.limits import AGE_SECONDS_MAX
 
 #: The longest wait that can be asked for: two years.
 WAIT_SECONDS_MAX = 2 * 366 * 86_400.0
@@ -56,9 +57,11 @@ class Retry(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidArgument(f"retry: attempts is {self.attempts!r}; use 1 to {ATTEMPTS_MAX}, or None for no end")
         expires = self.expires
         if expires is not None and (
-            isinstance(expires, bool) or not isinstance(expires, int | float) or not 0 < expires < math.inf
+            isinstance(expires, bool) or not isinstance(expires, int | float) or not 0 < expires <= AGE_SECONDS_MAX
         ):
-            raise InvalidArgument(f"retry: expires is {expires!r}; use seconds, more than 0, or None for no end")
+            raise InvalidArgument(
+                f"retry: expires is {expires!r}; use seconds, above 0 and up to {AGE_SECONDS_MAX:g}, or None for no end"
+            )
 
     def __str__(self) -> str:
         if self.steps:

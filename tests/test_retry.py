@@ -73,7 +73,7 @@ def test_the_presets():
         ({"attempts": 0}, "attempts is 0; use 1 to 65535, or None"),
         ({"attempts": 2.5}, "attempts is 2.5"),
         ({"attempts": True}, "attempts is True"),
-        ({"expires": 0}, "expires is 0; use seconds, more than 0"),
+        ({"expires": 0}, "expires is 0; use seconds, above 0"),
         ({"expires": float("nan")}, "expires is nan"),
         ({"expires": "1h"}, "expires is '1h'"),
     ],

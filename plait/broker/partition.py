@@ -11,7 +11,7 @@ import numpy.typing as npt
 from plait.broker.keys import FrameKeys, KeyCache, KnownRows
 from plait.errors import DamageError, FrameError
 from plait.frame.builder import Buffer
-from plait.frame.header import PREFIX
+from plait.frame.header import PREFIX, TIME_MAX
 from plait.frame.lp import NO_KEY_HASH, Hashes, Lps, LpSet, keyed_lps, lp_set, lps_of
 from plait.frame.slicing import slice_rows
 from plait.frame.view import FrameView
@@ -415,8 +415,8 @@ class Partition:
         return end
 
     def sequence_at_time(self, time: int) -> int:
-        """The first visible sequence stored at or after ``time`` (microseconds)."""
-        index = self.consume_log.find_time(time)
+        """The first visible sequence stored at or after ``time`` (microseconds), which may be any number."""
+        index = self.consume_log.find_time(max(0, min(time, TIME_MAX)))
         if index >= len(self.consume_log):
             return self.visible
         return max(self.start, min(self.consume_log.record(index).base, self.visible))

@@ -37,6 +37,7 @@ def open_lps(
     """The partition takes rows of these from now on; it is made where there is none. Twice is as once."""
     chosen = checked(lps)
     broker.numbers.check("route", version)
+    subjects.check_settings(settings)
     partition = broker.subjects.get(name)
     if partition is None:
         broker.dropped.refuse_late(name, version, broker.clock.monotonic())

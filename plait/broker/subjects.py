@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from plait.broker.partition import Partition
-from plait.errors import LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
+from plait.errors import InvalidArgument, LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
+from plait.limits import AGE_SECONDS_MAX, RETENTION_BYTES_MAX
 from plait.storage.catalog import FORWARD, SCHEDULE, STAGE, PartitionRow, SubjectSettings
 from plait.storage.consume_log import ConsumeLog
 
@@ -34,12 +35,23 @@ def make(broker: Broker, subject: str, *, create: bool) -> Partition:
 
 def create_subject(broker: Broker, subject: str, settings: SubjectSettings | None) -> Partition:
     """A new subject, defined in the message log before its first row."""
+    settings = settings or SubjectSettings()
+    check_settings(settings)
     if subject in broker.subjects:
         raise SubjectExists(f"subject {subject!r} exists already", subject=subject)
     refuse_more(broker)
     broker.refuse_when_full()
-    row = PartitionRow(broker.next_partition, subject, subject, broker.clock.now(), settings or SubjectSettings())
+    row = PartitionRow(broker.next_partition, subject, subject, broker.clock.now(), settings)
     return create_partition(broker, row)
+
+
+def check_settings(settings: SubjectSettings) -> None:
+    """``InvalidArgument`` where what a subject is to keep cannot be kept to."""
+    seconds, size = settings.retention_seconds, settings.retention_bytes
+    if seconds is not None and not 0 < seconds <= AGE_SECONDS_MAX:
+        raise InvalidArgument(f"retention_seconds must be more than 0 and up to {AGE_SECONDS_MAX:g}, not {seconds}")
+    if size is not None and not 0 < size <= RETENTION_BYTES_MAX:
+        raise InvalidArgument(f"retention_bytes must be more than 0 and up to {RETENTION_BYTES_MAX}, not {size}")
 
 
 def refuse_more(broker: Broker) -> None:
@@ -63,6 +75,7 @@ def create_partition(broker: Broker, row: PartitionRow) -> Partition:
 
 def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> None:
     """Change what the subject says of itself."""
+    check_settings(settings)
     partition = broker.partition_of(subject, create=False)
     row = msgspec.structs.replace(partition.row, settings=settings)
     broker.heads.define([row])

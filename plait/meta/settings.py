@@ -8,6 +8,7 @@ import msgspec
 
 from plait import names
 from plait.errors import InvalidArgument
+from plait.limits import AGE_SECONDS_MAX, RETENTION_BYTES_MAX
 
 
 class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -23,10 +24,13 @@ class SubjectSettings(msgspec.Struct, frozen=True, omit_defaults=True):
     def __post_init__(self) -> None:
         if self.order not in ("best_tried", "strict"):
             raise InvalidArgument(f"order is {self.order!r}; use best_tried or strict")
-        for name in ("retention_seconds", "retention_bytes"):
+        for name, most in (("retention_seconds", AGE_SECONDS_MAX), ("retention_bytes", RETENTION_BYTES_MAX)):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-                raise InvalidArgument(f"{name} is {value!r}; use a number above 0, or None for the default")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value <= most):
+                raise InvalidArgument(
+                    f"{name} is {value!r}; use a number above 0 and up to {most:g}, or None for the default"
+                )
 
 
 class GroupSettings(msgspec.Struct, frozen=True, omit_defaults=True):

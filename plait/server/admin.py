@@ -103,7 +103,6 @@ def _describe_subject(server: Server, request: OfSubject) -> dict[str, Any]:
 
 def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
     names.check("subject", request.subject)
-    check_retention(set_fields(request))
     here = server.config.group
     if request.partitions not in (None, 1):
         raise InvalidArgument(
@@ -117,9 +116,8 @@ def _create_subject(server: Server, request: CreateSubject) -> SubjectView:
 
 def _set_subject(server: Server, request: SetSubject) -> SubjectView:
     partition = server.broker.partition_of(request.subject, create=False)
-    changed = set_fields(request)
-    check_retention(changed)
-    subjects.update_subject(server.broker, request.subject, msgspec.structs.replace(partition.row.settings, **changed))
+    settings = msgspec.structs.replace(partition.row.settings, **set_fields(request))
+    subjects.update_subject(server.broker, request.subject, settings)
     return subject_view(server.broker, partition)
 
 
@@ -127,13 +125,6 @@ def set_fields(request: msgspec.Struct) -> dict[str, Any]:
     """The settings that a request names."""
     names_of = ("retention_seconds", "retention_bytes")
     return {name: value for name in names_of if (value := getattr(request, name)) is not msgspec.UNSET}
-
-
-def check_retention(settings: dict[str, Any]) -> None:
-    """``InvalidArgument`` where a limit of what is kept is none."""
-    for name, value in settings.items():
-        if value is not None and value <= 0:
-            raise InvalidArgument(f"{name} must be more than 0, not {value}")
 
 
 def _delete_subject(server: Server, request: OfSubject) -> None:

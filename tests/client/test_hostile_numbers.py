@@ -12,6 +12,7 @@ import pytest
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError
 from plait.limits import NUMBER_STEP_MAX, ServerLimits
+from plait.retry import Retry
 from plait.server.admin_spans import SPAN_NAMES_MAX, SPAN_TIMES_MAX
 from plait.testing import EmbeddedBroker
 from plait.testing.embedded import TEST_CONFIG
@@ -114,6 +115,20 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
     ("broker.register", {**FACTS, "partitions": [{"name": "x", "subject": "x", "newest": -1}]}),
     ("broker.register", {**FACTS, "partitions": [{"name": "x", "subject": "x", "created": 2**64 - 1}]}),
     ("broker.register", {**FACTS, "partitions": [], "epoch": 2**64 - 1}),
+    *(
+        (operation, {**names, setting: value})
+        for setting, values in (
+            ("retention_seconds", (float("nan"), float("inf"), 1e308, 0.0, -1.0)),
+            ("retention_bytes", (2**64 - 1, 0, -1)),
+        )
+        for value in values
+        for operation, names in (("subject.create", {"subject": "new"}), ("subject.set", {"subject": SUBJECT}))
+    ),
+    *(
+        ("partition.open", {"subject": name, "name": name, "lps": [(0, 1024)], "version": 1, "settings": settings})
+        for name in (SUBJECT, "new")
+        for settings in ({"retention_seconds": float("inf")}, {"retention_bytes": -1})
+    ),
     ("partition.spans", {"names": [SUBJECT], "times": [2**64 - 1]}),
     ("partition.spans", {"names": [SUBJECT] * (SPAN_NAMES_MAX + 1), "times": []}),
     ("partition.spans", {"names": [SUBJECT], "times": [1] * (SPAN_TIMES_MAX + 1)}),
@@ -124,10 +139,29 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
 async def test_a_made_up_order_is_refused_and_the_node_starts_again(node: EmbeddedBroker):
     await consumes(node, 1)
     for operation, arguments in ORDERS:
-        assert isinstance(await refused(node, m.Admin(operation, arguments)), InvalidArgument), operation
+        assert isinstance(await refused(node, m.Admin(operation, arguments)), InvalidArgument), (operation, arguments)
+    node.server.housekeep()
     await consumes(node, 2)
     await node.restart()
     await consumes(node, 3)
+
+
+@pytest.mark.parametrize("time", [2**64 - 1, -(2**63)])
+async def test_a_time_beyond_all_others_is_the_end_or_the_beginning(node: EmbeddedBroker, time: int):
+    await consumes(node, 1)
+    # Some of its records are in a file.
+    node.server.broker.checkpoint()
+    async with Raw(node.server) as raw:
+        await raw.hello("reader")
+        answer = await raw.ask(m.Read(SUBJECT, ["time", time], 10, 1_000, 0.0))
+    assert answer.next == 1
+
+
+async def test_an_age_beyond_all_others_is_refused_before_it_breaks_a_group(node: EmbeddedBroker):
+    await consumes(node, 1)
+    for age in (1e308, float("inf")):
+        with pytest.raises(InvalidArgument, match="expires"):
+            Retry(expires=age)
 
 
 async def test_a_number_far_above_all_others_is_not_believed_by_the_meta_server(node: EmbeddedBroker, caplog: Any):
