@@ -19,7 +19,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.storage.catalog import PartitionRow
 from plait.storage.consume_log import ConsumeLog, Record
 from plait.storage.log import Log
-from plait.storage.recovery import LogScan
+from plait.storage.recovery import LogPart, LogScan
 
 if TYPE_CHECKING:
     from plait.broker.group import Group
@@ -381,9 +381,7 @@ class Partition:
         if index + 1 < len(self.consume_log):
             end = self.consume_log.record(index + 1).offset
         found = None
-        for offset, frame in LogScan(log, begin, log.durable):
-            if offset >= end:
-                break
+        for offset, frame in LogScan(LogPart(log, begin, end), begin, log.durable):
             if frame.partition == self.id and frame.end > sequence:
                 found = Record(frame.base, offset, frame.store_time, frame.size, frame.count)
                 break

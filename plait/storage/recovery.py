@@ -14,7 +14,7 @@ always a beginning of what was written, and a producer that sends the rest again
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -62,6 +62,33 @@ class ReadableLog(Protocol):
     def directory(self) -> str: ...
     @property
     def segments(self) -> Sequence[ReadableSegment]: ...
+
+
+class SegmentPart(NamedTuple):
+    """A part of one file of a log (``ReadableSegment``)."""
+
+    base: int
+    view: memoryview
+
+    @property
+    def size(self) -> int:
+        return len(self.view)
+
+    @property
+    def end(self) -> int:
+        return self.base + len(self.view)
+
+
+class LogPart:
+    """[start, end) of a log (``ReadableLog``), where a scan of all that follows would cost too much."""
+
+    def __init__(self, log: ReadableLog, start: int, end: int) -> None:
+        self.directory = log.directory
+        self.segments = [
+            SegmentPart(first, segment.view[first - segment.base : last - segment.base])
+            for segment in log.segments
+            if (first := max(segment.base, start)) < (last := min(segment.end, end))
+        ]
 
 
 #: Says whether a frame found after damage can be the log's own, not one inside somebody's message body.

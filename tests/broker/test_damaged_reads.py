@@ -7,6 +7,7 @@ import pytest
 from plait.broker import partition as partition_module
 from plait.storage.consume_log import RECORD
 from plait.storage.log import segment_name
+from plait.storage.recovery import ReadableLog
 from tests.support.broker_node import Node, Producer
 
 
@@ -45,6 +46,29 @@ def test_a_damaged_frame_is_passed_without_a_scan_of_the_log(index: int, byte: i
     assert [row.sequence for row in node.pull(consumer).rows] == [each for each in range(15) if each != index]
     assert node.group("orders", "g").lost_count == 1
     assert scans == []
+
+
+def test_frames_that_were_overwritten_are_searched_for_between_their_neighbours(monkeypatch: pytest.MonkeyPatch):
+    """Nothing stands where the records say: each is searched for, in the few bytes in which its frame can be."""
+    node, _ = filled(monkeypatch)
+    records = node.partition("orders").consume_log
+    gone = range(5, 9)
+    for index in gone:
+        offset = records.record(index).offset
+        segment = node.broker.message_log.segment_at(offset)
+        segment.file.write([bytes(200)], offset - segment.base)
+    looked_at: list[int] = []
+    counted = partition_module.LogScan
+
+    def measured(log: ReadableLog, *rest: object) -> object:
+        looked_at.append(sum(len(segment.view) for segment in log.segments))
+        return counted(log, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(partition_module, "LogScan", measured)
+    assert [row.sequence for row in node.stored("orders")] == [each for each in range(15) if each not in gone]
+    room = max(records.record(each + 1).offset - records.record(each - 1).offset for each in gone)
+    assert len(looked_at) == len(gone)
+    assert max(looked_at) <= room
 
 
 @pytest.mark.parametrize("index", [0, 7, 14])
