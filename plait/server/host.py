@@ -62,6 +62,7 @@ class Server(Listener):
         self.threads = ThreadPoolExecutor(2, "plait-disk")
         self._syncs = Syncs(self)
         self._space = Notice("there is space on the disk again; messages are taken")
+        self._marks = Notice("the marks of the logs are written again")
         self._next_segments = Notice("log segments can be made again")
         self._removing = Notice("what has expired is removed again")
         self._timer: asyncio.TimerHandle | None = None
@@ -314,8 +315,13 @@ class Server(Listener):
             assert self.broker.failed is not None
             self.fail(self.broker.failed)
             return
-        for each in self.broker.logs:
-            each.note_durable()
+        try:
+            for each in self.broker.logs:
+                each.note_durable()
+        except OSError as error:
+            self._marks.begin(f"the marks of the logs cannot be written: {error}; the next start relies on older ones")
+        else:
+            self._marks.end()
 
     def _lose_silent(self) -> None:
         if self._stopped:

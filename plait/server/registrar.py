@@ -120,6 +120,8 @@ class Registrar:
 
     async def _report(self, partitions: list[Partition]) -> None:
         """Tell the meta servers what is finished, where that has changed."""
+        known = self._server.broker.subjects
+        self._reported = {name: report for name, report in self._reported.items() if name in known}
         reports = {each.row.name: self._progress(each) for each in partitions}
         news = [(name, report) for name, report in reports.items() if self._reported.get(name) != report]
         for at in range(0, len(news), REPORTED_MAX):
