@@ -141,6 +141,10 @@ class Forwards:
         self.astray.discard(subject)
         self._broker.schedules.route_known(subject)
 
+    def forget(self, subject: str) -> None:
+        """A partition of the subject was deleted, perhaps the last one here."""
+        self._ways.pop(subject, None)
+
     def fits(self, partition: Partition, frame: FrameView) -> bool:
         """Whether the known route leads all rows of a frame to where this forward partition sends them."""
         way = self._ways.get(partition.row.subject)
@@ -194,7 +198,8 @@ class Forwards:
         """What is to be sent next; None: nothing."""
         broker, records = self._broker, partition.consume_log
         log = broker.message_log
-        while partition.start < partition.next:
+        # One whose subject was deleted meanwhile has nothing to send any more.
+        while partition.id in self._all and partition.start < partition.next:
             index = records.find(partition.start)
             record = records.record(index) if index < len(records) else None
             if record is None:
@@ -221,6 +226,8 @@ class Forwards:
         A crash may take that back for a few frames: they are sent again, and the other broker knows them.
         """
         broker = self._broker
+        if partition.id not in self._all:
+            return
         self._passed(partition, end)
         count, noted = self._notes.get(partition.id, (0, 0))
         count += 1

@@ -140,6 +140,10 @@ class Schedules:
             bucket.of(schedule.partition.id).any() for bucket in self.buckets.values()
         )
 
+    def any_held(self, subject: str) -> bool:
+        """Due rows of the subject wait until its route is known."""
+        return any(each.held and each.partition.row.subject == subject for each in self.by_subject.values())
+
     def report(self, file: str, reason: str, rows: int) -> None:
         """Rows that wait do not read back."""
         self.lost_count += rows
@@ -295,11 +299,14 @@ class Schedules:
         if ways is None:
             schedule.held = True
             return 0
+        if len(ways) == 1:
+            self._append(schedule, ways[0][0], gathered, rows, mine, now, appended, kept)
+            return size
         for partition, which in ways:
             with reading():
                 some, gathered, _ = self.rows.gather(schedule, rows, mine[which])
             assert gathered is not None
-            self._append(schedule, partition, gathered, rows, some, now, appended, kept, in_turn=len(ways) == 1)
+            self._append(schedule, partition, gathered, rows, some, now, appended, kept, in_turn=False)
         return size
 
     def _append(

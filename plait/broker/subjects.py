@@ -101,6 +101,7 @@ def delete_subject(broker: Broker, subject: str) -> None:
         waiter.time_out()
     for each in gone:
         drop_partition(broker, each)
+    broker.forwards.forget(partition.row.subject)
     broker.retention_wanted = True
 
 

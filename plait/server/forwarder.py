@@ -21,7 +21,6 @@ from plait.errors import (
     PlaitError,
     ProducerConflict,
     StaleRoute,
-    SubjectNotFound,
     Timeout,
     Unavailable,
     UnknownProducer,
@@ -66,12 +65,13 @@ class Forwarder:
             while True:
                 await self._work.wait()
                 self._work.clear()
-                await self._find_routes()
                 for partition in self._forwards.waiting():
                     if partition.id not in self._tasks:
                         task = tasks.start(self._empty(partition), "plait-server-forward")
                         self._tasks[partition.id] = task
                         task.add_done_callback(lambda _, number=partition.id: self._tasks.pop(number))  # type: ignore[misc]
+                # What can be sent does not wait for a meta server.
+                await self._find_routes()
         finally:
             for task in list(self._tasks.values()):
                 task.cancel()
@@ -81,21 +81,26 @@ class Forwarder:
     async def _find_routes(self) -> None:
         """Routes that rows wait for; one that cannot be had is asked for again after a pause."""
         now = asyncio.get_running_loop().time()
+        self._asked = {subject: at for subject, at in self._asked.items() if now < at + PAUSE_SECONDS}
         for subject in sorted(self._forwards.astray):
-            if now < self._asked.get(subject, -PAUSE_SECONDS) + PAUSE_SECONDS:
+            if not self._broker.schedules.any_held(subject):
+                # Its partitions were dropped, with all that waited there.
+                self._forwards.astray.discard(subject)
+                continue
+            if subject in self._asked:
                 # It did not help: rows are between a seal and the route that follows it.
                 self._look_later()
                 continue
             self._asked[subject] = now
             try:
                 await self._find(subject)
-            except SubjectNotFound:
-                # Its partitions are about to be dropped, with all that waits there.
-                self._forwards.astray.discard(subject)
-                del self._asked[subject]
             except PlaitError as error:
+                # A deleted subject's partitions are dropped soon; those of a lost database are known again soon.
                 log.info("delayed messages of %s wait for its route: %s", subject, error)
                 self._look_later()
+                if isinstance(error, Unavailable | Timeout):
+                    # The next one would wait as long for an answer.
+                    return
             else:
                 self._server.arm_timer()
 

@@ -7,7 +7,7 @@ import pytest
 
 from plait.broker import forwards as forwards_module
 from plait.broker import sealing
-from plait.broker.forwards import IDLE_SECONDS, Way
+from plait.broker.forwards import IDLE_SECONDS, NOTE_FRAMES, Way
 from plait.errors import DiskFull, FrameError, PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
@@ -197,3 +197,19 @@ def test_rows_are_taken_back_a_turns_worth_at_a_time(monkeypatch: pytest.MonkeyP
     assert other is not partition
     assert other.next - other.start == 3
     assert node.broker.schedules.count == 0
+
+
+def test_what_is_sent_of_a_subject_ends_with_the_subject() -> None:
+    """An answer that comes after the deletion changes nothing, and does not define the partition again."""
+    node = Node(flush="sync")
+    forwarding(node, b"a")
+    [partition] = node.broker.forwards.waiting()
+    waiting = node.broker.forwards.first(partition)
+    assert waiting is not None
+    node.broker.delete_subject("orders")
+    for _ in range(NOTE_FRAMES):
+        node.broker.forwards.stored(partition, 0)
+    assert node.broker.forwards.first(partition) is None
+    assert node.broker.forwards.take_back(partition)
+    node.turn()
+    assert list(node.killed().broker.partitions) == []

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import plait
+from plait.errors import SubjectNotFound
 from plait.testing import EmbeddedBroker
+from plait.wire import messages as m
 from tests.client.support import EAGER, config_of, fetch_all, until
 from tests.client.test_expanding import settled, wait_for
 
@@ -56,11 +58,11 @@ async def test_keyed_messages_enter_the_partition_that_takes_their_key_when_they
             await expand(client, after)
             await make_due(client, receipts)
             messages = await fetch_all(consumer, len(KEYS))
-            assert {(m.message_id, m.key, m.body) for m in messages} == {
+            assert {(each.message_id, each.key, each.body) for each in messages} == {
                 (receipt.message_id, key, key.encode()) for receipt, key in zip(receipts, KEYS, strict=True)
             }
-            assert {str(m.partition) for m in messages} == set(after)
-            assert {m.deliver_at for m in messages} == {PAST}
+            assert {str(each.partition) for each in messages} == set(after)
+            assert {each.deliver_at for each in messages} == {PAST}
             for message in messages:
                 await message.ack()
             assert len(await consumer.fetch(10, wait=0)) == 0
@@ -81,8 +83,8 @@ async def test_messages_without_keys_leave_a_partition_that_takes_nothing_any_mo
             await expand(client, ["s@g2"])
             await make_due(client, receipts)
             messages = await fetch_all(consumer, 20)
-            assert {m.message_id for m in messages} == {receipt.message_id for receipt in receipts}
-            assert {str(m.partition) for m in messages} == {"s@g2"}
+            assert {each.message_id for each in messages} == {receipt.message_id for receipt in receipts}
+            assert {str(each.partition) for each in messages} == {"s@g2"}
 
 
 async def test_a_delayed_send_by_an_old_route_waits_where_the_new_one_leads(nodes: list[EmbeddedBroker]) -> None:
@@ -108,8 +110,34 @@ async def test_where_the_other_broker_is_away_they_wait_and_are_stored_once(node
         await second.start()
         async with client.consumer("s", group="g", ordered=True) as consumer:
             messages = await fetch_all(consumer, len(KEYS))
-            assert {m.message_id for m in messages} == {receipt.message_id for receipt in receipts}
+            assert {each.message_id for each in messages} == {receipt.message_id for receipt in receipts}
             assert len(await consumer.fetch(10, wait=0)) == 0
+
+
+async def test_a_route_that_no_meta_server_knows_at_first_is_asked_for_again(
+    nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lost meta database is rebuilt from the brokers' catalogs: meanwhile subjects are not found."""
+    cluster = nodes[0].server.cluster
+    known = cluster.route
+    asked: list[str] = []
+
+    async def route(subject: str) -> m.RouteFound:
+        asked.append(subject)
+        if len(asked) < 3:
+            raise SubjectNotFound(f"there is no subject {subject!r}", subject=subject)
+        return await known(subject)
+
+    async with nodes[0].connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"])
+        receipts = [await client.send("s", key.encode(), key=key, delay="1h") for key in KEYS]
+        await expand(client, ["s@g2"])
+        monkeypatch.setattr(cluster, "route", route)
+        await make_due(client, receipts)
+        async with client.consumer("s", group="g", ordered=True) as consumer:
+            messages = await fetch_all(consumer, len(KEYS))
+            assert {message.message_id for message in messages} == {receipt.message_id for receipt in receipts}
+    assert len(asked) >= 3
 
 
 async def test_a_route_that_moves_on_before_they_are_stored_is_followed(nodes: list[EmbeddedBroker]) -> None:
@@ -129,6 +157,6 @@ async def test_a_route_that_moves_on_before_they_are_stored_is_followed(nodes: l
             await expand(client, ["s#1@g1"])
             await make_due(client, receipts[1:])
             messages = await fetch_all(consumer, len(KEYS) - 1)
-            assert {str(m.partition) for m in messages} == {"s#1@g1"}
-            assert {m.message_id for m in messages} == {receipt.message_id for receipt in receipts[1:]}
+            assert {str(each.partition) for each in messages} == {"s#1@g1"}
+            assert {each.message_id for each in messages} == {receipt.message_id for receipt in receipts[1:]}
             await until(lambda: not forwards.waiting())
