@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "names": {"errors", "limits"},
     "memory": {"limits"},
     "reason": {"errors"},
-    "retry": {"errors"},
+    "retry": {"errors", "limits"},
     "frame": {"errors", "limits"},
     "storage": BASE | {"frame"},
     "broker": BASE | {"frame", "storage"},
