@@ -27,8 +27,8 @@ from plait.errors import (
 )
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
+from plait.server.links import Links
 from plait.wire import messages as m
-from plait.wire.dial import Link, dial
 
 if TYPE_CHECKING:
     from plait.server.host import Server
@@ -52,7 +52,7 @@ class Forwarder:
         self._forwards.on_work = self._work.set
         #: Broker group → where it can be reached, as of the last route that names it.
         self._addresses: dict[str, list[str]] = {}
-        self._links: dict[str, Link] = {}
+        self._links = Links("%forward", SEND_SECONDS)
         #: When each route was asked for last, on the loop's clock.
         self._asked: dict[str, float] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -75,8 +75,7 @@ class Forwarder:
         finally:
             for task in list(self._tasks.values()):
                 task.cancel()
-            for link in self._links.values():
-                link.close()
+            self._links.close()
 
     async def _find_routes(self) -> None:
         """Routes that rows wait for; one that cannot be had is asked for again after a pause."""
@@ -168,18 +167,8 @@ class Forwarder:
         addresses = self._addresses.get(group)
         if not addresses:
             raise Unavailable(f"where broker group {group} is has to be asked first")
-        address = addresses[0]
-        try:
-            async with asyncio.timeout(SEND_SECONDS):
-                link = self._links.get(address)
-                if link is None or link.closed:
-                    link = self._links[address] = await dial(address, "%forward", SEND_SECONDS)
-                routed: m.Routed = await link.request(m.Route(name))
-                await link.request(m.Send(routed.partition), [frame], len(frame))
-        except TimeoutError:
-            if address in self._links:
-                self._links.pop(address).abort()
-            raise Timeout(f"{address} did not answer within {SEND_SECONDS:g} s") from None
+        routed: m.Routed = await self._links.request(addresses[0], m.Route(name))
+        await self._links.request(addresses[0], m.Send(routed.partition), [frame], len(frame))
 
     async def _store_here(self, name: str, frame: bytes) -> None:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -10,9 +10,9 @@ import msgspec
 from plait.errors import Timeout
 from plait.meta.views import Drop, Make, Move
 from plait.server import admin_partition
+from plait.server.links import Links
 from plait.storage.catalog import Fence
 from plait.wire import messages as m
-from plait.wire.dial import Link, dial
 
 if TYPE_CHECKING:
     from plait.server.host import Server
@@ -47,8 +47,7 @@ class RemoteOrders:
     """To brokers elsewhere, over one link to each."""
 
     def __init__(self) -> None:
-        self._links: dict[str, Link] = {}
-        self._dialling: dict[str, asyncio.Lock] = {}
+        self._links = Links(CLIENT, ORDER_SECONDS)
 
     async def make(self, address: str, make: Make) -> None:
         await self._ask(address, admin_partition.OPEN, _opening(make))
@@ -60,20 +59,10 @@ class RemoteOrders:
         await self._ask(address, admin_partition.DROP, _dropping(drop))
 
     async def close(self) -> None:
-        for link in self._links.values():
-            link.close()
+        self._links.close()
 
     async def _ask(self, address: str, operation: str, arguments: dict[str, Any]) -> msgspec.Raw:
-        async with self._dialling.setdefault(address, asyncio.Lock()):
-            link = self._links.get(address)
-            if link is None or link.closed:
-                link = self._links[address] = await dial(address, CLIENT, ORDER_SECONDS)
-        try:
-            async with asyncio.timeout(ORDER_SECONDS):
-                answer: m.AdminReply = await link.request(m.Admin(operation, arguments))
-        except TimeoutError:
-            link.abort()
-            raise Timeout(f"{address} did not answer within {ORDER_SECONDS:g} s") from None
+        answer: m.AdminReply = await self._links.request(address, m.Admin(operation, arguments))
         return answer.result
 
 

@@ -158,8 +158,8 @@ class Registrar:
         self._reported = {}
         for page in pages:
             answer = await self._ask("broker.register", {**facts, "partitions": page})
-        for name in answer["unrouted"]:
-            log.warning("no route leads to partition %s: nothing is read from it", name)
+            for name in answer["unrouted"]:
+                log.warning("no route leads to partition %s: nothing is read from it", name)
         server.broker.numbers.learn(answer["newest"])
         server.broker.leases.set_floors({(subject, group): runs for subject, group, runs in answer["floors"]})
         self._registered = True

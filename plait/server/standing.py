@@ -12,13 +12,13 @@ import msgspec
 from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
 from plait.limits import MetaLimits
 from plait.meta.database import file_url
+from plait.server.links import Links
 from plait.server.meta_handlers import MetaHandlers
 from plait.server.meta_host import MetaHost
 from plait.server.orders import LocalOrders
 from plait.server.registrar import Registrar
 from plait.storage.identity import identity
 from plait.wire import messages as m
-from plait.wire.dial import Link, dial
 
 if TYPE_CHECKING:
     from plait.server.connection import Connection
@@ -47,9 +47,9 @@ class Standing:
         self._host: MetaHost | None = None
         self._handlers: MetaHandlers | None = None
         self._registrar: Registrar | None = None
-        self._link: Link | None = None
-        #: The broker's own, where others may be of the same group.
-        self._name = ""
+        #: To the meta servers.
+        self._links: Links | None = None
+        #: The meta server that is asked next.
         self._turn = 0
 
     @property
@@ -70,8 +70,9 @@ class Standing:
             self._registrar = Registrar(server, server.config.group, self._ask_here)
         elif self._addresses:
             # A group's name is the operator's to give, and may be given twice.
-            self._name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
-            self._registrar = Registrar(server, self._name, self._ask_there)
+            name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
+            self._links = Links(f"%broker-{name}", ASK_SECONDS)
+            self._registrar = Registrar(server, name, self._ask_there)
         if self._registrar is not None:
             await self._registrar.start()
         if self._host is not None:
@@ -92,8 +93,8 @@ class Standing:
             await self._host.stop()
         # The handlers stay: until the last connection is hung up they tell who asks that this is ending.
         self._host = self._registrar = None
-        if self._link is not None:
-            self._link.abort()
+        if self._links is not None:
+            self._links.close()
 
     def take(self, connection: Connection, correlation: int, message: m.Message) -> bool:
         """Serve a request that is a meta server's; False: it is not, or there is none here."""
@@ -128,20 +129,16 @@ class Standing:
 
     async def _request_there(self, request: m.Message) -> m.Message:
         """Ask one meta server after another until one answers."""
+        assert self._links is not None
         last: PlaitError = Unavailable("no meta server could be reached")
         for _ in self._addresses:
+            turn = self._turn
             try:
-                if self._link is None or self._link.closed:
-                    address = self._addresses[self._turn % len(self._addresses)]
-                    self._turn += 1
-                    self._link = await dial(address, f"%broker-{self._name}", ASK_SECONDS)
-                async with asyncio.timeout(ASK_SECONDS):
-                    answer: m.Message = await self._link.request(request)
-                return answer
-            except TimeoutError:
-                assert self._link is not None
-                self._link.abort()
-                last = Timeout(f"the meta server did not answer within {ASK_SECONDS:g} s")
-            except Unavailable as error:
+                answer: m.Message = await self._links.request(self._addresses[turn % len(self._addresses)], request)
+            except (Timeout, Unavailable) as error:
                 last = error
+                # Others may have found that out meanwhile.
+                self._turn = max(self._turn, turn + 1)
+            else:
+                return answer
         raise last

@@ -3,6 +3,7 @@ they are due, once, and ordered groups get them."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -160,3 +161,19 @@ async def test_a_route_that_moves_on_before_they_are_stored_is_followed(nodes: l
             assert {str(each.partition) for each in messages} == {"s#1@g1"}
             assert {each.message_id for each in messages} == {receipt.message_id for receipt in receipts[1:]}
             await until(lambda: not forwards.waiting())
+
+
+async def test_all_that_a_broker_asks_of_a_meta_server_goes_over_one_connection(nodes: list[EmbeddedBroker]) -> None:
+    """Several requests at a time, just after the connection was lost."""
+    first, second = nodes
+    async with first.connect() as client:
+        await client.admin.create_subject("s", groups=["g2"])
+    brokers = [each for each in first.server.connections if each.client.startswith("%broker-")]
+    assert len(brokers) == 1
+    brokers[0].abort()
+    await until(lambda: brokers[0] not in first.server.connections)
+    # The first of these may notice that it is lost.
+    for failures in (5, 0):
+        answers = await asyncio.gather(*(second.server.cluster.route("s") for _ in range(5)), return_exceptions=True)
+        assert len([each for each in answers if isinstance(each, BaseException)]) <= failures
+    assert len([each for each in first.server.connections if each.client.startswith("%broker-")]) == 1
