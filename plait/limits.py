@@ -144,7 +144,8 @@ class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):
     partial_bytes_total: int = 512 * MIB
     #: Subjects (each costs memory and a consume log file).
     subjects: int = 100_000
-    #: Groups over all subjects.
+    #: Groups over all subjects. One takes 3 KiB, an ordered one 4 KiB and with a run of locks 15 KiB.
+    #: Locks are kept as runs, so only one whose logical partitions are each another consumer's takes more (2 MiB).
     groups: int = 300_000
     #: Consumers attached at once, and those that lost their connection and are not lost yet.
     consumers: int = 100_000
@@ -305,3 +306,6 @@ class ClientLimits(msgspec.Struct, frozen=True, kw_only=True):
     handling_seconds: float = 900.0
     #: ``App``: how long handlers may go on after SIGTERM before they are cancelled and their messages given back.
     drain_seconds: float = 30.0
+    #: ``App``: how long an ``async def`` handler that was cancelled then may take to end. Long enough to close a file
+    #: or a connection; one that ignores its cancellation must not keep the process.
+    cancel_seconds: float = 2.0

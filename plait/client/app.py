@@ -43,8 +43,6 @@ log = logging.getLogger("plait.app")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-#: How long an ``async def`` handler that was cancelled at the end of the drain time is waited for.
-CANCEL_SECONDS = 2.0
 
 
 class App:
@@ -415,7 +413,7 @@ class App:
             for worker in workers:
                 worker.cancel()
         # A handler may need a moment to end, or ignore that it is cancelled.
-        await asyncio.wait(workers, timeout=CANCEL_SECONDS)
+        await asyncio.wait(workers, timeout=self.limits.cancel_seconds)
 
 
 def _log_to_stderr() -> None:

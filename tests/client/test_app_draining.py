@@ -130,10 +130,9 @@ async def test_a_def_that_outlives_the_drain_time_keeps_its_lock_until_the_lease
 
 
 async def test_an_async_def_that_ignores_its_cancellation_does_not_keep_the_app(
-    broker: EmbeddedBroker, client: plait.Client, monkeypatch: pytest.MonkeyPatch
+    broker: EmbeddedBroker, client: plait.Client
 ) -> None:
-    monkeypatch.setattr("plait.client.app.CANCEL_SECONDS", 0.01)
-    app = plait.App(broker.address, group="g", limits=plait.ClientLimits(drain_seconds=0.01))
+    app = plait.App(broker.address, group="g", limits=plait.ClientLimits(drain_seconds=0.01, cancel_seconds=0.01))
     begun, release = asyncio.Event(), asyncio.Event()
 
     @app.subscriber("s")
