@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from plait.broker.locks import NO_EPOCHS, Epochs, Grant, Want, epochs_of
+from plait.broker.locks import Epochs, Grant, Want, epochs_of
 from plait.broker.ordered import OrderedGroup
 from plait.broker.proof import proves
+from plait.broker.steps import ZEROS, Steps
 from plait.errors import InvalidArgument, StaleSession
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.lp import NO_KEY_HASH, LpSet, lp_set, runs_of, runs_with
@@ -46,7 +47,7 @@ class Leases:
         #: Nothing is granted before the meta server has said which epochs there were (R15).
         self.waits_for_floors = False
         #: (subject, group) → locks are granted under these epochs or higher ones.
-        self._floors: dict[tuple[str, str], Epochs] = {}
+        self._floors: dict[tuple[str, str], Steps] = {}
 
     @property
     def seconds(self) -> float:
@@ -62,11 +63,11 @@ class Leases:
     def now(self) -> float:
         return self._broker.clock.monotonic()
 
-    def floor(self, group: Group) -> Epochs | None:
+    def floor(self, group: Group) -> Steps | None:
         """Locks are granted under these epochs or higher ones; None: not at all at present."""
         if self.waits_for_floors:
             return None
-        return self._floors.get((group.partition.row.subject, group.name), NO_EPOCHS)
+        return self._floors.get((group.partition.row.subject, group.name), ZEROS)
 
     def set_floors(self, floors: Mapping[tuple[str, str], Iterable[Grant]]) -> None:
         """What the meta server says; from now on locks are granted."""
@@ -74,7 +75,7 @@ class Leases:
             for _, _, epoch in grants:
                 self._broker.numbers.learn(epoch)
             epochs = epochs_of(each for each in grants if each[2] > 0)
-            self._floors[group] = np.maximum(self._floors.get(group, NO_EPOCHS), epochs)
+            self._floors[group] = Steps.of(np.maximum(self._floors.get(group, ZEROS).array(), epochs))
         self.waits_for_floors = False
         self.look()
 

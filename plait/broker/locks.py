@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from plait.broker.steps import ZEROS, Steps
 from plait.errors import InvalidArgument
 from plait.frame.lp import LpSet, runs_of, runs_with
 from plait.limits import LOGICAL_PARTITIONS
@@ -27,8 +28,9 @@ Grant = tuple[int, int, int]
 Want = tuple[int, int, int, int]
 
 
-NO_EPOCHS: Epochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
-NO_EPOCHS.setflags(write=False)
+#: None of the logical partitions.
+NONE: LpSet = np.zeros(LOGICAL_PARTITIONS, bool)
+NONE.setflags(write=False)
 
 
 class Standing(NamedTuple):
@@ -53,71 +55,89 @@ def epochs_of(grants: Iterable[Grant]) -> Epochs:
 class Locks:
     """The locks of one group on one partition."""
 
+    __slots__ = ("_epoch", "_leaving", "_owner", "_standings", "_to_grant", "_top", "_top_by", "_wants", "unheard")
+
     def __init__(self) -> None:
-        #: The consumer that has each; 0: nobody.
-        self.owner = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        #: The highest epoch under which each was ever had.
-        self.epoch: Epochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        self._wants: dict[int, Epochs] = {}
+        self._owner = ZEROS
+        self._epoch = ZEROS
+        self._wants: dict[int, Steps] = {}
         #: Who had locks before a restart and was not heard from since: what is in their hands is not known.
-        self.unheard: set[int] = set()
+        self.unheard: frozenset[int] = frozenset()
         #: The highest epoch that is wanted for each, and by whom.
-        self._top = np.zeros(LOGICAL_PARTITIONS, np.int64)
-        self._top_by = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        self._top = ZEROS
+        self._top_by = ZEROS
         #: What was worked out and has not changed since: it is asked for again and again.
         self._leaving: LpSet | None = None
+        self._to_grant: LpSet | None = None
         self._standings: dict[int, Standing] = {}
 
     def _changed(self) -> None:
-        self._leaving = None
+        self._leaving = self._to_grant = None
         self._standings.clear()
+
+    @property
+    def owner(self) -> npt.NDArray[np.int64]:
+        """The consumer that has each; 0: nobody."""
+        return self._owner.array()
+
+    @property
+    def epoch(self) -> Epochs:
+        """The highest epoch under which each was ever had."""
+        return self._epoch.array()
 
     @property
     def newest(self) -> int:
         """The highest epoch of all."""
-        return int(self.epoch.max())
+        return int(self._epoch.values.max())
 
     def had_by(self, consumer: int) -> bool:
         """The consumer has any."""
-        return bool((self.owner == consumer).any())
+        return bool((self._owner.values == consumer).any())
 
     def heard(self, consumer: int) -> None:
         """What is in its hands is known."""
         if consumer in self.unheard:
-            self.unheard.discard(consumer)
+            self.unheard -= {consumer}
             self._changed()
 
     def keep(self, known: list[int]) -> None:
         """After a start: locks of all others are free, and these have not been heard from."""
-        self.owner[~np.isin(self.owner, known)] = 0
-        self.unheard = set(np.unique(self.owner).tolist()) - {0}
+        owner = self.owner
+        owner[~np.isin(owner, known)] = 0
+        self._owner = Steps.of(owner)
+        self.unheard = frozenset(self._owner.values.tolist()) - {0}
         self._changed()
 
     def wants(self, consumer: int, epochs: Epochs) -> bool:
         """All that a consumer wants from now on; whether that is anything new."""
+        wanted = Steps.of(epochs)
         known = self._wants.get(consumer)
-        if known is not None and np.array_equal(known, epochs):
+        if known is not None and known.same(wanted):
             return False
         self._changed()
-        if epochs.any():
-            self._wants[consumer] = epochs
+        if wanted.any():
+            self._wants[consumer] = wanted
         else:
             self._wants.pop(consumer, None)
-        lost = (self._top_by == consumer) & (epochs < self._top)
-        higher = epochs > self._top
-        self._top[higher], self._top_by[higher] = epochs[higher], consumer
+        top, top_by = self._top.array(), self._top_by.array()
+        lost = (top_by == consumer) & (epochs < top)
+        higher = epochs > top
+        top[higher], top_by[higher] = epochs[higher], consumer
         if lost.any():
-            self._look_again(lost)
+            self._look_again(lost, top, top_by)
+        self._top, self._top_by = Steps.of(top), Steps.of(top_by)
         # Its own lock goes on under the new epoch.
-        mine = (self.owner == consumer) & (epochs > self.epoch)
-        self.epoch[mine] = epochs[mine]
+        if self.had_by(consumer):
+            epoch = self.epoch
+            self._epoch = Steps.of(np.where(self.owner == consumer, np.maximum(epochs, epoch), epoch))
         return True
 
-    def _look_again(self, lps: LpSet) -> None:
-        self._top[lps] = self._top_by[lps] = 0
-        for consumer, epochs in self._wants.items():
-            higher = lps & (epochs > self._top)
-            self._top[higher], self._top_by[higher] = epochs[higher], consumer
+    def _look_again(self, lps: LpSet, top: Epochs, top_by: npt.NDArray[np.int64]) -> None:
+        top[lps] = top_by[lps] = 0
+        for consumer, wanted in self._wants.items():
+            epochs = wanted.array()
+            higher = lps & (epochs > top)
+            top[higher], top_by[higher] = epochs[higher], consumer
 
     def forget(self, consumer: int) -> None:
         """It wants nothing any more."""
@@ -127,45 +147,60 @@ class Locks:
     def leaving(self) -> LpSet:
         """Those whose owner is to give them up: it does not want them, or somebody has a higher epoch."""
         if self._leaving is None:
-            owned = self.owner > 0
+            owner = self.owner
+            owned = owner > 0
             if self.unheard:
-                owned &= ~np.isin(self.owner, list(self.unheard))
-            others = owned & (self._top_by != self.owner)
-            self._leaving = others & ((self._top > self.epoch) | ~self._wanted_by_owner()) if others.any() else others
+                owned &= ~np.isin(owner, list(self.unheard))
+            others = owned & (self._top_by.array() != owner)
+            self._leaving = NONE
+            if others.any():
+                self._leaving = others & ((self._top.array() > self.epoch) | ~self._wanted_by_owner(owner))
         return self._leaving
 
-    def _wanted_by_owner(self) -> LpSet:
+    def _wanted_by_owner(self, owner: npt.NDArray[np.int64]) -> LpSet:
         wanted = np.zeros(LOGICAL_PARTITIONS, bool)
         for consumer, epochs in self._wants.items():
-            wanted |= (self.owner == consumer) & (epochs > 0)
+            wanted |= (owner == consumer) & (epochs.array() > 0)
         return wanted
 
     @property
     def wanted(self) -> Epochs:
         """The highest epoch that is wanted for each."""
-        return self._top
+        return self._top.array()
 
     @property
     def to_grant(self) -> LpSet:
         """Those that are free, and wanted by somebody who is not too late."""
-        free: LpSet = (self.owner == 0) & (self._top_by > 0) & (self._top >= self.epoch)
-        return free
+        if self._to_grant is None:
+            free = (self.owner == 0) & (self._top_by.array() > 0) & (self._top.array() >= self.epoch)
+            self._to_grant = free if free.any() else NONE
+        return self._to_grant
 
     def granted(self, lps: LpSet) -> list[tuple[int, int, int, int]]:
         """Give these, which are to be granted, to who wants them most: (first, end, consumer, epoch) of each run."""
+        top, top_by = self._top.array(), self._top_by.array()
         runs = []
-        for consumer in np.unique(self._top_by[lps]).tolist():
-            mine = lps & (self._top_by == consumer)
-            runs += [(first, end, consumer, epoch) for first, end, epoch in runs_with(self._top, mine)]
-        for first, end, consumer, epoch in runs:
-            self.set(first, end, consumer, epoch)
+        for consumer in np.unique(top_by[lps]).tolist():
+            mine = lps & (top_by == consumer)
+            runs += [(first, end, consumer, epoch) for first, end, epoch in runs_with(top, mine)]
+        self._set(runs)
         return runs
 
     def set(self, first: int, end: int, consumer: int, epoch: int) -> None:
         """As an event says it."""
+        self._set([(first, end, consumer, epoch)])
+
+    def give_up(self, runs: list[tuple[int, int]]) -> None:
+        """These are nobody's any more."""
+        self._set([(first, end, 0, 0) for first, end in runs])
+
+    def _set(self, runs: list[tuple[int, int, int, int]]) -> None:
         self._changed()
-        self.owner[first:end] = consumer
-        self.epoch[first:end] = np.maximum(self.epoch[first:end], epoch)
+        owner, epochs = self.owner, self.epoch
+        for first, end, consumer, epoch in runs:
+            owner[first:end] = consumer
+            epochs[first:end] = np.maximum(epochs[first:end], epoch)
+        self._owner, self._epoch = Steps.of(owner), Steps.of(epochs)
 
     def standing(self, consumer: int) -> Standing:
         """What it has."""
@@ -175,21 +210,24 @@ class Locks:
         return standing
 
     def _standing(self, consumer: int) -> Standing:
-        mine = self.owner == consumer
+        owner, epoch = self.owner, self.epoch
+        mine = owner == consumer
         leaving = mine & self.leaving
-        epochs = self._wants.get(consumer)
+        wanted = self._wants.get(consumer)
         refused: list[Grant] = []
-        if epochs is not None:
-            late = (epochs > 0) & ~mine & ((epochs < self.epoch) | (epochs < self._top))
-            late |= (epochs > 0) & ~mine & (epochs == self.epoch) & (self.owner > 0)
-            refused = runs_with(np.maximum(self.epoch, self._top), late)
-        return Standing(runs_with(self.epoch, mine & ~leaving), runs_of(leaving), refused)
+        if wanted is not None:
+            epochs, top = wanted.array(), self._top.array()
+            late = (epochs > 0) & ~mine & ((epochs < epoch) | (epochs < top))
+            late |= (epochs > 0) & ~mine & (epochs == epoch) & (owner > 0)
+            refused = runs_with(np.maximum(epoch, top), late)
+        return Standing(runs_with(epoch, mine & ~leaving), runs_of(leaving), refused)
 
     def dump(self) -> list[tuple[int, int, int, int]]:
         """For a checkpoint: (first, end, owner, epoch) of those that were ever had."""
-        had = self.epoch > 0
+        owners, epochs = self.owner, self.epoch
+        had = epochs > 0
         runs = []
-        for owner in np.unique(self.owner[had]).tolist():
-            mine = had & (self.owner == owner)
-            runs += [(first, end, owner, epoch) for first, end, epoch in runs_with(self.epoch, mine)]
+        for owner in np.unique(owners[had]).tolist():
+            mine = had & (owners == owner)
+            runs += [(first, end, owner, epoch) for first, end, epoch in runs_with(epochs, mine)]
         return runs

@@ -16,7 +16,7 @@ from itertools import takewhile
 import numpy as np
 
 from plait.broker.group import FAILURE, LOST_ATTEMPTS_MIN, Consumer, Delivery, Failure, Group, Journal
-from plait.broker.locks import Locks, Standing, Want, epochs_of
+from plait.broker.locks import NONE, Locks, Standing, Want, epochs_of
 from plait.broker.once import OnceGroup
 from plait.broker.partition import Partition
 from plait.broker.row_counts import LOST_COUNTED_MAX, RowCounter
@@ -132,10 +132,9 @@ class OrderedGroup(StrandFailures):
                 busy |= strand.busy
             self._set_locks(runs_of(leaving & ~busy), journal)
         grant = self.locks.to_grant
-        floor = journal.leases.floor(self)
-        if floor is None or now < self.frozen_until:
+        if grant is NONE or now < self.frozen_until or (floor := journal.leases.floor(self)) is None:
             return
-        grant &= self.locks.wanted >= floor
+        grant = grant & (self.locks.wanted >= floor.array())
         if grant.any():
             self._granted(self.locks.granted(grant), journal)
 
@@ -147,7 +146,7 @@ class OrderedGroup(StrandFailures):
         owners = np.unique(self.locks.owner[lps]).tolist()
         for first, end in runs:
             journal.event(Action.LOCK, self, 0, first, end, 0)
-            self.locks.set(first, end, 0, 0)
+        self.locks.give_up(runs)
         for strand in self.strands.take_out(lps):
             strand.owner, strand.leaving, strand.limit = 0, False, 0
             strand.drop()
@@ -545,8 +544,9 @@ class OrderedGroup(StrandFailures):
     def forget_strangers(self, now: int) -> None:
         """Locks of consumers that nobody knows any more are free; each strand is its owner's."""
         self.locks.keep([consumer.id for consumer in self.consumers.values()])
-        for owner in np.unique(self.locks.owner).tolist():
-            for strand in self.strands.take_out(self.locks.owner == owner):
+        owners = self.locks.owner
+        for owner in np.unique(owners).tolist():
+            for strand in self.strands.take_out(owners == owner):
                 strand.owner = owner
 
     def replay(self, action: int, flags: int, consumer: int, piece: Range, due: int, time: int) -> None:

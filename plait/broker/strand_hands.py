@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plait.broker.group import Consumer, Journal
+from plait.broker.steps import ZEROS, Steps
 from plait.broker.strand_rows import RowTable, Sequences, StrandRows, spans_of
 from plait.frame.lp import LpSet
 from plait.limits import LOGICAL_PARTITIONS
@@ -20,8 +21,6 @@ from plait.storage.hands import Hands, Rows
 from plait.storage.ranges import Range, Ranges, joined
 from plait.storage.strand import Strand
 
-#: What is wanted without end.
-NO_LIMITS: Sequences = np.zeros(LOGICAL_PARTITIONS, np.int64)
 #: Pieces of a strand in flight, failed or given back that are recorded again for each key that joins it.
 REJOIN_PIECES = 256
 #: Ranges that came back from which on a strand is looked at row by row when its owner changes.
@@ -53,18 +52,19 @@ class StrandHands(StrandRows):
 
     def _ask(self, consumer: int, wants: list[tuple[int, int, int]]) -> None:
         """A consumer wants (first, end) up to a place."""
-        limits = NO_LIMITS
+        self.asked[consumer] = ZEROS
         if any(until for _, _, until in wants):
             limits = np.zeros(LOGICAL_PARTITIONS, np.int64)
             for first, end, until in wants:
                 limits[first:end] = until
-        self.asked[consumer] = limits
+            self.asked[consumer] = Steps.of(limits)
 
     def _limit(self, owner: int) -> None:
         """What is an owner's is handed out as far as it asked for it."""
-        limits, mine = self.asked.get(owner, NO_LIMITS), self.strands.of(owner)
-        if not limits.any() and not any(strand.limit for strand in mine):
+        asked, mine = self.asked.get(owner, ZEROS), self.strands.of(owner)
+        if not asked.any() and not any(strand.limit for strand in mine):
             return
+        limits = asked.array()
         changed = np.zeros(LOGICAL_PARTITIONS, bool)
         for strand in mine:
             changed |= strand.lps & (limits != strand.limit)
@@ -80,8 +80,9 @@ class StrandHands(StrandRows):
             return
         # In a partition without rows nothing is before it.
         place = sequence or -1
-        for owner, limits in list(self.asked.items()):
-            self.asked[owner] = np.where(lps & ((limits == 0) | (limits > sequence)), place, limits)
+        for owner, asked in list(self.asked.items()):
+            limits = asked.array()
+            self.asked[owner] = Steps.of(np.where(lps & ((limits == 0) | (limits > sequence)), place, limits))
             self._limit(owner)
 
     # --- row by row ------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from plait.broker.group import Delivery, Group, Journal
 from plait.broker.keys import FrameKeys
 from plait.broker.partition import Partition
 from plait.broker.row_counts import RowCounter, lost_ranges
+from plait.broker.steps import Steps
 from plait.broker.strands import Strands
 from plait.errors import FrameError
 from plait.frame.builder import Buffer
@@ -27,7 +28,7 @@ from plait.limits import LOGICAL_PARTITIONS, ServerLimits
 from plait.storage.action_log import FLAG_ESTIMATED, Action, GroupDefinition
 from plait.storage.hands import Rows
 from plait.storage.ranges import joined
-from plait.storage.strand import Strand
+from plait.storage.strand import NO_KEYS, Strand
 
 STRICT = "strict"
 #: Rows that one pull looks at without finding one of its own; it is answered then, and asks again.
@@ -129,7 +130,7 @@ class Chooser:
     def __init__(self, strands: list[Strand]) -> None:
         wide = [strand for strand in strands if strand.key is None]
         self._lps: LpSet = wide[0].lps if wide else np.zeros(LOGICAL_PARTITIONS, bool)
-        without = wide[0].without if wide else set[int]()
+        without = wide[0].without if wide else NO_KEYS
         for strand in wide[1:]:
             self._lps = self._lps | strand.lps
             without = without | strand.without
@@ -151,6 +152,19 @@ class Chooser:
         return chosen
 
 
+class _Record:
+    """Records events of a group's strands. (A closure would take three times the memory, in each group.)"""
+
+    __slots__ = ("_group", "_journal")
+
+    def __init__(self, group: Group, journal: Journal) -> None:
+        self._group = group
+        self._journal = journal
+
+    def __call__(self, action: Action, strand: int, start: int, end: int, value: int, attempt: int) -> None:
+        self._journal.event(action, self._group, strand, start, end, attempt, value)
+
+
 class StrandRows(Group):
     """An ordered group as far as its rows are concerned."""
 
@@ -161,13 +175,8 @@ class StrandRows(Group):
     ) -> None:
         super().__init__(definition, partition, limits)
         #: By consumer: up to which sequence it asked for each logical partition; 0: all that there will be.
-        self.asked: dict[int, Sequences] = {}
-        self.strands = Strands(
-            definition.start,
-            lambda action, strand, start, end, value, attempt: journal.event(
-                action, self, strand, start, end, attempt, value
-            ),
-        )
+        self.asked: dict[int, Steps] = {}
+        self.strands = Strands(definition.start, _Record(self, journal))
 
     @property
     def logs_pulls(self) -> bool:
@@ -182,7 +191,7 @@ class StrandRows(Group):
     def _parent(self, key: Strand) -> Strand:
         """The strand of a key's logical partition."""
         assert key.key is not None
-        return self.strands.by_lp[key.key % LOGICAL_PARTITIONS]
+        return self.strands.of_lp(key.key % LOGICAL_PARTITIONS)
 
     def _troubled(self, strand: Strand) -> bool:
         """A key that has not caught up with its logical partition."""

@@ -5,6 +5,7 @@ Splitting and joining are events, as later ones name strands by number.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,10 @@ from plait.storage.action_log import Action
 from plait.storage.strand import Strand, StrandState
 from plait.storage.waiting import Waiting
 
+#: All logical partitions, for the strands that have them.
+ALL: LpSet = np.ones(LOGICAL_PARTITIONS, bool)
+ALL.setflags(write=False)
+
 #: Records (action, strand, start, end, value, attempt).
 Tell = Callable[[Action, int, int, int, int, int], None]
 
@@ -26,17 +31,18 @@ class Strands:
     def __init__(self, start: int, tell: Tell) -> None:
         self._tell = tell
         self._all: dict[int, Strand] = {}
-        #: The strand of each logical partition, but for the keys that have one of their own.
-        self.by_lp: list[Strand] = []
+        #: The strands of logical partitions, by their slots...
+        self._wide: list[Strand | None] = []
+        #: ...and the slot of each logical partition, in 4 bytes; None: all are in slot 0, as in most groups.
+        self._slots: array[int] | None = None
         self.by_key: dict[int, Strand] = {}
         self._next = 1
         self.begin(start)
 
     def begin(self, start: int, number: int = 0) -> int:
         """Go on from ``start`` with one strand, whatever was before; its number."""
-        first = Strand(number or self._next, np.ones(LOGICAL_PARTITIONS, bool), start)
         self._all, self.by_key = {}, {}
-        self.by_lp = [first] * LOGICAL_PARTITIONS
+        first = Strand(number or self._next, ALL, start)
         self._add(first)
         return first.id
 
@@ -62,18 +68,31 @@ class Strands:
     def for_row(self, lp: int, key: int | None) -> Strand:
         """The strand that a row belongs to."""
         strand = self.by_key.get(key) if key is not None and self.by_key else None
-        return strand or self.by_lp[lp]
+        return strand or self.of_lp(lp)
+
+    def of_lp(self, lp: int) -> Strand:
+        """The strand of a logical partition's rows, but for keys that have one of their own."""
+        strand = self._wide[0 if self._slots is None else self._slots[lp]]
+        assert strand is not None
+        return strand
 
     # --- splitting and joining ------------------------------------------------------------------
 
     def take_out(self, lps: LpSet) -> list[Strand]:
         """The strands of just these logical partitions, split off where that is needed; with those of their keys."""
-        found = {id(strand): strand for first, end in runs_of(lps) for strand in self.by_lp[first:end]}
         strands = []
-        for strand in found.values():
+        for strand in self._at(lps):
             inner = strand.lps & lps
             strands.append(strand if np.array_equal(inner, strand.lps) else self.split(strand, inner))
         return strands + [each for each in self.by_key.values() if lps[each.lps].any()]
+
+    def _at(self, lps: LpSet) -> list[Strand]:
+        """Those of logical partitions, each once."""
+        if self._slots is None:
+            return [self.of_lp(0)] if lps.any() else []
+        slots = np.frombuffer(self._slots, np.uint32)[lps]
+        _, firsts = np.unique(slots, return_index=True)
+        return [strand for slot in slots[np.sort(firsts)].tolist() if (strand := self._wide[slot]) is not None]
 
     def split(self, strand: Strand, lps: LpSet) -> Strand:
         """A strand of its own for some of a strand's logical partitions."""
@@ -118,8 +137,19 @@ class Strands:
         if part.key is not None:
             self.by_key[part.key] = part
             return
-        for lp in np.flatnonzero(part.lps).tolist():
-            self.by_lp[lp] = part
+        self._place(part)
+
+    def _place(self, strand: Strand) -> None:
+        """Its logical partitions are a strand's now."""
+        if strand.lps.all():
+            self._wide, self._slots, strand.slot = [strand], None, 0
+            return
+        if self._slots is None:
+            self._slots = array("I", bytes(4 * LOGICAL_PARTITIONS))
+        if strand.slot < 0:
+            strand.slot = self._wide.index(None) if None in self._wide else len(self._wide)
+            self._wide[strand.slot : strand.slot + 1] = [strand]
+        np.frombuffer(self._slots, np.uint32)[strand.lps] = strand.slot
 
     def _join(self, strand: Strand, others: list[Strand]) -> None:
         strand.join(others)
@@ -127,9 +157,10 @@ class Strands:
             del self._all[other.id]
             if other.key is not None:
                 del self.by_key[other.key]
-                continue
-            for lp in np.flatnonzero(other.lps).tolist():
-                self.by_lp[lp] = strand
+            else:
+                self._wide[other.slot] = None
+        if strand.key is None:
+            self._place(strand)
 
     # --- replay, checkpoints --------------------------------------------------------------------
 
@@ -148,7 +179,8 @@ class Strands:
             else:
                 # Another run of the same split.
                 part = strand.split(value, lps)
-                known.lps, known.without = known.lps | part.lps, known.without | part.without
+                known.lps = known.lps | part.lps
+                known.leave_out(part.without)
                 self._add(known)
         elif action == Action.HOLD:
             self._add(strand.split(end, single_lp(start), value % 2**64))

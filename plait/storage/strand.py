@@ -12,6 +12,7 @@ for not handed out.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import msgspec
@@ -22,6 +23,9 @@ from plait.frame.lp import Hashes, Lps, LpSet, lp_set, runs_of
 from plait.storage.hands import Hands
 from plait.storage.ranges import Range, Ranges
 from plait.storage.waiting import Due, Waiting
+
+#: Shared by strands without keys apart: an empty set takes 216 bytes, and there are many strands.
+NO_KEYS: frozenset[int] = frozenset()
 
 #: Ranges that are compared to find strands that have come equally far; with more it can wait.
 COMPARED_MAX = 256
@@ -59,6 +63,7 @@ class Strand:
         "owner",
         "parked",
         "returned",
+        "slot",
         "waiting",
         "without",
     )
@@ -68,8 +73,10 @@ class Strand:
         #: Its logical partitions; that of its key, if it is of one.
         self.lps = lps
         self.key = key
-        #: Keys that have strands of their own.
-        self.without: set[int] = set()
+        #: Where its group has it among those of logical partitions; -1: nowhere yet.
+        self.slot = -1
+        #: Keys that have strands of their own; a set as soon as there are any.
+        self.without: set[int] | frozenset[int] = NO_KEYS
         #: Everything below was handed out at least once, or skipped.
         self.next = start
         #: In its owner's hands, by the tag under which it was handed out: rows that were handed out together.
@@ -215,15 +222,23 @@ class Strand:
         part.loose_until = self.loose_until
         if key is None:
             self.lps = self.lps & ~lps
-            part.without = {each for each in self.without if lps[each % len(lps)]}
-            self.without -= part.without
+            if self.without:
+                part.without = {each for each in self.without if lps[each % len(lps)]}
+                self.without = self.without - part.without
         else:
-            self.without.add(key)
+            self.leave_out({key})
         if self.hands is not None:
             part.hands = self.hands.take(lps, key)
             self._tidy()
             part._tidy()
         return part
+
+    def leave_out(self, keys: AbstractSet[int]) -> None:
+        """These keys have strands of their own."""
+        if not isinstance(self.without, set):
+            self.without = set(keys) or NO_KEYS
+        else:
+            self.without |= keys
 
     @property
     def standing(self) -> Any:
@@ -240,8 +255,8 @@ class Strand:
         for other in others:
             if other.key is None:
                 self.lps = self.lps | other.lps
-                self.without |= other.without
-            else:
+                self.leave_out(other.without)
+            elif isinstance(self.without, set):
                 self.without.discard(other.key)
 
     # --- what follows ---------------------------------------------------------------------------
@@ -286,7 +301,7 @@ class Strand:
     def load(cls, state: StrandState) -> Strand:
         """The state of a checkpoint."""
         strand = cls(state.id, lp_set(state.lps), state.next, state.key)
-        strand.without = set(state.without)
+        strand.without = set(state.without) or NO_KEYS
         strand.returned = Ranges(state.returned)
         strand.waiting = Waiting(state.waiting)
         strand.parked, strand.letter = state.parked, state.letter

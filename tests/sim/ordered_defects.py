@@ -14,6 +14,7 @@ from plait.broker.leases import Leases
 from plait.broker.locks import Locks
 from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
+from plait.broker.steps import Steps
 from plait.client import ordered_consumer
 from plait.client.leases import Wanted
 from plait.client.ordered_buffer import OrderedBuffer
@@ -136,13 +137,17 @@ def accept_a_lower_epoch(patch: Patch) -> None:
     def naive(self: Locks, consumer: int, epochs: Any) -> bool:
         changed = wants(self, consumer, epochs)
         asked = epochs > 0
-        self._top[asked], self._top_by[asked] = epochs[asked], consumer
+        self._top = Steps.of(np.where(asked, epochs, self._top.array()))
+        self._top_by = Steps.of(np.where(asked, consumer, self._top_by.array()))
+        self._changed()
         return changed
 
     patch.setattr(Locks, "wants", naive)
-    patch.setattr(Locks, "to_grant", property(lambda self: (self.owner == 0) & (self._top_by > 0)))
+    patch.setattr(Locks, "to_grant", property(lambda self: (self.owner == 0) & (self._top_by.array() > 0)))
     patch.setattr(
-        Locks, "leaving", property(lambda self: (self.owner > 0) & (self._top_by > 0) & (self._top_by != self.owner))
+        Locks,
+        "leaving",
+        property(lambda self: (self.owner > 0) & (self._top_by.array() > 0) & (self._top_by.array() != self.owner)),
     )
 
 

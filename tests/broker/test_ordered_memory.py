@@ -1,0 +1,91 @@
+"""What an ordered group costs in memory: a broker may have hundreds of thousands of them."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from plait.broker.group import Consumer
+from plait.broker.steps import ZEROS, Steps
+from plait.limits import LOGICAL_PARTITIONS
+from tests.broker.ordered_node import NEWEST, SUBJECT, make_subject
+from tests.support.broker_node import Node
+
+GROUPS = 100
+KIB = 1024
+
+
+def bytes_of_each(make: Callable[[], None]) -> float:
+    """What the broker's own objects take more after ``make``, by group; files of the simulated disk are no memory."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        make()
+        gc.collect()
+        found = tracemalloc.take_snapshot().filter_traces(
+            [tracemalloc.Filter(True, "*/plait/*"), tracemalloc.Filter(False, "*/plait/testing/*")]
+        )
+    finally:
+        tracemalloc.stop()
+    return sum(trace.size for trace in found.traces) / GROUPS
+
+
+@pytest.fixture
+def node() -> Node:
+    node = Node()
+    make_subject(node)
+    # What is made once is there before anything is measured.
+    node.membership.detach(leased(node, "first", [(0, 512, 1, 0)]))
+    return node
+
+
+def leased(node: Node, group: str, wants: list[tuple[int, int, int, int]]) -> Consumer:
+    consumer = node.attach(SUBJECT, group, ordered=True)
+    node.broker.leases.ask(consumer, wants, [], [], NEWEST)
+    return consumer
+
+
+def test_an_ordered_group_without_locks_takes_little_more_than_a_shared_one(node: Node) -> None:
+    def make() -> None:
+        for number in range(GROUPS):
+            node.membership.detach(node.attach(SUBJECT, f"g{number}", ordered=True))
+        node.turn()
+
+    assert bytes_of_each(make) <= 4.5 * KIB
+
+
+def test_a_group_whose_locks_are_one_run_takes_as_much_as_that_run(node: Node) -> None:
+    consumers: list[Consumer] = []
+
+    def make() -> None:
+        consumers.extend(leased(node, f"g{number}", [(100, 700, 1, 5)]) for number in range(GROUPS))
+        node.turn()
+
+    assert bytes_of_each(make) <= 16 * KIB
+    assert node.group(SUBJECT, "g7").locks.owner.tolist() == [
+        consumers[7].id if 100 <= lp < 700 else 0 for lp in range(LOGICAL_PARTITIONS)
+    ]
+
+
+def test_the_floors_of_a_meta_server_are_kept_as_runs(node: Node) -> None:
+    floors = {(SUBJECT, f"g{number}"): [(0, 512, number + 1), (512, 1024, 7)] for number in range(GROUPS)}
+    assert bytes_of_each(lambda: node.broker.leases.set_floors(floors)) <= 1 * KIB
+
+
+def test_steps_are_the_numbers_that_they_were_made_of() -> None:
+    rng = np.random.default_rng(5)
+    for changes in [0, 1, 2, 30, 1023]:
+        numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        for first in rng.integers(0, LOGICAL_PARTITIONS, changes).tolist():
+            numbers[first:] = rng.integers(0, 2**62)
+        steps = Steps.of(numbers)
+        assert np.array_equal(steps.array(), numbers)
+        assert steps.any() == numbers.any()
+        assert steps.same(Steps.of(numbers.copy()))
+        numbers[-1] += 1
+        assert not steps.same(Steps.of(numbers))
+    assert Steps.of(np.zeros(LOGICAL_PARTITIONS, np.int64)) is ZEROS
