@@ -86,6 +86,10 @@ def update_subject(broker: Broker, subject: str, settings: SubjectSettings) -> N
 
 def delete_subject(broker: Broker, subject: str) -> None:
     """The subject, its messages, those that wait for their time, and its groups are gone."""
+    # Frames that came this turn stand before the deletion: a start takes frames behind it for damage.
+    broker.commit()
+    if broker.failed is not None:
+        raise broker.failed
     partition = broker.partition_of(subject, create=False)
     schedule = broker.schedules.by_subject.get(subject)
     gone = [partition, *broker.forwards.of(subject)]

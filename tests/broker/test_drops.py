@@ -70,3 +70,13 @@ def test_who_was_dropped_is_not_remembered_for_ever():
     assert SUBJECT in node.broker.subjects
     drop(node, 2)
     assert len(node.broker.dropped) == 1
+
+
+def test_a_send_of_the_turn_in_which_its_subject_is_deleted_is_no_damage() -> None:
+    node = Node(flush="sync")
+    node.send("orders", b"1")
+    sent = node.submit(Producer(7).frame("orders", b"2"))
+    node.broker.delete_subject("orders")
+    node.turn()
+    assert sent.acknowledged
+    assert node.killed().report.damages == []
