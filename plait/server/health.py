@@ -1,7 +1,7 @@
 """Health over HTTP: ``GET /health`` for whoever watches the process.
 
-200 with the server's facts as JSON while it serves, 503 once storage has failed. Nothing can be changed through it, and
-like the server itself it listens on loopback only.
+200 with the server's facts as JSON while it serves, 503 once storage has failed or cannot be looked at. Nothing can be
+changed through it, and like the server itself it listens on loopback only.
 """
 
 from __future__ import annotations
@@ -79,8 +79,16 @@ class Health:
             return _response(HTTPStatus.NOT_FOUND, {"error": "there is /health"})
         failure = self._server.broker.failed
         if failure is not None:
-            return _response(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "failed", "error": failure.message})
-        return _response(HTTPStatus.OK, {"status": "ready", **self._server.describe()}, body=method == b"GET")
+            return _failed(failure.message)
+        try:
+            facts = self._server.describe()
+        except OSError as error:
+            return _failed(f"the data directory cannot be looked at: {error}")
+        return _response(HTTPStatus.OK, {"status": "ready", **facts}, body=method == b"GET")
+
+
+def _failed(error: str) -> bytes:
+    return _response(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "failed", "error": error})
 
 
 def _response(status: HTTPStatus, content: dict[str, Any], *, body: bool = True) -> bytes:

@@ -52,6 +52,18 @@ async def test_failed_storage_is_503(health: Health) -> None:
     assert "broken" in json.loads(body)["error"]
 
 
+async def test_a_data_directory_that_cannot_be_looked_at_is_503(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> tuple[int, int]:
+        raise FileNotFoundError(2, "No such file or directory", "data")
+
+    monkeypatch.setattr(health._server.disk, "space", gone)
+    status, body = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")
+    assert status == 503
+    assert "No such file" in json.loads(body)["error"]
+
+
 @pytest.mark.parametrize(
     ("request_head", "status"),
     [
