@@ -19,7 +19,7 @@ from plait.cli.output import (
     words_of_size,
     words_of_time,
 )
-from plait.errors import Timeout
+from plait.errors import InvalidArgument, Timeout
 from plait.limits import LOGICAL_PARTITIONS
 
 if TYPE_CHECKING:
@@ -135,6 +135,8 @@ def set_(
     output: Output = "table",
 ) -> None:
     """Change what is kept of a subject; what is left out stays as it is."""
+    if retention is None and retention_size is None:
+        raise InvalidArgument(f"nothing of {subject!r} is to be changed; say --retention or --retention-size")
     seconds: float | Literal["default"] | None = None
     size: int | Literal["default"] | None = None
     if retention is not None:

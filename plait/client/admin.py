@@ -153,7 +153,7 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         if retention_bytes is not None:
             changed["retention_bytes"] = None if retention_bytes == "default" else retention_bytes
         if not changed:
-            raise InvalidArgument(f"nothing of {subject!r} is to be changed; say retention or retention_bytes")
+            raise InvalidArgument(f"nothing of {subject!r} is to be changed; say retention= or retention_bytes=")
         await self._run("subject.set", Any, subject=subject, **changed)
         return (await self.subject(subject)).subject
 

@@ -114,7 +114,7 @@ class Brokers:
         _check_state(state)
 
         def decision() -> None:
-            if not self._core.mirror.brokers.get(group):
+            if group not in self._core.mirror.brokers:
                 raise InvalidArgument(f"there is no broker group {group!r}")
             for broker in list(self._core.mirror.brokers[group]):
                 self._set(group, broker, wished=state)

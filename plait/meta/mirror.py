@@ -303,3 +303,5 @@ class Mirror:
                 self.groups_of[row.subject].discard(row.name)
             case Broker():
                 self.brokers[row.broker_group].pop(row.broker, None)
+                if not self.brokers[row.broker_group]:
+                    del self.brokers[row.broker_group]

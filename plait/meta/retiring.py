@@ -7,6 +7,7 @@ get it with the route.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from itertools import cycle, islice
 
@@ -23,6 +24,8 @@ from plait.meta.routes import Place, Route
 from plait.meta.schema import Partition
 from plait.meta.subjects import Subjects, new_places
 from plait.meta.views import Lost, PartitionProgress
+
+log = logging.getLogger("plait.meta")
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
@@ -100,7 +103,7 @@ class Retiring:
 
         def decision() -> list[Lost]:
             mirror = self._core.mirror
-            if not mirror.brokers.get(group):
+            if group not in mirror.brokers:
                 raise InvalidArgument(
                     f"there is no broker group {group!r}; there are {', '.join(sorted(mirror.brokers))}"
                 )
@@ -119,7 +122,10 @@ class Retiring:
             self._forget(group, places)
             return missed
 
-        return self._core.decide(decision)
+        missed = self._core.decide(decision)
+        lost_text = "; ".join(map(str, missed)) or "nothing that a group had not finished"
+        log.warning("broker group %s was given up, and with it %s", group, lost_text)
+        return missed
 
     def _lost(self, place: Place) -> Lost:
         """What is lost with a partition."""

@@ -109,7 +109,7 @@ def test_the_life_of_a_subject(here: Here, subject: str):
     changed = json_of(run("set", subject, "--retention", "1h", "-o", "json"))
     assert (changed["retention_seconds"], changed["retention_bytes"]) == (3600, 1 << 30)
     assert "3d" in run("set", subject, "--retention", "default", "--retention-size", "default").stdout.decode()
-    assert b"nothing of" in run("set", subject).stderr
+    assert b"say --retention or --retention-size" in run("set", subject).stderr
     unsure = run("delete", subject)
     assert unsure.returncode == 2
     assert b"--yes" in unsure.stderr

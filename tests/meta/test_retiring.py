@@ -122,6 +122,12 @@ def test_a_broker_group_that_is_there_is_not_given_up(spread: MetaService, clock
     assert spread.pending_drops() == []
     converge(spread)
     assert places(spread, "s") == ["s@g1"]
+    # It is as if it had never been.
+    with pytest.raises(InvalidArgument, match="no broker group 'g2'; there are g1, g3"):
+        spread.forget_broker("g2")
+    with pytest.raises(InvalidArgument, match="no broker group 'g2'"):
+        spread.expand("s", [place("s@g1"), place("s#1@g2")])
+    assert places(spread, "s") == ["s@g1"]
 
 
 def test_what_would_be_lost_is_named_first(spread: MetaService, clock: ManualClock) -> None:
