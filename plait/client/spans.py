@@ -50,6 +50,8 @@ class PartitionSpan(msgspec.Struct, frozen=True):
     at: list[int] = []
     until: list[int] = []
     group: str = ""
+    #: The partition takes no more messages: ``end`` is behind its last one.
+    sealed: bool = False
 
     @property
     def place(self) -> PartitionName:

@@ -50,6 +50,8 @@ class SpanView(msgspec.Struct, frozen=True):
     epochs: list[tuple[int, int]]
     at: list[int]
     until: list[int]
+    #: The partition takes no more messages: ``end`` is behind its last one.
+    sealed: bool
 
 
 class CutSpans(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,7 +95,8 @@ def _view(partition: Partition, times: list[int]) -> SpanView:
         at = np.maximum(spans.first_at(records, times, end), start).tolist()
         until = np.minimum(spans.end_before(records, times, start), end).tolist()
     row = partition.row
-    return SpanView(row.name, row.subject, row.id, start, end, partition.epochs, at, until)
+    sealed = row.lps == [] and end == partition.next
+    return SpanView(row.name, row.subject, row.id, start, end, partition.epochs, at, until, sealed)
 
 
 def cut(server: Server, request: CutSpans) -> list[CutView]:

@@ -65,11 +65,10 @@ class LogPlace:
             start, end, records = partition.start, partition.end, partition.records
             at = np.maximum(arithmetic.first_at(records, times, end), start).tolist()
             until = np.minimum(arithmetic.end_before(records, times, start), end).tolist()
-            row = partition.row
+            row, group = partition.row, self._options.group
+            sealed = row.lps == []
             found.append(
-                PartitionSpan(
-                    row.name, row.subject, number, start, end, partition.epochs, at, until, self._options.group
-                )
+                PartitionSpan(row.name, row.subject, number, start, end, partition.epochs, at, until, group, sealed)
             )
         return found
 

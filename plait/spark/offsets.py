@@ -32,7 +32,7 @@ EACH: Final = "each"
 
 #: An offset of one partition as Spark keeps it; the order of the names is that of their texts.
 OffsetJson = dict[str, int]
-_FIELDS: Final = frozenset(("epoch", "from", "id", "sequence"))
+_FIELDS: Final = frozenset(("epoch", "from", "id", "sealed", "sequence"))
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Position:
     #: Where a batch that ends here begins, if the offset that it starts from does not say: that one does not know the
     #: partition, or is the query's first, which Spark does not keep.
     since: int | None = None
+    #: No message follows: the partition takes no more. Should it be gone one day, nothing of it is lost.
+    sealed: bool = False
 
     @classmethod
     def of(cls, span: PartitionSpan, sequence: int) -> Position:
@@ -55,7 +57,13 @@ class Position:
 
     def to_json(self) -> OffsetJson:
         """Sorted by name."""
-        found = {"epoch": self.epoch, "from": self.since, "id": self.number, "sequence": self.sequence}
+        found = {
+            "epoch": self.epoch,
+            "from": self.since,
+            "id": self.number,
+            "sealed": 1 if self.sealed else None,
+            "sequence": self.sequence,
+        }
         return {name: value for name, value in found.items() if value is not None}
 
     @classmethod
@@ -70,7 +78,8 @@ class Position:
         for name, value in fields.items():
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= SEQUENCE_MAX:
                 raise InvalidArgument(f"{name} {value!r} of {place!r} is not a number of 0 or more")
-        return cls(fields["sequence"], fields.get("epoch"), fields.get("id"), fields.get("from"))
+        sealed = bool(fields.get("sealed"))
+        return cls(fields["sequence"], fields.get("epoch"), fields.get("id"), fields.get("from"), sealed)
 
 
 @dataclass(frozen=True)

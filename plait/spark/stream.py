@@ -100,6 +100,8 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         there = lives_of(place.spans())
         self._latest = _offset({name: Position.of(lives[-1], lives[-1].end) for name, lives in there.items()})
         spans = {name: _current(lives, positions, name) for name, lives in there.items()}
+        # Retention has emptied a partition that was read to its end, and the route has left it out.
+        positions = {name: each for name, each in positions.items() if name in spans or not each.sealed}
         ranges = self._unread(spans, positions)
         if not isinstance(limit, ReadAllAvailable):
             messages = limit.max_rows if isinstance(limit, ReadMaxRows) else self.options.messages_per_trigger
@@ -108,10 +110,13 @@ class PlaitStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             ranges = [msgspec.structs.replace(each, end=ends[each.place]) for each in ranges]
         for each in ranges:
             name = str(each.place)
+            sealed = spans[name].sealed and each.end == spans[name].end
+            known = positions.get(name)
             # What is lost is left behind at once, though nothing follows it yet: it is said once, not at every look.
-            if each.end > each.start or name not in positions or check_start(spans[name], positions[name])[1]:
-                position = Position.of(spans[name], each.end)
-                if each.end > each.start and (name not in positions or start == self._initial):
+            old = known is None or known.sealed != sealed or check_start(spans[name], known)[1] is not None
+            if each.end > each.start or old:
+                position = replace(Position.of(spans[name], each.end), sealed=sealed)
+                if each.end > each.start and (known is None or start == self._initial):
                     position = replace(position, since=each.start)
                 positions[name] = position
         return _offset(positions)

@@ -354,3 +354,26 @@ def test_spark_streams_what_is_there_in_batches_and_goes_on_later(
     assert run(once=True) == 1
     rows = spark.read.parquet(out).orderBy("sequence").collect()
     assert [(row.sequence, bytes(row.body)) for row in rows] == [(n, b"%d" % n) for n in range(2000)]
+
+
+def test_a_partition_that_was_read_to_its_end_and_emptied_by_retention_leaves_the_query(tmp_path: Path):
+    with EmbeddedBroker(tmp_path, clock=ManualClock()) as broker, plait.sync.connect(broker.address) as client:
+        client.admin.create_subject("orders", retention=60.0)
+        client.send("orders", b"a")
+        client.admin.expand_subject("orders", ["orders#1@g1"])
+        while client.admin.route("orders").moving:
+            pass
+        client.send("orders", b"b")
+        behind, stream = Stream(server=broker.address), Stream(server=broker.address)
+        assert sorted(stream.bodies()) == [b"a", b"b"]
+        assert stream.offset["orders@g1"]["sealed"] == 1
+        broker.advance(100.0)
+        while len(client.admin.route("orders").partitions) > 1:
+            broker.advance(1.0)
+        client.send("orders", b"c")
+        # A query that was stopped meanwhile goes by its checkpoint.
+        again = Stream(stream.offset, server=broker.address)
+        assert stream.bodies() == again.bodies() == [b"c"]
+        assert stream.offset.keys() == {"orders#1@g1"}
+        with pytest.raises(DataLost, match=r"orders@g1 is gone, with what it had from sequence 0 on"):
+            behind.step()
