@@ -15,7 +15,7 @@ import errno
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from plait.broker import flow, sealing, subjects
+from plait.broker import flow, sealing, state, subjects
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
 from plait.broker.dead_letters import DeadLetters
@@ -25,7 +25,7 @@ from plait.broker.heads import Heads
 from plait.broker.keys import KnownRows
 from plait.broker.leases import Leases
 from plait.broker.numbers import Numbers
-from plait.broker.partition import Partition
+from plait.broker.partition import Partition, Position
 from plait.broker.recover import Recovery, RecoveryReport
 from plait.broker.retries import Retries
 from plait.broker.schedule import Schedules
@@ -168,7 +168,7 @@ class Broker:
         for partition in self.partitions.values():
             for waiter in [*partition.readers, *(w for g in partition.waiting for w in g.waiters)]:
                 waiter.time_out()
-        work = self.begin_checkpoint(clean=True, waited_for=True)
+        work = self.begin_checkpoint(clean=True, waited_for=True).copy_all()
         try:
             work.run()
         except OSError as error:
@@ -180,21 +180,23 @@ class Broker:
 
     def checkpoint(self, *, clean: bool = False) -> None:
         """Make a checkpoint here and now. Blocks; raises OSError when it could not be written."""
-        work = self.begin_checkpoint(clean=clean, waited_for=True)
-        work.run()
-        self.end_checkpoint(work)
-        if work.error is not None:
-            raise work.error
+        self.snapshots.make(clean=clean)
 
     def begin_checkpoint(self, *, clean: bool = False, waited_for: bool = False) -> CheckpointWork:
-        """Copy the state; run the work's ``run`` where blocking is fine, then call ``end_checkpoint``."""
+        """Begin one. Call its ``copy_some`` while that says that there is more, in turns in between which others may
+        change what they like; its ``run`` where blocking is fine; then ``end_checkpoint``.
+        """
+        return self.snapshots.begin(clean=clean, waited_for=waited_for)
+
+    def settled_position(self) -> Position:
+        """Commit: the state is what the logs say up to here."""
         self.commit()
         if self.failed is not None:
             raise self.failed
         if self._actions_stalled:
-            # The state has these events, and the log will have them behind the checkpoint: their numbers say so.
+            # The state has these events, and the log will have them behind this position: their numbers say so.
             self._seal_actions(self.clock.now())
-        return self.snapshots.begin(clean=clean, waited_for=waited_for)
+        return Position(self.message_log.written, self.kept_log.written, self.action_index)
 
     def end_checkpoint(self, work: CheckpointWork) -> None:
         """The work is done. Where it could not be written (``work.error``), the next checkpoint makes up for it."""
@@ -204,10 +206,11 @@ class Broker:
 
     def touch(self, partition: Partition) -> None:
         """The partition's checkpoint shard is out of date."""
-        self.snapshots.dirty.add(partition.id)
+        self.snapshots.dirty.add(partition.id % state.SHARDS)
 
     def add_partition(self, partition: Partition) -> None:
         self.partitions[partition.id] = partition
+        self.snapshots.add(partition)
         if partition.row.kind == SCHEDULE:
             self.schedules.add(partition)
         elif partition.row.kind == STAGE:

@@ -54,8 +54,20 @@ class Filed:
         bucket = Bucket.load(self._broker.disk, self._schedules.report, data)
         self._schedules.buckets[bucket.key] = bucket
 
-    def load_unfiled(self, data: bytes) -> None:
-        """Rows that a checkpoint left in the message log: their frames are looked up there again."""
+    def begin_at(self, offset: int) -> None:
+        """The checkpoint has of the schedule what came before ``offset`` of the message log.
+
+        Its schedule partitions were copied later, and may have rows from behind that.
+        """
+        for schedule in self._schedules.all():
+            partition = schedule.partition
+            if partition.position.message > offset:
+                records = partition.consume_log
+                index = records.find_offset(offset)
+                schedule.fresh = Fresh(records.record(index).base if index < len(records) else partition.next)
+
+    def load_unfiled(self, data: bytes, end: int) -> None:
+        """Rows before ``end`` that a checkpoint left in the message log: their frames are looked up there again."""
         log = self._broker.message_log
         for unfiled in decode_unfiled(data):
             schedule = self._schedules.get(unfiled.partition)
@@ -63,7 +75,7 @@ class Filed:
                 continue
             fresh = schedule.fresh = Fresh(unfiled.base)
             records = schedule.partition.consume_log
-            for index in range(records.find(unfiled.base), len(records)):
+            for index in range(records.find(unfiled.base), records.find_offset(end)):
                 record = records.record(index)
                 try:
                     frame = FrameView(log.view(record.offset, record.size))
@@ -76,10 +88,12 @@ class Filed:
 
     def replay(self, partition: Partition, offset: int, frame: FrameView) -> None:
         """A frame of the message log that holds rows that wait, or says that some do no longer."""
-        schedule = self._schedules.by_subject.get(partition.row.name)
+        delayed = partition.row.kind == SCHEDULE
+        schedules = self._schedules
+        # A subject that was deleted and made again has two schedules for a while.
+        schedule = schedules.get(partition.id) if delayed else schedules.by_subject.get(partition.row.name)
         if schedule is None:
             return
-        delayed = partition.row.kind == SCHEDULE
         if frame.flags & FLAG_FORWARDED and partition.row.kind != FORWARD:
             # Another partition's rows, or rows that were taken back: their numbers are settled where they were.
             if not delayed:
@@ -109,6 +123,7 @@ class Filed:
     def recovered(self) -> None:
         """Both logs were replayed: find the filed rows that they settle, and files that nobody needs."""
         replayed, self._replayed = self._replayed, {}
+        self._drop_unknown_runs()
         for partition, entries in replayed.items():
             if self._schedules.get(partition) is None:
                 continue
@@ -122,6 +137,13 @@ class Filed:
         self._sort_out_files()
         self.drop_finished()
         self._schedules.upcoming.begin_again(self._schedules.by_subject.values())
+
+    def _drop_unknown_runs(self) -> None:
+        """Rows of subjects that were deleted after the checkpoint began and before their shards were copied."""
+        for bucket in self._schedules.buckets.values():
+            for run, partition in enumerate(bucket.runs["partition"].tolist()):
+                if self._schedules.get(partition) is None:
+                    bucket.drop_run(run)
 
     def _sort_out_files(self) -> None:
         """Files that no checkpoint names were left by a crash, and go; unless checkpoints were lost."""

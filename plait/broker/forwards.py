@@ -301,10 +301,10 @@ class Forwards:
 
     # --- recovery -------------------------------------------------------------------------------
 
-    def replay(self, frame: FrameView) -> None:
+    def replay(self, offset: int, frame: FrameView) -> None:
         """A frame in a schedule that was taken back."""
         partition = self._by_producer.get(frame.producer)
-        if partition is not None:
+        if partition is not None and offset >= partition.position.message:
             self._passed(partition, frame.first + frame.count - 1)
 
     def replay_note(self, partition: Partition) -> None:

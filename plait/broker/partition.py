@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -28,6 +29,21 @@ if TYPE_CHECKING:
 
 #: Wrong records whose frames are remembered: a damaged file has few, and each costs a hundred bytes.
 SEARCHED_MAX = 1_000
+
+
+class Position(msgspec.Struct, array_like=True, frozen=True):
+    """How much of the logs a state takes account of: what stands before these places."""
+
+    #: An offset in the message log.
+    message: int = 0
+    #: An offset in the kept log.
+    kept: int = 0
+    #: The number of a frame of the action log.
+    action: int = 0
+
+
+#: Of state that is not from a checkpoint.
+BEGINNING: Final = Position()
 
 
 class Batch:
@@ -67,6 +83,7 @@ class Partition:
         "keys",
         "main",
         "next",
+        "position",
         "readers",
         "size",
         "start",
@@ -93,6 +110,8 @@ class Partition:
         self._log_start = 0
         #: (generation, index) of a wrong record → the right one, or None where its frame is not in the log.
         self._searched: dict[tuple[int, int], Record | None] = {}
+        #: What the checkpoint that it was loaded from takes account of: recovery does not apply that again.
+        self.position = BEGINNING
         #: Bytes ever appended.
         self.size = 0
         #: (first sequence, epoch) of each epoch that stored rows here, ascending.

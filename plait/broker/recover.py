@@ -1,4 +1,8 @@
-"""Start-up: the last whole checkpoint, then what the first-hand logs hold after it (R2, R3, R18)."""
+"""Start-up: the last whole checkpoint, then what the first-hand logs hold after it (R2, R3, R18).
+
+The shards of a checkpoint were copied one after another while the logs grew. The logs are read from where the
+checkpoint began; to each partition and producer only that is applied which its shard does not have.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,8 @@ import numpy as np
 from plait.broker import state, subjects
 from plait.broker.group import AFTER_CLIENT, Consumer, Group
 from plait.broker.ordered import OrderedGroup, new_group
-from plait.broker.partition import Partition
-from plait.broker.sends import replay_frame
+from plait.broker.partition import BEGINNING, Partition, Position
+from plait.broker.sends import replay_producers
 from plait.errors import FrameError
 from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
@@ -80,6 +84,10 @@ class Recovery:
         self._events = 0
         #: Frames whose checksums are right, with an event that cannot be applied.
         self._unusable: list[Damage] = []
+        #: What each shard of partitions takes account of.
+        self._positions = [BEGINNING] * state.SHARDS
+        #: The schedule takes account of the frames of the action log with lower numbers.
+        self._schedule_index = 0
         #: Number of a partition whose definition is damaged → (offset of its first frame, bytes, rows).
         self._unknown: dict[int, tuple[int, int, int]] = {}
 
@@ -89,47 +97,51 @@ class Recovery:
         manifest = loaded.manifest if loaded else None
         rebuild: list[Partition] = []
         message_start, kept_start, action_start = (log.start for log in broker.logs)
-        durable = 0
+        message_end = kept_end = action_end = 0
         unfiled = b""
         if loaded is not None and manifest is not None:
             message_start, action_start = manifest.message_offset, manifest.action_offset
             kept_start = manifest.kept_offset
-            durable = manifest.durable
+            message_end, kept_end, action_end = manifest.message_end, manifest.kept_end, manifest.action_end
             self._epoch_max = manifest.epoch
             broker.next_partition = manifest.next_partition
             broker.next_group = manifest.next_group
             broker.next_consumer = manifest.next_consumer
-            broker.action_index = manifest.action_index
+            broker.action_index = self._schedule_index = manifest.action_index
+            shards: list[state.PartitionShard] = []
             for shard, data in loaded.shards.items():
-                if shard.startswith("partitions-"):
-                    rebuild.extend(self._load_partitions(data))
+                if shard.startswith(state.SHARD_PREFIX):
+                    shards.append(state.decode_partitions(data))
                 elif shard.startswith(SHARD_PREFIX):
                     broker.schedules.filed.load(data)
                 elif shard == UNFILED_SHARD:
                     unfiled = data
                 else:
-                    state.load_producers(broker.producers, data)
+                    self._load_producers(state.decode_producers(data))
             broker.producers.order()
+            rebuild = self._load_partitions(shards)
         missing = [
             damage
             for log, start in zip(broker.logs, (message_start, kept_start, action_start), strict=True)
             for damage in missing_files(log, log.mark.start if log.mark else log.start, start)
         ]
         if rebuild:
-            self._rebuild(rebuild, message_start)
+            self._rebuild(rebuild)
+        broker.schedules.filed.begin_at(message_start)
         if unfiled:
-            broker.schedules.filed.load_unfiled(unfiled)
-        messages = LogScan(broker.message_log, message_start, _durable(broker.message_log, durable), self._plausible)
+            broker.schedules.filed.load_unfiled(unfiled, message_start)
+        known = _durable(broker.message_log, message_end)
+        messages = LogScan(broker.message_log, message_start, known, self._plausible)
         for offset, frame in messages:
             if frame.epoch < self._epoch_max:
                 messages.stop_before(offset, CUT_BEFORE)
             else:
                 self._message(offset, frame)
         settle(broker.disk, broker.message_log, messages)
-        kept = LogScan(broker.kept_log, kept_start, _durable(broker.kept_log, kept_start), stamps_durable=False)
+        kept = LogScan(broker.kept_log, kept_start, _durable(broker.kept_log, kept_end), stamps_durable=False)
         copies = [(offset, frame) for offset, frame in kept if not is_head(frame)]
         settle(broker.disk, broker.kept_log, kept)
-        known = _durable(broker.action_log, action_start)
+        known = _durable(broker.action_log, action_end)
         actions = LogScan(broker.action_log, action_start, known, stamps_durable=False)
         epoch = manifest.epoch if manifest is not None else 0
         for offset, frame in actions:
@@ -140,9 +152,7 @@ class Recovery:
                 actions.stop_before(offset, "rests on messages that were lost")
                 break
             epoch = frame.epoch
-            # A checkpoint on a full disk has the effect of events that were written later.
-            if manifest is None or frame.base >= manifest.action_index:
-                self._action(offset, frame)
+            self._action(offset, frame)
         settle(broker.disk, broker.action_log, actions)
         for offset, frame in copies:
             self._kept(offset, frame)
@@ -184,14 +194,22 @@ class Recovery:
 
     # --- checkpoint -----------------------------------------------------------------------------
 
-    def _load_partitions(self, data: bytes) -> list[Partition]:
-        """Take a shard's partitions; those whose consume log has to be built anew."""
+    def _load_partitions(self, shards: list[state.PartitionShard]) -> list[Partition]:
+        """Take the partitions of all shards; those whose consume log has to be built anew."""
         broker = self._broker
+        found: list[tuple[state.PartitionState, Position]] = []
+        for shard in shards:
+            broker.action_index = max(broker.action_index, shard.position.action)
+            self._positions[shard.number] = shard.position
+            found += [(entry, shard.position) for entry in shard.partitions]
         broken = []
-        for entry in state.decode_partitions(data):
+        # In the order in which they were made: a subject may have been deleted and made again between two shards, and
+        # the newer partition has its name.
+        for entry, position in sorted(found, key=lambda each: each[0].row.id):
             partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id, broker.maps), broker.known_rows)
             partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
             partition.epochs = entry.epochs
+            partition.position = position
             broker.add_partition(partition)
             for group in state.load_groups(entry, partition, broker, broker.clock.monotonic()):
                 self._groups[group.id] = group
@@ -200,19 +218,29 @@ class Recovery:
                 broken.append(partition)
         return broken
 
-    def _rebuild(self, partitions: list[Partition], end: int) -> None:
+    def _load_producers(self, shard: state.ProducerShard) -> None:
+        table = self._broker.producers
+        table.load(shard.producers)
+        table.load_until(shard.number, shard.message)
+
+    def _rebuild(self, partitions: list[Partition]) -> None:
         """Read the whole message log once for the partitions whose consume log is lost."""
         wanted = {partition.id: partition for partition in partitions}
         rows: dict[int, list[tuple[int, int, int, int, int]]] = {p: [] for p in wanted}
+        end = max(partition.position.message for partition in partitions)
         log = self._broker.message_log
         for offset, frame in LogScan(log, log.start, end):
             if offset >= end:
                 break
-            if frame.partition in wanted:
+            if frame.partition in wanted and offset < wanted[frame.partition].position.message:
                 rows[frame.partition].append((frame.base, offset, frame.store_time, frame.size, frame.count))
         for number, partition in wanted.items():
             partition.consume_log.replace(np.array(rows[number], RECORD))
             self._broker.touch(partition)
+
+    def _in_checkpoint(self, partition: int, offset: int) -> bool:
+        """The checkpoint has what the message log says at ``offset`` of the partition, be it that it is gone."""
+        return offset < self._positions[state.shard_of(partition)].message
 
     # --- message log ----------------------------------------------------------------------------
 
@@ -221,6 +249,8 @@ class Recovery:
             return False
         if frame.partition == CATALOG:
             return frame.producer == 0
+        if self._in_checkpoint(frame.partition, offset):
+            return True
         partition = self._broker.partitions.get(frame.partition)
         return partition is not None and frame.base >= partition.next
 
@@ -230,22 +260,27 @@ class Recovery:
         self._epoch_max = max(self._epoch_max, frame.epoch)
         if frame.partition == CATALOG:
             for row in read_rows(frame):
-                self._define(row)
+                self._define(offset, row)
             return
         partition = broker.partitions.get(frame.partition)
+        known = self._in_checkpoint(frame.partition, offset)
         if partition is None:
-            self._undefined(offset, frame)
+            if not known:
+                self._undefined(offset, frame)
             return
-        if frame.base < partition.next:
-            return
-        replay_frame(partition, broker.producers, offset, frame)
+        if not known:
+            if frame.base < partition.next:
+                return
+            partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+            broker.touch(partition)
+        # What the frame says of others was copied at other moments.
+        replay_producers(partition, broker.producers, offset, frame)
         if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
             broker.schedules.filed.replay(partition, offset, frame)
             if partition.row.kind == SCHEDULE and frame.flags & FLAG_FORWARDED:
-                broker.forwards.replay(frame)
+                broker.forwards.replay(offset, frame)
         if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
-            broker.stages.replay(partition, frame)
-        broker.touch(partition)
+            broker.stages.replay(partition, offset, frame)
 
     def _undefined(self, offset: int, frame: FrameView) -> None:
         """Rows of a partition whose definition is damaged: another partition under its number would show them."""
@@ -253,9 +288,13 @@ class Recovery:
         first, size, rows = self._unknown.get(frame.partition, (offset, 0, 0))
         self._unknown[frame.partition] = first, size + frame.size, rows + frame.count
 
-    def _define(self, row: PartitionRow) -> None:
+    def _define(self, offset: int, row: PartitionRow) -> None:
         broker = self._broker
         broker.next_partition = max(broker.next_partition, row.id + 1)
+        if self._in_checkpoint(row.id, offset):
+            if row.deleted:
+                broker.producers.forget_partition(row.id)
+            return
         known = broker.partitions.get(row.id)
         if row.deleted:
             if known is not None:
@@ -281,11 +320,11 @@ class Recovery:
         broker.action_index = max(broker.action_index, frame.base + 1)
         if frame.partition == DEFINITIONS:
             for definition in read_definitions(frame):
-                self._definition(definition, frame.epoch)
+                self._definition(definition, frame)
         elif frame.partition == EVENTS:
             for event in read_events(frame).tolist():
                 try:
-                    self._event(event, frame.store_time)
+                    self._event(event, frame)
                 except Exception as error:
                     reason = f"event {event} cannot be applied: {error!r}"
                     log.exception("%s", reason)
@@ -297,19 +336,21 @@ class Recovery:
             group = self._groups.get(note_of(frame).group)
         except FrameError:
             return
-        if group is not None and frame.partition == group.partition.id:
+        if group is None or offset < group.partition.position.kept:
+            return
+        if frame.partition == group.partition.id:
             sequences = frame.sequences()
             # Rows may have been lost with the power and their sequences given to others: these are not those.
             group.kept.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
             group.kept.settled()
             self._broker.touch(group.partition)
 
-    def _definition(self, definition: GroupDefinition | ConsumerDefinition, epoch: int) -> None:
+    def _definition(self, definition: GroupDefinition | ConsumerDefinition, frame: FrameView) -> None:
         broker = self._broker
         if isinstance(definition, GroupDefinition):
             broker.next_group = max(broker.next_group, definition.id + 1)
             partition = broker.partitions.get(definition.partition)
-            if partition is None:
+            if partition is None or frame.base < partition.position.action:
                 return
             known = self._groups.get(definition.id)
             if known is not None:
@@ -319,7 +360,7 @@ class Recovery:
                     broker.touch(partition)
                 return
             group = new_group(definition, partition, broker.limits, broker)
-            group.begin(min(definition.start, partition.stored_until(epoch)))
+            group.begin(min(definition.start, partition.stored_until(frame.epoch)))
             partition.groups[group.name] = group
             self._groups[group.id] = group
             broker.add_group(group)
@@ -327,22 +368,26 @@ class Recovery:
             return
         broker.next_consumer = max(broker.next_consumer, definition.id + 1)
         owner = self._groups.get(definition.group)
-        if owner is not None:
+        if owner is not None and frame.base >= owner.partition.position.action:
             heard = broker.clock.monotonic()
             consumer = Consumer(definition.id, owner, definition.client, heard, definition.proof)
             if _defined(owner, consumer):
                 broker.touch(owner.partition)
 
-    def _event(self, event: tuple[Any, ...], written: int) -> None:
+    def _event(self, event: tuple[Any, ...], frame: FrameView) -> None:
         action, flags, attempt, group_id, consumer, epoch, start, end, time = event
         time, due = (0, time) if flags & FLAG_DUE else (time, 0)
-        self._events += 1
+        written = frame.store_time
         if action == Action.CANCEL:
-            self._broker.schedules.filed.replay_cancel(consumer, start, end, due, epoch)
+            if frame.base >= self._schedule_index:
+                self._events += 1
+                self._broker.schedules.filed.replay_cancel(consumer, start, end, due, epoch)
             return
         group = self._groups.get(group_id)
-        if group is None:
+        # A checkpoint on a full disk has the effect of events that were written later.
+        if group is None or frame.base < group.partition.position.action:
             return
+        self._events += 1
         self._broker.touch(group.partition)
         if action in NOT_OF_ROWS:
             group.replay(action, flags, consumer, Range(start, end, attempt), due, written)

@@ -8,6 +8,7 @@ numbers it settles: delivery and its record are one write, so a row is delivered
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -101,11 +102,11 @@ class Schedules:
 
     def remove(self, partition: Partition) -> None:
         """A subject was deleted: its delayed rows will never be due."""
-        self._by_partition.pop(partition.id, None)
-        schedule = self.by_subject.get(partition.row.name)
-        if schedule is not None and schedule.partition is partition:
-            del self.by_subject[partition.row.name]
+        schedule = self._by_partition.pop(partition.id, None)
+        if schedule is not None:
             schedule.fresh = Fresh(partition.next)
+            if self.by_subject.get(partition.row.name) is schedule:
+                del self.by_subject[partition.row.name]
         self.window.remove_partition(partition.id)
         for bucket in self.buckets.values():
             for run in np.flatnonzero(bucket.of(partition.id)).tolist():
@@ -123,6 +124,10 @@ class Schedules:
             broker.next_partition, target.row.subject, target.row.name, broker.clock.now(), kind=SCHEDULE
         )
         return create_partition(broker, row)
+
+    def all(self) -> Iterable[Schedule]:
+        """Every schedule that is known; recovery may know a deleted one beside its successor."""
+        return self._by_partition.values()
 
     def get(self, partition: int) -> Schedule | None:
         """The schedule of a schedule partition."""

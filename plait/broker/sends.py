@@ -234,24 +234,16 @@ def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:
     )
 
 
-def replay_frame(partition: Partition, producers: ProducerTable, offset: int, frame: FrameView) -> None:
-    """Apply a frame of the message log to derived state, as its append did."""
-    partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+def replay_producers(partition: Partition, producers: ProducerTable, offset: int, frame: FrameView) -> None:
+    """Apply a frame of the message log to the producer table, as its append did."""
     if frame.flags & FLAG_UNSEQUENCED or partition.row.kind == FORWARD:
         return
     if not frame.has(Column.RUNS) or frame.flags & FLAG_FORWARDED:
-        producers.stored(
-            frame.producer,
-            partition.id,
-            frame.first,
-            frame.count,
-            frame.previous,
-            frame.base,
-            frame.store_time,
-            frame.crc,
-        )
-        return
+        runs = [(frame.producer, frame.first, frame.count, frame.crc, frame.previous)]
+    else:
+        runs = frame.runs().tolist()
     base = frame.base
-    for producer, first, rows, crc, previous in frame.runs().tolist():
-        producers.stored(producer, partition.id, first, rows, previous, base, frame.store_time, crc)
+    for producer, first, rows, crc, previous in runs:
+        if offset >= producers.loaded_until(producer):
+            producers.stored(producer, partition.id, first, rows, previous, base, frame.store_time, crc)
         base += rows

@@ -1,78 +1,141 @@
-"""Checkpoints of a running broker: what is dirty, the consistent copy, and the blocking work."""
+"""Checkpoints of a running broker: what is dirty, the copy that is written, and the blocking work.
+
+A checkpoint does not stop the broker. ``begin`` notes where the logs end; then the dirty shards are copied one after
+another, each in a turn of its own, with the positions of the logs at that moment. Recovery reads the logs from where
+``begin`` stood, and applies to each partition only what its shard does not have.
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from plait.broker import state
 from plait.broker.filed import FILE_MAX, FILE_NOW_MAX
-from plait.storage.checkpoint import KEEP, Checkpoints, Manifest
+from plait.broker.partition import Partition, Position
+from plait.storage.checkpoint import KEEP, Manifest
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import ConsumeLog, partition_of
-from plait.storage.filing import Filing
-from plait.storage.producers import shard_of
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.commit import SyncWork
-    from plait.broker.partition import Partition
+    from plait.storage.filing import Filing
 
 
 #: Time between checkpoints that are made only so that expired segments can go (``Snapshots.wanted``): ``KEEP`` of them
 #: take a small part of the minute within which space is freed, and a broker that frees all the time is not kept busy.
-WANTED_SECONDS = 2.0
-
-
-class Changed(NamedTuple):
-    """What a checkpoint has to write anew: ids of partitions and of producers."""
-
-    partitions: set[int]
-    producers: set[int]
+WANTED_SECONDS: Final = 2.0
+#: A turn copies shards until it has copied so many partitions: small shards are not worth a turn each.
+COPY_PARTITIONS: Final = 64
+#: Consume logs that are told in one turn that their records are in files.
+SETTLE_LOGS: Final = 500
 
 
 class CheckpointWork:
-    """Everything a checkpoint writes, copied from the state at one moment; ``run`` blocks."""
+    """What one checkpoint writes: copied in steps on the loop, written where blocking is fine."""
 
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        sync: SyncWork,
-        manifest: Manifest,
-        shards: dict[str, bytes],
-        consume: list[tuple[ConsumeLog, int, bytes]],
-        garbage: list[str],
-        changed: Changed,
-        filing: Filing,
-    ) -> None:
-        self._checkpoints = checkpoints
-        self.sync = sync
+    def __init__(self, broker: Broker, manifest: Manifest, filing: Filing, garbage: list[str]) -> None:
+        self._broker = broker
         self.manifest = manifest
-        self.shards = shards
-        self.consume = consume
-        self._garbage = garbage
-        self.changed = changed
         self.filing = filing
+        self._garbage = garbage
+        #: Shards that are not copied yet.
+        self._partitions = deque(sorted(broker.snapshots.dirty))
+        self._producers = deque(sorted(broker.producers.dirty))
+        #: Shards that are, by their numbers and by their names.
+        self.copied_partitions: set[int] = set()
+        self.copied_producers: set[int] = set()
+        self.shards: dict[str, bytes] = {}
+        self.consume: list[tuple[ConsumeLog, int, bytes]] = []
+        #: Begun when all is copied.
+        self.sync: SyncWork | None = None
         #: The checkpoint is durable.
         self.written = False
         #: Why it is not.
         self.error: OSError | None = None
 
+    # --- copying --------------------------------------------------------------------------------
+
+    def copy_some(self, partitions: int | None = None) -> bool:
+        """Copy a few more shards as they are now; False: that was all, and ``run`` may be called.
+
+        A call copies shards until it has copied so many partitions, or ``COPY_PARTITIONS``. Raises ``StorageFailed``
+        when the broker has failed meanwhile.
+        """
+        broker = self._broker
+        position = broker.settled_position()
+        count, limit = 0, COPY_PARTITIONS if partitions is None else partitions
+        while self._partitions and count < limit:
+            count += self._copy_partitions(self._partitions.popleft(), position)
+        while self._producers and count < limit:
+            count += self._copy_producers(self._producers.popleft(), position)
+        if self._partitions or self._producers:
+            return True
+        message_end, kept_end, action_end = (log.written for log in broker.logs)
+        self.manifest = msgspec.structs.replace(
+            self.manifest,
+            message_end=message_end,
+            kept_end=kept_end,
+            action_end=action_end,
+            next_partition=broker.next_partition,
+            next_group=broker.next_group,
+            next_consumer=broker.next_consumer,
+        )
+        self.sync = broker.begin_sync()
+        return False
+
+    def copy_all(self) -> CheckpointWork:
+        """Copy what is left at once, where the caller waits for the checkpoint anyway."""
+        while self.sync is None:
+            self.copy_some()
+        return self
+
+    def _copy_partitions(self, shard: int, position: Position) -> int:
+        """How many partitions there are in it."""
+        snapshots = self._broker.snapshots
+        snapshots.dirty.discard(shard)
+        self.copied_partitions.add(shard)
+        states = []
+        for partition in snapshots.partitions_of(shard):
+            log = partition.consume_log
+            if len(log) > log.flushed:
+                at, data = log.flush()
+                self.consume.append((log, at, data))
+            states.append(state.dump_partition(partition, log.generation, len(log)))
+        self.shards[state.partition_shard(shard)] = state.encode_partitions(shard, position, states)
+        return len(states)
+
+    def _copy_producers(self, shard: int, position: Position) -> int:
+        """How many producers there are in it."""
+        table = self._broker.producers
+        table.dirty.discard(shard)
+        self.copied_producers.add(shard)
+        self.shards[state.producer_shard(shard)] = state.encode_producers(table, shard, position.message)
+        return table.count_in_shard(shard)
+
+    # --- writing --------------------------------------------------------------------------------
+
     def run(self) -> None:
-        """Logs first, then what is derived from them, then the manifest that says so.
+        """Logs first, then what is derived from them, then the manifest that says so. Blocks.
 
         Raises OSError when the logs could not be synced. A checkpoint that cannot be written, as on a full disk, is
         no such failure: the one before still counts, and ``error`` says why.
         """
+        assert self.sync is not None, "nothing is written before all is copied"
         self.sync.run()
+        checkpoints = self._broker.checkpoints
         try:
             for log, at, data in self.consume:
                 log.write_records(at, data)
-            disk = self._checkpoints.disk
+            disk = checkpoints.disk
             if self.consume:
                 disk.sync_directory(CONSUME_DIRECTORY)
             shards = self.shards | self.filing.run()
-            self._checkpoints.write(self.manifest, shards, self.filing.dropped(self._checkpoints.last))
+            checkpoints.write(self.manifest, shards, self.filing.dropped(checkpoints.last))
             self.written = True
             used = self.filing.paths
             for path in self._garbage:
@@ -87,20 +150,38 @@ class Snapshots:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        #: Partitions changed since the last checkpoint.
+        #: Shards of partitions changed since they were copied last.
         self.dirty: set[int] = set()
+        #: The partitions in each shard: copying one does not walk through all.
+        self._shards: list[dict[int, Partition]] = [{} for _ in range(state.SHARDS)]
         #: (checkpoint number after which it is unused, file) of replaced consume logs and finished buckets.
         self._garbage: list[tuple[int, str]] = []
         self._last_message_end = 0
         self._last_time = broker.clock.monotonic()
-        self._work: CheckpointWork | None = None
+        #: The checkpoint that is being made.
+        self.work: CheckpointWork | None = None
+        #: Consume logs whose last records are in files, and which do not know it yet.
+        self._unsettled: deque[tuple[ConsumeLog, int, bytes]] = deque()
         #: Segments of the message log have expired and are there only because the oldest checkpoint begins in them.
         self.wanted = False
 
+    def add(self, partition: Partition) -> None:
+        """A partition is known."""
+        self._shards[state.shard_of(partition.id)][partition.id] = partition
+
+    def remove(self, partition: Partition) -> None:
+        """A partition is gone; its consume log's file goes once no kept checkpoint needs it."""
+        self._shards[state.shard_of(partition.id)].pop(partition.id, None)
+        self.replaced(partition.consume_log.path)
+
+    def partitions_of(self, shard: int) -> Iterable[Partition]:
+        """The partitions in a shard."""
+        return self._shards[shard].values()
+
     @property
     def running(self) -> bool:
-        """A checkpoint is being written."""
-        return self._work is not None
+        """A checkpoint is being made."""
+        return self.work is not None or bool(self._unsettled)
 
     @property
     def due(self) -> bool:
@@ -116,38 +197,27 @@ class Snapshots:
             return False
         return broker.clock.monotonic() - self._last_time >= config.checkpoint_seconds
 
-    def begin(self, *, clean: bool, waited_for: bool = False) -> CheckpointWork:
-        """Copy the state. Everything committed is in it; nothing after."""
+    def make(self, *, clean: bool) -> None:
+        """Make a checkpoint here and now. Blocks; raises OSError when it could not be written."""
+        work = self.begin(clean=clean, waited_for=True).copy_all()
+        work.run()
+        self.end(work)
+        while self.settle_some():
+            pass
+        if work.error is not None:
+            raise work.error
+
+    def begin(self, *, clean: bool, waited_for: bool) -> CheckpointWork:
+        """A checkpoint of everything that is committed now, and of some that follows."""
         broker = self._broker
-        if self._work is not None:
+        if self.work is not None:
             # Whoever ran it did not come back to say so.
-            self._finish(self._work)
+            self._finish(self.work)
+        while self.settle_some():
+            pass
+        position = broker.settled_position()
         last = broker.checkpoints.last
         number = last.number + 1 if last else 1
-        dirty, self.dirty = self.dirty, set()
-        producers, broker.producers.dirty = broker.producers.dirty, set()
-        consume: list[tuple[ConsumeLog, int, bytes]] = []
-        flushed: dict[int, int] = {}
-        for partition_id in dirty:
-            partition = broker.partitions.get(partition_id)
-            if partition is not None:
-                at, data = partition.consume_log.flush()
-                flushed[partition_id] = len(partition.consume_log)
-                if data:
-                    consume.append((partition.consume_log, at, data))
-        shards: dict[str, bytes] = {}
-        wanted = sorted({state.partition_shard(p) for p in dirty})
-        members: dict[str, list[state.PartitionState]] = {shard: [] for shard in wanted}
-        for partition in broker.partitions.values() if wanted else ():
-            shard = state.partition_shard(partition.id)
-            if shard in members:
-                log = partition.consume_log
-                count = flushed.get(partition.id, log.flushed)
-                members[shard].append(state.dump_partition(partition, log.generation, count))
-        for shard, states in members.items():
-            shards[shard] = state.encode_partitions(states)
-        for index in sorted({shard_of(p) for p in producers}):
-            shards[state.producer_shard(index)] = state.encode_producers(broker.producers, index)
         message_end, kept_end, action_end = (log.written for log in broker.logs)
         self._last_message_end = message_end
         self._last_time = broker.clock.monotonic()
@@ -157,9 +227,11 @@ class Snapshots:
             message_offset=message_end,
             action_offset=action_end,
             kept_offset=kept_end,
-            durable=message_end,
+            message_end=message_end,
+            action_end=action_end,
+            kept_end=kept_end,
             epoch=broker.epoch,
-            action_index=broker.action_index,
+            action_index=position.action,
             clean=clean,
             time=broker.clock.now(),
             next_partition=broker.next_partition,
@@ -174,27 +246,31 @@ class Snapshots:
         self._garbage = [(after, path) for after, path in self._garbage if path not in used]
         garbage = [path for after, path in self._garbage if number > after + KEEP]
         self._garbage = [(after, path) for after, path in self._garbage if number <= after + KEEP]
-        changed = Changed(dirty, producers)
-        self._work = CheckpointWork(
-            broker.checkpoints, broker.begin_sync(), manifest, shards, consume, garbage, changed, filing
-        )
-        return self._work
+        self.work = CheckpointWork(broker, manifest, filing, garbage)
+        return self.work
 
     def end(self, work: CheckpointWork) -> None:
         """The work was run."""
-        if work is self._work:
+        if work.sync is not None:
+            self._broker.end_sync(work.sync)
+        if work is self.work:
             self._finish(work)
-        self._broker.end_sync(work.sync)
 
     def _finish(self, work: CheckpointWork) -> None:
-        self._work = None
+        self.work = None
         self._broker.schedules.filed.end(work.filing, written=work.written)
         if work.written:
-            for log, at, data in work.consume:
-                log.flushed_to(at, data)
+            self._unsettled.extend(work.consume)
         else:
-            self.dirty |= work.changed.partitions
-            self._broker.producers.dirty |= work.changed.producers
+            self.dirty |= work.copied_partitions
+            self._broker.producers.dirty |= work.copied_producers
+
+    def settle_some(self) -> bool:
+        """Tell some consume logs that the checkpoint has written their records; False: all know it."""
+        for _ in range(min(len(self._unsettled), SETTLE_LOGS)):
+            log, at, data = self._unsettled.popleft()
+            log.flushed_to(at, data)
+        return bool(self._unsettled)
 
     def drop_unknown_consume_logs(self) -> None:
         """Files that belong to no partition, or to an older life of one: the process that would remove them is gone."""
@@ -212,10 +288,7 @@ class Snapshots:
             if partition is not None:
                 yield partition.consume_log
 
-    def drop_consume_log(self, partition: Partition) -> None:
-        """The file goes once no kept checkpoint needs it."""
-        self.replaced(partition.consume_log.path)
-
     def replaced(self, path: str) -> None:
+        """A file goes once no kept checkpoint needs it."""
         last = self._broker.checkpoints.last
         self._garbage.append((last.number if last else 0, path))

@@ -120,7 +120,8 @@ class Stages:
     def remove(self, partition: Partition) -> None:
         """A stage is gone."""
         stage = _stage(partition)
-        if self._all.pop(stage.producer, None) is not None:
+        if self._all.get(stage.producer) is partition:
+            del self._all[stage.producer]
             of_query = self._queries[stage.query]
             del of_query[stage.producer]
             if not of_query:
@@ -461,12 +462,12 @@ class Stages:
 
     # --- recovery -------------------------------------------------------------------------------
 
-    def replay(self, target: Partition, frame: FrameView) -> None:
+    def replay(self, target: Partition, offset: int, frame: FrameView) -> None:
         """A frame of the message log that may be one that was published."""
         partition = self._all.get(frame.producer)
         if partition is None or _stage(partition).state != PUBLISHING or frame.has(Column.SCHEDULE):
             return
-        if target.row.name == partition.row.name:
+        if target.row.name == partition.row.name and offset >= partition.position.message:
             partition.start = max(partition.start, frame.first + frame.count - 1)
             self._broker.touch(partition)
 

@@ -1,19 +1,20 @@
 """The broker's derived state as checkpoint shards, and back.
 
 Partitions, with their groups and consumers, are spread over shards by number; producers over shards of their own. Only
-shards in which something changed are encoded again (R1).
+shards in which something changed are encoded again (R1). Each shard is copied at a moment of its own, and says how
+much of the logs it takes account of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from plait.broker.group import Consumer, Group
 from plait.broker.ordered import OrderedGroup, new_group
-from plait.broker.partition import Partition
+from plait.broker.partition import Partition, Position
 from plait.storage.action_log import GroupDefinition
 from plait.storage.catalog import PartitionRow
 from plait.storage.kept import Kept
@@ -26,7 +27,10 @@ from plait.storage.waiting import Due
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
 
-SHARDS = 64
+#: One shard is copied in one turn of the loop: with 100,000 partitions it has 400 of them. The number is part of the
+#: format, as a shard that is not written stays as it was.
+SHARDS: Final = 256
+SHARD_PREFIX: Final = "partitions-"
 
 
 class ConsumerState(msgspec.Struct, array_like=True):
@@ -80,20 +84,43 @@ class PartitionState(msgspec.Struct, array_like=True):
     groups: list[GroupState]
 
 
+class PartitionShard(msgspec.Struct, array_like=True):
+    """Partitions of a shard, and what they take account of."""
+
+    number: int
+    position: Position
+    partitions: list[PartitionState]
+
+
 ProducerState = tuple[int, int, list[tuple[int, int, list[list[int]], list[list[int]]]]]
 
+
+class ProducerShard(msgspec.Struct, array_like=True):
+    """Producers of a shard, which take account of the frames before an offset of the message log."""
+
+    number: int
+    message: int
+    producers: list[ProducerState]
+
+
 _encoder = msgspec.msgpack.Encoder()
-_partitions = msgspec.msgpack.Decoder(list[PartitionState])
-_producers = msgspec.msgpack.Decoder(list[ProducerState])
+_partitions = msgspec.msgpack.Decoder(PartitionShard)
+_producers = msgspec.msgpack.Decoder(ProducerShard)
 
 
-def partition_shard(partition: int) -> str:
-    return f"partitions-{partition % SHARDS:02d}"
+def shard_of(partition: int) -> int:
+    """The shard that a partition is in."""
+    return partition % SHARDS
 
 
-def producer_shard(index: int) -> str:
+def partition_shard(shard: int) -> str:
+    """The name of a shard of partitions."""
+    return f"{SHARD_PREFIX}{shard:03d}"
+
+
+def producer_shard(shard: int) -> str:
     """The name of a shard of the producer table."""
-    return f"producers-{index:02d}"
+    return f"producers-{shard:02d}"
 
 
 def dump_partition(partition: Partition, generation: int, flushed: int) -> PartitionState:
@@ -154,22 +181,18 @@ def load_groups(state: PartitionState, partition: Partition, broker: Broker, hea
         yield group
 
 
-def encode_partitions(states: list[PartitionState]) -> bytes:
-    return _encoder.encode(states)
+def encode_partitions(shard: int, position: Position, states: list[PartitionState]) -> bytes:
+    return _encoder.encode(PartitionShard(shard, position, states))
 
 
-def decode_partitions(data: bytes) -> list[PartitionState]:
+def decode_partitions(data: bytes) -> PartitionShard:
     return _partitions.decode(data)
 
 
-def encode_producers(table: ProducerTable, index: int) -> bytes:
+def encode_producers(table: ProducerTable, shard: int, message: int) -> bytes:
     """One shard of the table; it costs what is in it."""
-    return _encoder.encode(table.dump(table.in_shard(index)))
+    return _encoder.encode((shard, message, table.dump(table.in_shard(shard))))
 
 
-def load_producers(table: ProducerTable, data: bytes) -> None:
-    table.load(_producers.decode(data))
-
-
-Shards = dict[str, bytes]
-Dump = Callable[[Partition], PartitionState]
+def decode_producers(data: bytes) -> ProducerShard:
+    return _producers.decode(data)

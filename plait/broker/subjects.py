@@ -126,4 +126,4 @@ def drop_partition(broker: Broker, partition: Partition) -> None:
     for group in partition.groups.values():
         group.expected = 0
     broker.group_count -= len(partition.groups)
-    broker.snapshots.drop_consume_log(partition)
+    broker.snapshots.remove(partition)

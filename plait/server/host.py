@@ -353,13 +353,18 @@ class Server(Listener):
         while True:
             await asyncio.sleep(TICK_SECONDS)
             if self.broker.snapshots.due:
-                work = self.broker.begin_checkpoint()
-                if await self._in_thread(work.run):
-                    self.broker.end_checkpoint(work)
-                    self._checkpoint_ended(work.error)
+                await self._checkpoint()
                 # Segments that waited for a newer checkpoint can go.
                 self.broker.retention_wanted |= self.broker.snapshots.wanted
             await self._prepare([first_hand.prepare_next for first_hand in self.broker.logs])
+
+    async def _checkpoint(self) -> None:
+        work = self.broker.begin_checkpoint()
+        await _in_turns(work.copy_some)
+        if await self._in_thread(work.run):
+            self.broker.end_checkpoint(work)
+            self._checkpoint_ended(work.error)
+            await _in_turns(self.broker.snapshots.settle_some)
 
     def _checkpoint_ended(self, error: OSError | None) -> None:
         """Log that checkpoints fail when they begin to, and when they succeed again."""
@@ -402,3 +407,9 @@ class Server(Listener):
         """What is looked at every minute; tests on a manual clock call it themselves."""
         self.retention.run()
         self.membership.forget_idle()
+
+
+async def _in_turns(step: Callable[[], bool]) -> None:
+    """Take steps until there are no more, one in each turn of the loop: others are served in between."""
+    while step():  # noqa: ASYNC110 - nothing is waited for
+        await asyncio.sleep(0)

@@ -140,7 +140,7 @@ class ActionReader(LogReader):
         return segments, scan, presumed
 
     def _known_durable(self) -> int:
-        return self.checkpoint.manifest.action_offset if self.checkpoint is not None else 0
+        return self.checkpoint.manifest.action_end if self.checkpoint is not None else 0
 
     def _presumes(self, frame: FrameView) -> tuple[int, int]:
         """The ends of the message log and of the kept log that a frame rests on; names are noted."""

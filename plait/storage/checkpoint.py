@@ -17,7 +17,7 @@ from plait.storage.disk import Disk
 
 DIRECTORY = "checkpoints"
 KEEP = 5
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _MAGIC = b"PLCK"
 
 
@@ -30,16 +30,18 @@ class ShardFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint."""
+    """One checkpoint. Its shards were copied one after another, while the logs grew."""
 
     version: int = FORMAT_VERSION
     number: int
-    #: Everything before these offsets is in the state.
+    #: Everything before these offsets is in the state, and recovery reads the logs from here on.
     message_offset: int
     action_offset: int
     kept_offset: int = 0
-    #: Message-log bytes below this were durable.
-    durable: int
+    #: Where the logs ended when the last shard was copied: nothing behind is in the state, and all before was durable.
+    message_end: int
+    action_end: int
+    kept_end: int = 0
     epoch: int
     #: Action frames with a lower number are in the state, wherever they stand.
     action_index: int
@@ -78,7 +80,7 @@ class Checkpoints:
         self.rejected: list[str] = []
 
     def load(self) -> Loaded | None:
-        """The newest one that is whole; None: rebuild from the logs. A newer format is refused untouched."""
+        """The newest one that is whole; None: rebuild from the logs. Another format is refused untouched."""
         result: Loaded | None = None
         for name in reversed(self._names()):
             path = f"{DIRECTORY}/{name}"
@@ -115,6 +117,12 @@ class Checkpoints:
                 raise DataDirError(
                     f"{path} has format version {version}, this Plait reads up to {FORMAT_VERSION}; "
                     "use the newer Plait that wrote it (nothing was touched)"
+                )
+            if version < FORMAT_VERSION:
+                # Its logs could be read, but not what the checkpoint alone knows.
+                raise DataDirError(
+                    f"{path} has format version {version}, this Plait reads version {FORMAT_VERSION} alone; "
+                    "use the Plait that wrote it (nothing was touched)"
                 )
             return msgspec.msgpack.decode(data[8:], type=Manifest)
         except msgspec.MsgspecError:

@@ -12,7 +12,7 @@ class KeptReader(ActionReader):
     """The segments of a kept log as they were when it was opened."""
 
     def _known_durable(self) -> int:
-        return self.checkpoint.manifest.kept_offset if self.checkpoint is not None else 0
+        return self.checkpoint.manifest.kept_end if self.checkpoint is not None else 0
 
     def _presumes(self, frame: FrameView) -> tuple[int, int]:
         # A copy of rows stands by itself; whether it is of any use, the action log says.

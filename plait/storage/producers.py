@@ -133,7 +133,9 @@ class ProducerTable:
         self._new: OrderedDict[int, int] = OrderedDict()
         #: Who is in each shard: encoding one does not walk through all.
         self._shards: list[set[int]] = [set() for _ in range(SHARDS)]
-        #: Producers changed since the last checkpoint.
+        #: Frames of the message log before these offsets are taken account of, by shard, as a checkpoint says.
+        self._loaded_until = [0] * SHARDS
+        #: Shards changed since the last checkpoint.
         self.dirty: set[int] = set()
 
     def __len__(self) -> int:
@@ -186,7 +188,7 @@ class ProducerTable:
                 else:
                     del self._new[producer]
         self._seen[producer] = time
-        self.dirty.add(producer)
+        self.dirty.add(producer % SHARDS)
         window = partitions.get(partition)
         if window is None:
             window = partitions[partition] = Window()
@@ -230,7 +232,7 @@ class ProducerTable:
             self._window_count -= len(self._windows.pop(producer))
             self._shards[shard_of(producer)].discard(producer)
             del self._seen[producer]
-            self.dirty.add(producer)
+            self.dirty.add(producer % SHARDS)
             gone.append(producer)
         return gone
 
@@ -239,7 +241,7 @@ class ProducerTable:
         for producer, partitions in self._windows.items():
             if partitions.pop(partition, None) is not None:
                 self._window_count -= 1
-                self.dirty.add(producer)
+                self.dirty.add(producer % SHARDS)
 
     # --- checkpoint -----------------------------------------------------------------------------
 
@@ -267,12 +269,24 @@ class ProducerTable:
                 windows[partition] = Window.load(last, runs, holes)
             self._window_count += len(windows) - before
 
+    def load_until(self, shard: int, offset: int) -> None:
+        """What is loaded of a shard takes account of the frames before an offset of the message log."""
+        self._loaded_until[shard] = offset
+
+    def loaded_until(self, producer: int) -> int:
+        """Frames before this offset are known to the producer's entry, as a checkpoint had it."""
+        return self._loaded_until[shard_of(producer)]
+
     def order(self) -> None:
         """Restore the order of last use after loading."""
         self._windows = OrderedDict(sorted(self._windows.items(), key=lambda item: self._seen[item[0]]))
 
     def ids(self) -> Iterable[int]:
         return self._windows.keys()
+
+    def count_in_shard(self, index: int) -> int:
+        """Producers in a shard."""
+        return len(self._shards[index])
 
     def in_shard(self, index: int) -> Iterator[int]:
         """The ids in a shard, in no order that counts."""

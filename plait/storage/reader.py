@@ -184,7 +184,7 @@ class LogWalk:
         self._reader = reader
         self._fail_on_damage = fail_on_damage
         checkpoint = reader.checkpoint
-        self._durable = checkpoint.manifest.durable if checkpoint else 0
+        self._durable = checkpoint.manifest.message_end if checkpoint else 0
         self._bases = [base for base, _ in reader.files]
         #: Log offsets where pieces start: frames do, and the walk can go back there.
         self._marks: list[int] = []

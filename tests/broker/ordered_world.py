@@ -276,8 +276,11 @@ class World:
             self.allocate()
         elif step < 0.26:
             self.crash(self.rng.choice(("killed", "power_lost", "restart", "fallen_back")))
-        elif step < 0.27:
+        elif step < 0.265:
             self.node.checkpoint()
+        elif step < 0.27:
+            for _ in range(self.rng.randrange(1, 5)):
+                self.node.checkpoint_step()
         elif step < 0.28:
             self.expire()
         elif step < 0.3:

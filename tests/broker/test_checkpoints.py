@@ -52,7 +52,7 @@ def test_events_that_wait_for_space_while_a_checkpoint_is_made_are_not_replayed_
         node.broker.nack(consumer, [(sequence, sequence + 1, 1)], lambda: answered.append(True), Failure(5.0))
     node.turn()
     assert answered == []
-    work = node.broker.begin_checkpoint()
+    work = node.broker.begin_checkpoint().copy_all()
     work.run()
     node.broker.end_checkpoint(work)
     assert work.written

@@ -139,7 +139,7 @@ def test_a_checkpoint_that_finds_no_space_is_made_up_for_later():
     for number in range(20):
         node.send("orders", b"%d" % number)
     fill_up(node)
-    work = node.broker.begin_checkpoint()
+    work = node.broker.begin_checkpoint().copy_all()
     node.send("orders", b"meanwhile")
     work.run()
     node.broker.end_checkpoint(work)
@@ -164,7 +164,7 @@ def test_a_checkpoint_nobody_came_back_to_finish_loses_nothing():
     node.send("orders", b"a")
     node.pull(consumer)
     node.ack(consumer, (0, 1))
-    node.broker.begin_checkpoint()
+    node.broker.begin_checkpoint().copy_all()
     again = node.restart()
     assert again.report.clean
     assert again.bodies("orders") == [b"a"]
@@ -286,7 +286,7 @@ def test_a_sync_under_way_when_another_fails_acknowledges_nothing():
     node = Node(flush="sync")
     sent = node.submit(Producer(7).frame("orders", b"doubtful"))
     node.commit()
-    one, checkpoint = node.broker.begin_sync(), node.broker.begin_checkpoint()
+    one, checkpoint = node.broker.begin_sync(), node.broker.begin_checkpoint().copy_all()
     node.disk.fail("sync", path="message/*")
     with pytest.raises(OSError, match=r"\[Errno 5\]") as raised:
         one.run()
@@ -400,7 +400,7 @@ def test_a_long_checkpoint_is_a_busy_log_only_while_it_syncs_the_logs(flush: str
             node.clock.advance(2.0)
             during[directory] = node.submit(next(producers).frame("orders", b"b"))
 
-    work = node.broker.begin_checkpoint()
+    work = node.broker.begin_checkpoint().copy_all()
     node.disk.on_operation = slow
     work.run()
     node.disk.on_operation = None

@@ -203,6 +203,9 @@ class Model:
     def checkpoint(self) -> None:
         self.draw.choice(list(self.nodes.values())).checkpoint()
 
+    def checkpoint_step(self) -> None:
+        self.draw.choice(list(self.nodes.values())).checkpoint_step()
+
     def housekeep(self) -> None:
         self.draw.choice(list(self.nodes.values())).retention.run()
 
@@ -246,6 +249,7 @@ def run(seed: int, steps: int) -> None:
     model = Model(seed)
     actions = [model.delay] * 6 + [model.cancel, *[model.move] * 2, *[model.due] * 2, *[model.route] * 2]
     actions += [*[model.ship] * 2, model.crash, model.checkpoint, model.housekeep]
+    actions += [model.checkpoint_step] * 3
     for _ in range(steps):
         model.draw.choice(actions)()
         model.look()

@@ -260,6 +260,11 @@ class Retrying(RuleBasedStateMachine):
     def checkpoint(self) -> None:
         self.node.checkpoint()
 
+    @rule(steps=st.integers(1, 4))
+    def slow_checkpoint(self, steps: int) -> None:
+        for _ in range(steps):
+            self.node.checkpoint_step()
+
     @rule(orderly=st.booleans())
     def crash(self, orderly: bool) -> None:
         """The process ends; the consumers live on, and attach again with what is in their hands."""

@@ -44,7 +44,7 @@ def test_rows_that_are_near_when_a_checkpoint_ends_are_not_lost(producer: Produc
     node = Node()
     delay(node, producer, [node.clock.now() + 300_000] * 3, b"a", b"b", b"c")
     run_due(node)
-    work = node.broker.begin_checkpoint()
+    work = node.broker.begin_checkpoint().copy_all()
     work.run()
     with too_many_files(node.disk):
         node.broker.end_checkpoint(work)
@@ -57,7 +57,7 @@ def test_rows_that_left_while_they_were_filed_are_not_delivered_again(producer: 
     node = Node()
     now = node.clock.now()
     delay(node, producer, [now + SECOND, now + HOUR, now + 2 * HOUR], b"a", b"b", b"c")
-    work = node.broker.begin_checkpoint()
+    work = node.broker.begin_checkpoint().copy_all()
     later(node, 1)
     assert schedules(node).cancel("orders", 1, now + HOUR)
     node.turn()

@@ -184,6 +184,11 @@ class Scheduling(RuleBasedStateMachine):
     def checkpoint(self) -> None:
         self.node.checkpoint()
 
+    @rule(steps=st.integers(1, 4))
+    def slow_checkpoint(self, steps: int) -> None:
+        for _ in range(steps):
+            self.node.checkpoint_step()
+
     @rule(seconds=st.sampled_from([0.0, 2 * RETENTION]))
     def retention(self, seconds: float) -> None:
         """What was delivered expires, and what waits is filed: then the log is kept for checkpoints alone."""
@@ -206,9 +211,11 @@ class Scheduling(RuleBasedStateMachine):
         """Things happen between the beginning and the end of a checkpoint, and it may fail."""
         work = self.node.broker.begin_checkpoint()
         done = False
-        for step in data.draw(st.lists(st.sampled_from(["cancel", "move", "turn", "run", "send"]), max_size=5)):
-            if step == "run" and not done:
-                done = self._run_work(data, work)
+        for step in data.draw(st.lists(st.sampled_from(["cancel", "copy", "move", "turn", "run", "send"]), max_size=6)):
+            if step == "copy" and work.sync is None:
+                work.copy_some(1)
+            elif step == "run" and not done:
+                done = self._run_work(data, work.copy_all())
             elif step == "turn":
                 self.some_turns()
             elif step == "send":
@@ -216,7 +223,7 @@ class Scheduling(RuleBasedStateMachine):
             elif self.waiting:
                 self.cancel(data, right=True) if step == "cancel" else self.reschedule(data, 60.0)
         if not done:
-            self._run_work(data, work)
+            self._run_work(data, work.copy_all())
         self.node.broker.end_checkpoint(work)
 
     def _run_work(self, data: st.DataObject, work: object) -> bool:

@@ -8,7 +8,7 @@ from tests.support.broker_node import Node, Producer, Sent
 
 def producer_shards(node: Node) -> dict[str, bytes]:
     """What a checkpoint made now writes of the producers."""
-    work = node.broker.begin_checkpoint()
+    work = node.broker.begin_checkpoint().copy_all()
     work.run()
     node.broker.end_checkpoint(work)
     assert work.written

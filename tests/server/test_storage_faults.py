@@ -299,7 +299,7 @@ async def test_a_checkpoint_that_cannot_be_written_is_no_failure(serve: Serve):
     async with plait.connect(server.address) as client:
         for number in range(3):
             await client.send("orders", b"%d" % number)
-            work = server.broker.begin_checkpoint()
+            work = server.broker.begin_checkpoint().copy_all()
             work.run()
             assert work.error is not None
             server.broker.end_checkpoint(work)
@@ -349,7 +349,8 @@ async def test_a_taken_port_leaves_the_directory_free_for_the_next_start(tmp_pat
     await again.stop()
 
 
-async def test_a_newer_format_is_refused_untouched(tmp_path: Path):
+@pytest.mark.parametrize(("change", "advice"), [(1, "use the newer Plait"), (-1, "reads version [0-9]+ alone")])
+async def test_another_format_is_refused_untouched(change: int, advice: str, tmp_path: Path):
     server = Server(RealDisk(tmp_path), plait_config(), port=0)
     await server.start()
     async with plait.connect(server.address) as client:
@@ -357,12 +358,12 @@ async def test_a_newer_format_is_refused_untouched(tmp_path: Path):
     await server.stop()
     manifest = max((tmp_path / "checkpoints").glob("manifest-*"))
     body = msgspec.msgpack.decode(manifest.read_bytes()[8:])
-    body["version"] += 1
+    body["version"] += change
     encoded = msgspec.msgpack.encode(body)
     manifest.write_bytes(b"PLCK" + crc32c(encoded).to_bytes(4, "little") + encoded)
     before = contents(tmp_path)
     refused = Server(RealDisk(tmp_path), plait_config(), port=0)
-    with pytest.raises(DataDirError, match=r"format version 4, this Plait reads up to 3"):
+    with pytest.raises(DataDirError, match=f"format version {body['version']}, this Plait .*{advice}"):
         await refused.start()
     assert contents(tmp_path) == before
 

@@ -18,7 +18,8 @@ def manifest(number: int, **facts: Any) -> Manifest:
     values: dict[str, Any] = {
         "message_offset": number * 100,
         "action_offset": number * 10,
-        "durable": number * 100,
+        "message_end": number * 100,
+        "action_end": number * 10,
         "epoch": 1,
         "action_index": number,
         "clean": False,
@@ -196,7 +197,10 @@ def test_a_newer_format_is_refused_and_nothing_is_touched():
     file = disk.open(f"{DIRECTORY}/manifest-000000000008", create=True)
     file.write([b"PLCK" + crc32c(body).to_bytes(4, "little") + body], 0)
     before, operations = contents(disk), disk.operations
-    with pytest.raises(DataDirError, match="format version 4, this Plait reads up to 3; use the newer Plait"):
+    with pytest.raises(
+        DataDirError,
+        match=f"format version {FORMAT_VERSION + 1}, this Plait reads up to {FORMAT_VERSION}; use the newer Plait",
+    ):
         loaded(disk)
     assert contents(disk) == before
     assert disk.operations == operations

@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.storage.producers import SHARDS, ProducerTable, Run, Verdict
+from plait.storage.producers import SHARDS, ProducerTable, Run, Verdict, shard_of
 
 P, PARTITION = 0xABC, 4
 DAY = 86_400_000_000
@@ -217,7 +217,7 @@ def test_a_deleted_partition_is_forgotten():
     known.dirty.clear()
     known.forget_partition(PARTITION)
     assert known.window(P, PARTITION) is None
-    assert known.dirty == {P}
+    assert known.dirty == {shard_of(P)}
 
 
 # --- checkpoint ---------------------------------------------------------------------------------
@@ -232,12 +232,12 @@ def saved(known: ProducerTable, *producers: int) -> Any:
 def test_changes_are_marked_for_the_next_checkpoint():
     known = table(keep_seconds=1)
     store(known, 1, 1, 0)
-    assert known.dirty == {P}
+    assert known.dirty == {shard_of(P)}
     known.dirty.clear()
     judge(known, 2, 1, 1)
     assert known.dirty == set()
     known.forget(DAY)
-    assert known.dirty == {P}
+    assert known.dirty == {shard_of(P)}
 
 
 def test_every_producer_is_in_one_shard_as_long_as_it_is_known():

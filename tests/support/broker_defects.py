@@ -12,9 +12,10 @@ from plait.broker.dead_letters import DeadLetters
 from plait.broker.filed import Filed
 from plait.broker.group import Group
 from plait.broker.heads import Heads
-from plait.broker.partition import Partition
+from plait.broker.partition import Partition, Position
 from plait.broker.retention import Retention
 from plait.broker.sends import Appender
+from plait.broker.state import SHARDS
 from plait.storage import recovery
 from plait.storage.action_log import ActionBuffer
 from plait.storage.checkpoint import Checkpoints
@@ -30,7 +31,7 @@ Patch = pytest.MonkeyPatch
 
 def touch_everything(patch: Patch) -> None:
     """R1: every checkpoint writes every shard."""
-    patch.setattr(Broker, "touch", lambda self, partition: self.snapshots.dirty.update(self.partitions))
+    patch.setattr(Broker, "touch", lambda self, partition: self.snapshots.dirty.update(range(SHARDS)))
 
 
 def remember_every_sequence(patch: Patch) -> None:
@@ -110,7 +111,6 @@ def forget_runs(patch: Patch) -> None:
     """R7: of a joined frame only the first producer is known again after a start."""
 
     def naive(partition: Partition, producers: ProducerTable, offset: int, frame: Any) -> None:
-        partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
         producers.stored(
             frame.producer,
             partition.id,
@@ -122,12 +122,12 @@ def forget_runs(patch: Patch) -> None:
             frame.crc,
         )
 
-    patch.setattr(recover, "replay_frame", naive)
+    patch.setattr(recover, "replay_producers", naive)
 
 
 def forget_producers_with_the_process(patch: Patch) -> None:
     """R9: producer state is not in the checkpoints."""
-    patch.setattr(snapshot.state, "encode_producers", lambda table, shard: b"\x90")
+    patch.setattr(snapshot.state, "encode_producers", lambda table, shard, message: b"\x93\x00\x00\x90")
 
 
 def take_unknown_producers_for_new(patch: Patch) -> None:
@@ -166,17 +166,17 @@ def answer_acks_at_once(patch: Patch) -> None:
 
 def forget_events(patch: Patch) -> None:
     """What the action log holds after the checkpoint is not replayed."""
-    patch.setattr(recover.Recovery, "_event", lambda self, event, written: None)
+    patch.setattr(recover.Recovery, "_event", lambda self, event, frame: None)
 
 
 def seal_after_the_checkpoint(patch: Patch) -> None:
     """A checkpoint on a full disk says nothing of the events that wait: they are replayed over their own effect."""
-    patch.setattr(Broker, "begin_checkpoint", _begin_without_sealing)
+    patch.setattr(Broker, "settled_position", _position_without_sealing)
 
 
-def _begin_without_sealing(self: Broker, *, clean: bool = False, waited_for: bool = False) -> Any:
+def _position_without_sealing(self: Broker) -> Position:
     self.commit()
-    return self.snapshots.begin(clean=clean, waited_for=waited_for)
+    return Position(self.message_log.written, self.kept_log.written, self.action_index)
 
 
 # --- damage -------------------------------------------------------------------------------------

@@ -279,6 +279,17 @@ class Node:
     def checkpoint(self) -> None:
         self.broker.checkpoint()
 
+    def checkpoint_step(self) -> None:
+        """Go on with a checkpoint that is made slowly: begin it, copy one shard, or write it."""
+        work = self.broker.snapshots.work
+        if work is None:
+            self.broker.begin_checkpoint()
+        elif work.sync is None:
+            work.copy_some(1)
+        else:
+            work.run()
+            self.broker.end_checkpoint(work)
+
     # --- ends -----------------------------------------------------------------------------------
 
     def restart(self, **settings: Any) -> Node:

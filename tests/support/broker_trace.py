@@ -130,6 +130,7 @@ class Trace:
             self._commit_only: 10,
             self._checkpoint: 7,
             self._slow_checkpoint: 2,
+            self._checkpoint_step: 20,
             self._expire: 6,
             self._prepare: 4,
             self._note: 4,
@@ -186,14 +187,20 @@ class Trace:
         self.node.checkpoint()
 
     def _slow_checkpoint(self) -> None:
-        """What happens while a checkpoint is being written is not in it."""
+        """What happens while a checkpoint is copied is in some of its shards; while it is written, in none."""
         work = self.node.broker.begin_checkpoint()
-        self._send_one()
-        self._pull()
+        while work.copy_some(1):
+            self._send_one()
+            self._pull()
+            self.node.commit()
+        self._ack()
         self.node.commit()
         work.run()
         self._send_one()
         self.node.broker.end_checkpoint(work)
+
+    def _checkpoint_step(self) -> None:
+        self.node.checkpoint_step()
 
     def _prepare(self) -> None:
         self.node.broker.message_log.prepare_next()

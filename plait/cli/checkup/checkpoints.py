@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from plait.broker.state import SHARD_PREFIX as PARTITIONS_PREFIX
 from plait.broker.state import PartitionState, decode_partitions
 from plait.cli.checkup.findings import CheckpointFacts, Finding, Report
 from plait.storage.buckets import SHARD_PREFIX
@@ -18,6 +19,8 @@ class Newest(msgspec.Struct):
 
     manifest: Manifest
     partitions: dict[int, PartitionState]
+    #: Partition → its state and its consume log have the frames before this offset of the message log.
+    covered: dict[int, int]
     #: Shards of buckets.
     buckets: list[bytes]
 
@@ -29,7 +32,8 @@ def examine_checkpoints(disk: RealDisk, report: Report) -> Newest | None:
     needed: set[str] = set()
     for name in reversed(names):
         path = f"{DIRECTORY}/{name}"
-        manifest, partitions, buckets, problem = _read(disk, name)
+        read, problem = _read(disk, name)
+        manifest = read.manifest if read else None
         if problem and report.in_use and not disk.exists(path):
             # The server made a new one meanwhile and let the oldest go.
             continue
@@ -47,31 +51,36 @@ def examine_checkpoints(disk: RealDisk, report: Report) -> Newest | None:
                     advice="check the disk; the next start goes on from another one, or from the logs",
                 )
             )
-        elif newest is None and manifest is not None:
-            newest = Newest(manifest, partitions, buckets)
+        elif newest is None:
+            newest = read
     if not report.in_use:
         _note_leftovers(disk, needed, report)
     return newest
 
 
-def _read(disk: RealDisk, name: str) -> tuple[Manifest | None, dict[int, PartitionState], list[bytes], str]:
-    """(manifest, its partitions, its buckets, what is wrong) of one checkpoint."""
+def _read(disk: RealDisk, name: str) -> tuple[Newest | None, str]:
+    """One checkpoint as far as it can be read, and what is wrong with it."""
     one = Checkpoints(_OneManifest(disk, name))
     try:
         loaded = one.load()
     except FileNotFoundError:
-        return None, {}, [], "is gone"
+        return None, "is gone"
     if loaded is None:
-        return None, {}, [], one.rejected[-1].split(": ", 1)[-1] if one.rejected else "does not read back whole"
-    partitions: dict[int, PartitionState] = {}
-    for shard, data in loaded.shards.items():
-        if shard.startswith("partitions-"):
+        return None, one.rejected[-1].split(": ", 1)[-1] if one.rejected else "does not read back whole"
+    found = Newest(loaded.manifest, {}, {}, [])
+    for name, data in loaded.shards.items():
+        if name.startswith(PARTITIONS_PREFIX):
             try:
-                partitions.update({entry.row.id: entry for entry in decode_partitions(data)})
+                shard = decode_partitions(data)
             except msgspec.MsgspecError as error:
-                return loaded.manifest, {}, [], f"shard {shard} does not decode: {error}"
-    buckets = [data for shard, data in loaded.shards.items() if shard.startswith(SHARD_PREFIX)]
-    return loaded.manifest, partitions, buckets, ""
+                return found, f"shard {name} does not decode: {error}"
+            for entry in shard.partitions:
+                found.partitions[entry.row.id] = entry
+                # A shard that was not copied again had no changes when the checkpoint began.
+                found.covered[entry.row.id] = max(shard.position.message, loaded.manifest.message_offset)
+        elif name.startswith(SHARD_PREFIX):
+            found.buckets.append(data)
+    return found, ""
 
 
 class _OneManifest(RealDisk):

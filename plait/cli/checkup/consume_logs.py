@@ -70,9 +70,14 @@ class ConsumeCheck:
     """Takes every frame of the message log in order; ``finish`` tells what did not fit."""
 
     def __init__(
-        self, disk: RealDisk, partitions: dict[int, PartitionState], covered: int, log_start: int, report: Report
+        self,
+        disk: RealDisk,
+        partitions: dict[int, PartitionState],
+        covered: dict[int, int],
+        log_start: int,
+        report: Report,
     ) -> None:
-        #: Frames before this offset have their record in the file.
+        #: Partition → its frames before this offset have their record in the file.
         self._covered = covered
         self._report = report
         self._cursors: dict[int, Cursor] = {}
@@ -109,7 +114,7 @@ class ConsumeCheck:
     def frame(self, offset: int, frame: FrameView) -> None:
         """The next frame of the message log."""
         cursor = self._cursors.get(frame.partition)
-        if cursor is None or offset >= self._covered:
+        if cursor is None or offset >= self._covered[frame.partition]:
             return
         record = cursor.peek()
         while record is not None and record.offset < offset:

@@ -76,17 +76,16 @@ def _examine(path: Path, on_step: OnStep) -> Report:
             on_progress=lambda done, total: on_step(f"{directory} log", done, total),
         )
 
-    messages = walk(MESSAGE, manifest.durable if manifest else 0, stamps_durable=True)
+    messages = walk(MESSAGE, manifest.message_end if manifest else 0, stamps_durable=True)
     report.message_log = messages.facts
-    covered = manifest.message_offset if manifest else 0
-    consume = ConsumeCheck(disk, partitions, covered, messages.start, report)
+    consume = ConsumeCheck(disk, partitions, newest.covered if newest else {}, messages.start, report)
     message_check = MessageCheck(messages, partitions, consume, report)
     message_check.run()
     consume.finish(messages.damages)
-    kept = walk(KEPT, manifest.kept_offset if manifest else 0)
+    kept = walk(KEPT, manifest.kept_end if manifest else 0)
     report.kept_log = kept.facts
     KeptCheck(kept, report).run()
-    actions = walk(ACTION, manifest.action_offset if manifest else 0)
+    actions = walk(ACTION, manifest.action_end if manifest else 0)
     report.action_log = actions.facts
     ActionCheck(actions, (messages.end, kept.end), report).run()
     MetaCheck(path, message_check.catalog, report).run()
