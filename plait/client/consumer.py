@@ -29,7 +29,7 @@ from plait.client.settling import Piece, flush_all, nack_pieces
 from plait.client.spool import Spool
 from plait.client.types import Message, PartitionName
 from plait.client.words import UNBEGUN
-from plait.errors import Closed, InvalidArgument, PlaitError, SubjectNotFound, Unavailable
+from plait.errors import Closed, InvalidArgument, PlaitError, StaleRoute, SubjectNotFound, Unavailable
 from plait.frame.lp import LpSet
 from plait.limits import ClientLimits
 
@@ -130,12 +130,18 @@ class Consumer:
             await consumer._closing.wait()
         self._after = ()
         deadline = loop.time() + self._limits.request_seconds
-        route = await self._first_route(loop, deadline)
-        version = await began(self._router, route, self._terms, self._limits, deadline)
-        self._terms = self._terms._replace(began=version)
-        for partition in route.partitions:
-            self._add_client(route, partition, self._terms)
-        await self._attach_first(loop, deadline)
+        while True:
+            route = await self._first_route(loop, deadline)
+            version = await began(self._router, route, self._terms, self._limits, deadline)
+            self._terms = self._terms._replace(began=version)
+            self._add_clients(route, self._terms)
+            self._retire_others(route)
+            try:
+                return await self._attach_first(loop, deadline)
+            except StaleRoute:
+                # The route was known for a while, and a partition has left it meanwhile.
+                if self._router.known(self.subject) is route:
+                    raise
 
     async def _first_route(self, loop: asyncio.AbstractEventLoop, deadline: float) -> SubjectRoute:
         while True:
@@ -147,16 +153,20 @@ class Consumer:
 
     async def _attach_first(self, loop: asyncio.AbstractEventLoop, deadline: float) -> None:
         """Attach to all partitions; to one at least, the others may follow later."""
-        if len(self._clients) == 1:
-            await self._clients[0].attach_first(deadline - loop.time())
+        clients = [client for client in self._clients if not client.attached]
+        if len(self._clients) == len(clients) == 1:
+            await clients[0].attach_first(deadline - loop.time())
             return
-        attaching = {tasks.child(c.attach_first(deadline - loop.time()), "plait-attach") for c in self._clients}
+        if len(clients) < len(self._clients):
+            # Some were attached before a partition left the route.
+            deadline = min(deadline, loop.time() + self._limits.attach_seconds)
+        attaching = {tasks.child(client.attach_first(deadline - loop.time()), "plait-attach") for client in clients}
         errors: list[BaseException] = []
         try:
             pending = attaching
-            while pending and (loop.time() < deadline or len(errors) + len(pending) == len(attaching)):
+            while pending and (loop.time() < deadline or len(errors) + len(pending) == len(self._clients)):
                 # Once there is one of them, the others are not looked at one by one.
-                some = len(errors) + len(pending) < len(attaching)
+                some = len(errors) + len(pending) < len(self._clients)
                 done, pending = await asyncio.wait(
                     pending,
                     timeout=max(deadline - loop.time(), 0),
@@ -166,9 +176,9 @@ class Consumer:
                 for error in errors:
                     if not isinstance(error, Unavailable):
                         raise error
-                if done and len(errors) + len(pending) < len(attaching):
+                if done and len(errors) + len(pending) < len(self._clients):
                     deadline = min(deadline, loop.time() + self._limits.attach_seconds)
-            if len(errors) == len(attaching):
+            if len(errors) == len(self._clients):
                 raise errors[0]
         finally:
             for task in attaching:
@@ -259,11 +269,18 @@ class Consumer:
         """A pull client for each partition of the route, and for those that are left until nothing of them is here."""
         if route is None or self._stopping:
             return
+        # All of what is new came after the group began.
+        for client in self._add_clients(route, self._terms._replace(start="earliest")):
+            client.start()
+        self._retire_others(route)
+
+    def _add_clients(self, route: SubjectRoute, terms: Terms) -> list[PullClient]:
+        """A pull client for each partition that has none."""
         known = {client.partition for client in self._clients}
-        for partition in route.partitions:
-            if partition not in known:
-                # All of it came after the group began.
-                self._add_client(route, partition, self._terms._replace(start="earliest")).start()
+        return [self._add_client(route, each, terms) for each in route.partitions if each not in known]
+
+    def _retire_others(self, route: SubjectRoute) -> None:
+        """Leave partitions that the route does not name."""
         named = set(route.partitions)
         for client in self._clients:
             retiring = client.partition not in named
@@ -532,6 +549,10 @@ class Feeding:
 
     def failed(self, error: PlaitError) -> None:
         self._consumer._fail(error)
+
+    def named(self, client: PullClient) -> bool:
+        route = self._consumer._router.known(self._consumer.subject)
+        return route is None or client.partition in route.partitions
 
     async def astray(self) -> None:
         await self._consumer._astray()

@@ -104,6 +104,9 @@ class Feed(Protocol):
     def failed(self, error: PlaitError) -> None:
         """Nothing works any more."""
 
+    def named(self, client: PullClient) -> bool:
+        """The newest route names its partition."""
+
     async def astray(self) -> None:
         """The partition is not where the route says: look at the route again."""
 
@@ -225,6 +228,8 @@ class PullClient:
                     raise
                 await asyncio.sleep(self._limits.reconnect_first_seconds)
                 await self._feed.astray()
+                if not self._feed.named(self):
+                    raise
             except Unavailable:
                 if self._loop.time() >= deadline:
                     raise

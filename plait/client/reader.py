@@ -16,7 +16,7 @@ from plait.client.arguments import Duration, seconds_of
 from plait.client.cursor import Cursor
 from plait.client.router import Router, SubjectRoute
 from plait.client.types import Message, PartitionName
-from plait.errors import Closed, InvalidArgument, Timeout, Unavailable
+from plait.errors import Closed, InvalidArgument, StaleRoute, Timeout, Unavailable
 from plait.limits import ClientLimits
 
 log = logging.getLogger("plait.client")
@@ -126,10 +126,17 @@ class Reader:
             if route is not None and route is not self._route:
                 self._follow(route, "earliest")
             first = next(iter(self._cursors.values()))
-            if len(self._cursors) == 1 and first.reading is None:
-                await first.read(count, wait)
-            else:
-                await self._fill_from_all(count, wait)
+            try:
+                if len(self._cursors) == 1 and first.reading is None:
+                    await first.read(count, wait)
+                else:
+                    await self._fill_from_all(count, wait)
+            except StaleRoute:
+                route = await self._router.refresh(self.subject, create=False)
+                if self._cursors.keys() <= set(route.partitions):
+                    raise
+                # Retention has emptied a partition, and it has left the route.
+                continue
             if remaining <= 0:
                 break
 
