@@ -63,7 +63,7 @@ SCHEDULE_PAGE_MAX: Final = 1_000
 PRODUCER_WINDOWS_MAX: Final = 500_000
 
 #: A producer that has sent over at least this time is proven. Of too many, those that are not are forgotten first:
-#: whoever opens thousands of new ones makes brokers forget those, and not the ones that others use.
+#: a client that opens thousands of new ones makes brokers forget those, and not the ones that other clients use.
 PRODUCER_PROVEN_SECONDS: Final = 60.0
 
 # --- dead letters --------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ the brokers, and tells each partition the version of the route that the group be
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Final
 
 import msgspec
@@ -16,9 +17,11 @@ from plait import tasks
 from plait.client.node import Node
 from plait.client.pull_client import Terms
 from plait.client.router import Router, SubjectRoute
-from plait.errors import PlaitError, Timeout, Unavailable
+from plait.errors import PlaitError
 from plait.limits import ClientLimits
 from plait.wire import messages as m
+
+log = logging.getLogger("plait.client")
 
 #: Partitions that one request names.
 NAMES_MAX: Final = 200
@@ -29,8 +32,8 @@ EARLIEST: Final = "earliest"
 async def began(router: Router, route: SubjectRoute, terms: Terms, limits: ClientLimits, deadline: float) -> int:
     """The version of the route that the group began with; that of ``route`` for one that no partition knows.
 
-    A broker that is away is waited for until the deadline, as it may be the only one that knows the group; once one has
-    told of it, the others have ``attach_seconds``.
+    A broker that is away is waited for until the deadline, as it may be the only one that knows the group; once one
+    knows it, the others have ``attach_seconds``. A group that no broker knows by the deadline counts as new.
     """
     if len(route.partitions) == 1 or terms.start == EARLIEST or (terms.start is None and terms.group is not None):
         # Every message belongs to the group, or none was anywhere else.
@@ -39,13 +42,13 @@ async def began(router: Router, route: SubjectRoute, terms: Terms, limits: Clien
     for partition in route.partitions:
         names.setdefault(partition.group, []).append(partition.name)
     asking = {
-        tasks.child(_ask(router.node(route, group), some[at : at + NAMES_MAX], terms, limits), f"plait-began-{group}")
+        tasks.child(_ask(router.node(route, group), some[at : at + NAMES_MAX], terms, limits), "plait-began"): group
         for group, some in names.items()
         for at in range(0, len(some), NAMES_MAX)
     }
     known: list[int] = []
     loop = asyncio.get_running_loop()
-    pending = asking
+    pending = set(asking)
     try:
         while pending and (left := deadline - loop.time()) > 0:
             done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
@@ -57,19 +60,26 @@ async def began(router: Router, route: SubjectRoute, terms: Terms, limits: Clien
         for task in asking:
             task.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
+    if pending and not known:
+        log.warning(
+            "broker group %s did not answer whether group %s has consumed %s before: it counts as new, begins at %s",
+            ", ".join(sorted({asking[task] for task in pending})),
+            terms.group or f"of {terms.client} (broadcast)",
+            terms.subject,
+            terms.start or "latest",
+        )
     return min(known, default=route.version)
 
 
 async def _ask(node: Node, partitions: list[str], terms: Terms, limits: ClientLimits) -> int | None:
-    """What one broker knows; asked again while it is away."""
+    """What one broker knows; asked again while it is away or cannot answer."""
     request = m.Admin("group.began", {"partitions": partitions, "group": terms.group, "client": terms.client})
     while True:
         try:
             answer: m.AdminReply = await node.request(request)
-        except (Unavailable, Timeout):
+        except PlaitError as error:
+            if not error.retryable:
+                raise
             await asyncio.sleep(limits.reconnect_first_seconds)
             continue
-        except PlaitError:
-            # It does not have the partitions yet.
-            return None
         return msgspec.msgpack.decode(answer.result, type=int | None)

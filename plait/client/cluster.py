@@ -197,7 +197,7 @@ def _route_info(route: _Route) -> RouteInfo:
         for partition, fence in spans[:-1]:
             left[partition, first:end] = True
             fences[partition, first:end] = np.maximum(fences[partition, first:end], fence or 0)
-    # Of what was not reported yet nobody knows who has finished it.
+    # Which groups have finished a partition is unknown until its broker reports it.
     unfinished = np.ones((count, LOGICAL_PARTITIONS), bool)
     unfinished[route.reported] = False
     for runs in route.passed.values():

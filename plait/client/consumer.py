@@ -205,7 +205,7 @@ class Consumer:
         if self._routed in self._router.on_route:
             self._router.on_route.remove(self._routed)
             self._router.users.remove(self._uses)
-        # What was never opened has nobody to tell anything to.
+        # A consumer that was never opened has no acks to send.
         await all_of([client.settling.close(tell=self._following) for client in self._clients])
         self._closed = True
         await all_of([*(client.leave() for client in self._clients), *self._leaving])

@@ -113,7 +113,7 @@ class Node:
             raise self._unreachable() from None
 
     def not_open(self) -> Closed:
-        """What whoever uses a client that was never opened is told."""
+        """The error for a use of a client that was never opened."""
         how = "with plait.sync.connect(...)" if self.blocking else "async with plait.connect(...)"
         return Closed(f"the client is not connected; use '{how}', or open() and close()")
 

@@ -65,7 +65,7 @@ class Rights:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.session = 0
-        #: Made once, and told to nobody but the broker: with it the session is continued after a lost connection.
+        #: A secret of this consumer and the broker: with it the session is resumed after a lost connection.
         self.token = chance.bits(63) | 1
         #: How long a lease is.
         self.seconds = 0.0

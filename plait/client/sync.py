@@ -96,7 +96,7 @@ class Client:
     def close(self) -> None:
         """Send what is posted and hang up; raises the first error of posted messages since the last flush.
 
-        Control-C ends the waiting, not the closing: that goes on in the background, and the end of the program waits
+        Control-C ends the waiting, not the closing: that continues in the background, and the end of the program waits
         for it for a moment.
         """
         if self._thread is not None and self._thread.running:

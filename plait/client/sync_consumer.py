@@ -122,7 +122,7 @@ class Consumer:
     def close(self) -> None:
         """Send the acks that are left, give back the rest, and leave the group.
 
-        Control-C ends the waiting, not the closing: that goes on in the background.
+        Control-C ends the waiting, not the closing: that continues in the background.
         """
         # Closed with its client, or its parent's: nothing is left to do.
         with contextlib.suppress(Closed, ForkedClient):

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 import plait
+from plait.broker.membership import Membership
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, config_of, fetch_all
 from tests.client.test_expanding import settled, wait_for
@@ -114,3 +115,42 @@ async def test_while_a_broker_is_away_a_group_that_another_one_knows_is_not_take
             await second.start()
             bodies += [message.body for message in await fetch_all(consumer, 39)]
         assert bodies == [b"meanwhile"] * 40
+
+
+async def test_a_broker_that_is_busy_is_asked_again_whether_it_knows_the_group(
+    nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, calls = Membership.began, []
+
+    def busy_at_first(*args: Any) -> int | None:
+        version = began(*args)
+        if version is not None:
+            calls.append(version)
+            if len(calls) == 1:
+                raise plait.FlowControl("later")
+        return version
+
+    settings = {"group": "g", "start": "latest"}
+    async with nodes[0].connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"])
+        async with client.consumer("s", **settings):
+            pass
+        await expand(client, ["s@g1", "s@g2"])
+        await send(client, b"meanwhile")
+        monkeypatch.setattr(Membership, "began", busy_at_first)
+        async with client.consumer("s", **settings) as consumer:
+            assert await handled(consumer, 40) == [b"meanwhile"]
+        assert len(calls) == 2
+
+
+async def test_a_group_that_may_be_known_to_a_broker_that_is_away_is_warned_of(
+    nodes: list[EmbeddedBroker], caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = nodes
+    async with first.connect(limits=msgspec.structs.replace(EAGER, request_seconds=0.5)) as client:
+        await client.admin.create_subject("s", partitions=2)
+        await second.stop()
+        async with client.consumer("s", group="g", start="latest"):
+            pass
+        assert "broker group g2 did not answer whether group g has consumed s before: it counts as new" in caplog.text
+        await second.start()
