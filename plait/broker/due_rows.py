@@ -55,7 +55,7 @@ class DueRows:
     def __init__(self, broker: Broker, schedules: Schedules) -> None:
         self._broker = broker
         self._schedules = schedules
-        self._flat: OrderedDict[tuple[int, int, int], tuple[bytes, Places]] = OrderedDict()
+        self._flat: OrderedDict[tuple[int, int, int, int], tuple[bytes, Places]] = OrderedDict()
         self._flat_size = 0
 
     def readable(self, schedule: Schedule, rows: SoonRows, mine: Int64s) -> tuple[Int64s, Int64s]:
@@ -128,8 +128,9 @@ class DueRows:
                 continue
             bucket = self._schedules.buckets[key]
             view = bucket.view()
-            sets.append(Rows(view, bucket.places, rows["run"][mine], rows["row"][mine]))
-            which.append(mine)
+            found, order = row_sets(view, bucket.places, rows["run"][mine], rows["row"][mine], self._flat_of)
+            sets += found
+            which.append(mine[order])
             # At least a page for each.
             bucket.read(4096 * len(mine))
         return sets, np.concatenate(which)
@@ -151,7 +152,8 @@ class DueRows:
             which.append(mine[some][order])
 
     def _flat_of(self, frame: FrameView) -> tuple[bytes, Places]:
-        key = (frame.partition, frame.base, frame.epoch)
+        # Numbers alone do not tell a frame of the log from one of a bucket.
+        key = (frame.partition, frame.base, frame.epoch, frame.crc)
         known = self._flat.get(key)
         if known is None:
             known = self._flat[key] = flatten(frame)

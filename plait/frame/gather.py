@@ -19,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute  # Taking rows needs it: from the start, not when the first message is due.
 
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
-from plait.frame.columns import FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
+from plait.frame.codec import deflate
+from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, pad
 from plait.frame.lp import NO_KEY_HASH
 from plait.frame.tables import RUN, Runs, expand_runs
@@ -68,6 +69,8 @@ assert _PLACE.size == PLACE.itemsize
 _KIND_BITS: Final = 1 << Column.SEND_TIME | 1 << Column.PRIORITY
 #: Pieces that are longer on average are copied one by one, shorter ones together.
 PIECE_SIZE: Final = 1024
+#: Columns of less stay as they are: compressing them again saves little.
+PACKED_SIZE_MIN: Final = 4096
 _LARGE: Final = pa.large_binary()
 
 
@@ -121,8 +124,16 @@ class Rows:
     """Rows of frames that stand in one buffer: ``index`` says whose place is each one's, ``rows`` which row it is."""
 
     def __init__(
-        self, buffer: Buffer, places: Places, index: npt.NDArray[np.integer[Any]], rows: npt.NDArray[np.integer[Any]]
+        self,
+        buffer: Buffer,
+        places: Places,
+        index: npt.NDArray[np.integer[Any]],
+        rows: npt.NDArray[np.integer[Any]],
+        *,
+        packed: bool = False,
     ) -> None:
+        """``packed``: they were compressed where they stood."""
+        self.packed = packed
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
         size = len(self._bytes)
         self._words: UInt64s = self._bytes[: size & ~7].view("<u8")
@@ -222,8 +233,9 @@ def row_sets(
     sets, which = [Rows(buffer, places, index[plain], rows[plain])], [plain]
     for number in np.unique(index[flat]).tolist():
         mine = np.flatnonzero(index == number)
-        memory, place = (flat_of or flatten)(FrameView(buffer, int(places["at"][number])))
-        sets.append(Rows(memory, place, np.zeros(len(mine), np.int64), rows[mine]))
+        frame = FrameView(buffer, int(places["at"][number]))
+        memory, place = (flat_of or flatten)(frame)
+        sets.append(Rows(memory, place, np.zeros(len(mine), np.int64), rows[mine], packed=frame.compressed))
         which.append(mine)
     return sets, np.concatenate(which)
 
@@ -259,6 +271,8 @@ class Gathered:
     def __init__(self, sets: Sequence[Rows], order: Int64s | None = None) -> None:
         """``order``: which of all rows, counted through the sets, comes at each place; None: as they stand."""
         self.count = sum(map(len, sets)) if order is None else len(order)
+        #: Some were compressed, and may be many times as long as they were.
+        self._packed = any(each.packed for each in sets)
         bits = _joined([each.bits for each in sets], order)
         self._kinds = bits & np.uint32(_KIND_BITS)
         self._bits = int(np.bitwise_or.reduce(bits)) if len(bits) else 0
@@ -342,9 +356,17 @@ class Gathered:
             begin = int(ends[start - 1]) if start else 0
             offsets = np.zeros(stop - start + 1, "<i4")
             offsets[1:] = ends[start:stop] - begin
-            columns.append((column, Codec.RAW, [offsets.tobytes(), memoryview(data)[begin : int(ends[stop - 1])]]))
+            columns.append(self._encoded(column, [offsets.tobytes(), memoryview(data)[begin : int(ends[stop - 1])]]))
         columns.sort(key=lambda encoded: encoded[0])
         return assemble(columns, count=stop - start, producer=producer, first=first, previous=previous, flags=flags)
+
+    def _encoded(self, column: int, raw: list[Buffer]) -> Encoded:
+        """A variable column, compressed if its rows were: what is small when it is sent must not fill a disk later."""
+        if self._packed and column in COMPRESSIBLE and (size := sum(map(len, raw))) >= PACKED_SIZE_MIN:
+            packed = deflate(b"".join(raw), Codec.ZSTD)
+            if 2 * len(packed) <= size:
+                return column, Codec.ZSTD, [packed]
+        return column, Codec.RAW, raw
 
     def _runs(self, start: int, stop: int) -> Runs:
         """The run table of rows [start, stop): neighbours of one producer that count up are one run."""

@@ -540,3 +540,24 @@ def test_times_that_were_not_filed_are_not_believed(producer: Producer, what: st
     else:
         assert not schedules(node).cancel("orders", 9, due + 3)
     assert schedules(node).lost_count == 3
+
+
+@pytest.mark.parametrize("filed", [False, True])
+def test_compressed_rows_stay_compressed_when_they_are_filed_and_delivered(filed: bool) -> None:
+    """A frame of a few kilobytes may inflate to many megabytes: these never reach the disk."""
+    node = Node(message_segment_size=32 << 20)
+    bodies = [bytes(1 << 20), b"%d" % 7 * 5_000, b"short", bytes(2 << 20)]
+    due = node.clock.now() + SECOND
+    times = [due, due + 2, due + 1, due]
+    for producer in (7, 8):
+        delay(node, Producer(producer), times, *bodies, compression="zstd")
+    if filed:
+        node.checkpoint()
+        node = node.killed()
+    later(node, 2.0)
+    assert sorted(node.bodies("orders")) == sorted(2 * bodies)
+    ids = {(row.producer, row.number): row.body for row in node.stored("orders")}
+    assert ids == {(producer, 1 + number): body for producer in (7, 8) for number, body in enumerate(bodies)}
+    files = node.disk.list("schedule") if filed else []
+    stored = node.broker.message_log.end + sum(len(node.disk.read(f"schedule/{name}")) for name in files)
+    assert stored < 100_000
