@@ -26,6 +26,9 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: A checkpoint is due after either of these.
     checkpoint_seconds: float = 60.0
     checkpoint_bytes: int = 256 * MIB
+    #: A turn of the loop copies shards of a checkpoint until it has copied so many partitions: small shards are not
+    #: worth a turn each.
+    copy_partitions: int = 64
     #: What a subject that says nothing else keeps: three days, any size.
     retention_seconds: float | None = 72 * 3600.0
     retention_bytes: int | None = None

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 #: Time between checkpoints that are made only so that expired segments can go (``Snapshots.wanted``): ``KEEP`` of them
 #: take a small part of the minute within which space is freed, and a broker that frees all the time is not kept busy.
 WANTED_SECONDS: Final = 2.0
-#: A turn copies shards until it has copied so many partitions: small shards are not worth a turn each.
-COPY_PARTITIONS: Final = 64
 #: Consume logs that are told in one turn that their records are in files.
 SETTLE_LOGS: Final = 500
 
@@ -63,12 +61,12 @@ class CheckpointWork:
     def copy_some(self, partitions: int | None = None) -> bool:
         """Copy a few more shards as they are now; False: that was all, and ``run`` may be called.
 
-        A call copies shards until it has copied so many partitions, or ``COPY_PARTITIONS``. Raises ``StorageFailed``
-        when the broker has failed meanwhile.
+        A call copies shards until it has copied so many partitions, or as many as the broker's
+        configuration says. Raises ``StorageFailed`` when the broker has failed meanwhile.
         """
         broker = self._broker
         position = broker.settled_position()
-        count, limit = 0, COPY_PARTITIONS if partitions is None else partitions
+        count, limit = 0, broker.config.copy_partitions if partitions is None else partitions
         while self._partitions and count < limit:
             count += self._copy_partitions(self._partitions.popleft(), position)
         while self._producers and count < limit:

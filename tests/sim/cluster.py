@@ -29,6 +29,7 @@ ADDRESS = "plait://127.0.0.1:7450"
 SUBJECT, GROUP = "orders", "billing"
 #: Small segments and frequent checkpoints, so that a short run has many of both.
 CONFIG = BrokerConfig(
+    copy_partitions=1,
     message_segment_size=32 * KIB,
     action_segment_size=16 * KIB,
     kept_segment_size=16 * KIB,

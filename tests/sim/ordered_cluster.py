@@ -51,6 +51,7 @@ CLIENT_LIMITS = plait.ClientLimits(
     reconnect_max_seconds=1.0, request_seconds=3.0, route_seconds=5.0, pull_wait_seconds=5.0
 )
 CONFIG = BrokerConfig(
+    copy_partitions=1,
     message_segment_size=32 * KIB,
     action_segment_size=32 * KIB,
     kept_segment_size=16 * KIB,

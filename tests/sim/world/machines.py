@@ -28,6 +28,7 @@ META_LIMITS = MetaLimits(
     member_lost_seconds=LEASE_SECONDS, broker_lost_seconds=3.0, beat_flush_seconds=1.0, gap_seconds=1.0
 )
 CONFIG = BrokerConfig(
+    copy_partitions=1,
     message_segment_size=64 * KIB,
     action_segment_size=32 * KIB,
     kept_segment_size=16 * KIB,
