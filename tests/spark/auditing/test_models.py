@@ -44,8 +44,7 @@ def audit_simulated(disk: SimulatedDisk, *, archived: bool = False) -> AuditRepo
         return report
 
 
-@pytest.mark.parametrize("flush", ["async", "sync"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("seed", "flush"), [(0, "async"), (1, "sync"), (2, "sync"), (3, "async"), (4, "sync")])
 def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes(seed: int, flush: str):
     # What expired is in neither log: nothing could be proved of it.
     world = World(seed, flush, expires=False)
@@ -74,8 +73,7 @@ def test_a_simulated_broker_with_shared_groups_through_faults_and_losses_of_powe
     assert sum(group.acked for group in report.groups()) > 20
 
 
-@pytest.mark.parametrize("affinity", [False, True])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("seed", "affinity"), [(1, False), (2, True)])
 def test_simulated_brokers_with_ordered_groups_through_faults_and_changes_of_routes(seed: int, affinity: bool):
     cluster = OrderedCluster(seed, affinity=affinity)
     cluster.run()
