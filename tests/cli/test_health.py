@@ -20,7 +20,7 @@ def test_serve_offers_health_where_asked_and_still_ends_in_order(tmp_path: Path)
             assert ready.startswith("ready plait://127.0.0.1:")
             found = re.search(r"http=(\S+)", ready)
             assert found is not None
-            with urllib.request.urlopen(found[1], timeout=10) as answer:
+            with urllib.request.urlopen(found[1], timeout=60) as answer:
                 assert json.load(answer)["status"] == "ready"
         finally:
             process.send_signal(signal.SIGTERM)

@@ -34,7 +34,7 @@ async def running(app: plait.App) -> AsyncIterator[None]:
         yield
     finally:
         app.stop()
-        await asyncio.wait_for(task, 20)
+        await asyncio.wait_for(task, 60)
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ async def test_the_bad_bodies_of_a_batch_are_left_out(client: plait.Client, app:
 async def test_concurrency_is_how_many_calls_run_at_a_time(
     client: plait.Client, app: plait.App, asynchronous: bool
 ) -> None:
-    gate = threading.Barrier(4, timeout=20)
+    gate = threading.Barrier(4, timeout=60)
     at_once = 0
     most = 0
     all_there = asyncio.Event()
@@ -220,7 +220,7 @@ async def test_concurrency_is_how_many_calls_run_at_a_time(
         most = max(most, at_once)
         if at_once == 4:
             all_there.set()
-        await asyncio.wait_for(all_there.wait(), 20)
+        await asyncio.wait_for(all_there.wait(), 60)
         at_once -= 1
 
     def handle_blocking(body: bytes) -> None:
@@ -339,7 +339,7 @@ async def test_an_app_at_most_once_gives_back_what_it_has_not_begun_with(client:
 
     await send(client, 300)
     for _ in range(2):
-        await asyncio.wait_for(app.run(), 20)
+        await asyncio.wait_for(app.run(), 60)
     async with client.consumer("s", group="g", delivery="at_most_once") as consumer:
         rest = numbers(await fetch_all(consumer, 300 - len(seen)))
     assert len(rest) > 100
@@ -362,7 +362,7 @@ async def test_draining_finishes_what_is_handled_and_gives_back_the_rest(client:
     app.stop()
     await until(lambda: app._stopping is None or app._stopping.is_set())
     go_on.set()
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, 60)
     assert seen == [0]
     async with client.consumer("s", group="g") as consumer:
         assert numbers(await fetch_all(consumer, 9)) == list(range(1, 10))
@@ -385,7 +385,7 @@ async def stuck(app: plait.App, client: plait.Client, stop: Callable[[], None]) 
     task = asyncio.ensure_future(app.run())
     await started.wait()
     stop()
-    await asyncio.wait_for(task, 20)
+    await asyncio.wait_for(task, 60)
     assert cancelled == [True]
     info = await client.admin.group("s", "g")
     assert (info.lag, info.online, info.returned) == (2, 0, 2)
@@ -472,7 +472,7 @@ async def test_a_subject_that_goes_away_for_good_ends_the_service(tmp_path: Path
         await until(lambda: len(broker.server.broker.sessions) == 2)
         await client.admin.delete_subject("s")
         with pytest.raises(plait.SubjectNotFound):
-            await asyncio.wait_for(service, 20)
+            await asyncio.wait_for(service, 60)
 
 
 async def test_a_restart_of_the_broker_is_invisible_to_an_app(

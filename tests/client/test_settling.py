@@ -37,7 +37,7 @@ class Wire:
         return await future
 
     async def next(self) -> tuple[Any, asyncio.Future[Any]]:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not self.asked:  # noqa: ASYNC110 - what asks is the code under test
                 await asyncio.sleep(0)
         return self.asked.pop(0)

@@ -42,7 +42,7 @@ def test_send_post_and_flush(client: plait.sync.Client) -> None:
     receipt = client.send("s", b"0", key=1, tags=["t"], headers={"h": 1})
     assert (receipt.sequence, str(receipt.partition)) == (0, "s@g1")
     ticket = client.post("s", b"1", key="k", tags=["u"], headers={"h": 2})
-    assert ticket.result(timeout=10).sequence == 1
+    assert ticket.result(timeout=60).sequence == 1
     assert ticket.done
     assert ticket.result().message_id.sequence == receipt.message_id.sequence + 1
     tickets = [client.post("s", b"%d" % n) for n in range(2, 100)]

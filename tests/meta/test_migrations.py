@@ -46,7 +46,7 @@ def test_the_versions_are_those_of_the_migrations():
 
 def test_several_meta_servers_may_start_at_once(empty: str):
     count = 4
-    together = Barrier(count, timeout=30)
+    together = Barrier(count, timeout=60)
 
     def start(number: int) -> str:
         database = Database(empty)

@@ -131,7 +131,7 @@ def test_of_those_that_make_the_same_subject_at_once_one_wins(stores: Stores):
     for service in services[1:]:
         service.brokers()
         hear_brokers(service)
-    together = Barrier(4, timeout=30)
+    together = Barrier(4, timeout=60)
 
     def create(number: int) -> str:
         won = ""
@@ -158,7 +158,7 @@ def test_nothing_is_lost_when_all_change_the_same_route_and_group(stores: Stores
         service.beat_broker("g1", "g1-1", "RW")
     services[0].create_subject("s")
     first = services[0].route("s").route.version
-    together = Barrier(4, timeout=30)
+    together = Barrier(4, timeout=60)
 
     def work(number: int) -> int:
         changes = 0

@@ -449,7 +449,7 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
             raw.request(m.Send(partition), WHOLE)
             assert await raw.ending() is None
             assert server.failed is not None
-            failure = await asyncio.wait_for(server.failed, 5)
+            failure = await asyncio.wait_for(server.failed, 60)
     assert "defect" in failure.message
 
 

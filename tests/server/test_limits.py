@@ -266,7 +266,8 @@ async def test_a_reader_that_takes_nothing_costs_its_share_and_hurts_nobody(serv
             assert (await client.send("calm", b"x")).sequence == 0
             async with client.consumer("calm", group="g") as consumer:
                 assert len(await consumer.fetch(1)) == 1
-            assert time.perf_counter() - began < 2.0
+            # Milliseconds on a quiet machine; who waits for the slow reader waits for ever.
+            assert time.perf_counter() - began < 20.0
 
 
 async def test_all_readers_that_take_nothing_cost_a_total_and_those_with_the_most_are_closed(
@@ -411,7 +412,7 @@ async def test_a_thousand_connections_that_drip_cost_little_and_hurt_nobody(serv
                     dripping.send(b"\0")
                 started = time.perf_counter()
                 await client.send("calm", b"x")
-                assert time.perf_counter() - started < 2.0
+                assert time.perf_counter() - started < 20.0
             await until(lambda: all(c.partial > len(began) for c in server.connections if c.client[:4] == "drip"))
             async with client.consumer("calm", group="g") as consumer:
                 assert len(await consumer.fetch(5)) == 5

@@ -291,7 +291,7 @@ async def test_whoever_comes_while_the_server_stops_is_sent_away(serve: Serve, t
         for _ in range(turns):
             await asyncio.sleep(0)
         stopping = asyncio.ensure_future(server.stop())
-        late.settimeout(10)
+        late.settimeout(60)
         with suppress(ConnectionResetError):
             assert await asyncio.get_running_loop().run_in_executor(None, late.recv, 1) == b""
         await stopping

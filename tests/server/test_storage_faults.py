@@ -35,7 +35,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
 
 async def failure_of(server: Server) -> StorageFailed:
     assert server.failed is not None
-    return await asyncio.wait_for(asyncio.shield(server.failed), 10)
+    return await asyncio.wait_for(asyncio.shield(server.failed), 60)
 
 
 async def bodies_of(server: Server, subject: str) -> list[bytes]:

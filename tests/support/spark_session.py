@@ -29,5 +29,5 @@ def spark_session(master: str, config: Mapping[str, object]) -> Iterator[SparkSe
         # Java would end with this process only, and the run's leak check comes before that.
         gateway.shutdown()
         gateway.proc.stdin.close()
-        gateway.proc.wait(timeout=30)
+        gateway.proc.wait(timeout=120)
         SparkContext._gateway = SparkContext._jvm = None

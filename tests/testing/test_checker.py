@@ -578,8 +578,8 @@ def test_a_long_history_is_checked_in_little_time():
         history.handle("c", value % 1000, value, 1, 1, value % 1000, ("s", value), 200.0 + value / 1000).done(
             200.0 + value / 1000
         )
-    begun = time.perf_counter()
+    begun = time.process_time()
     found: list[Violation] = check(history)
     assert found == []
     # 1 s on a slow machine; what grows with the square would take hours.
-    assert time.perf_counter() - begun < 20.0
+    assert time.process_time() - begun < 20.0
