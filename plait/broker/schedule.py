@@ -57,8 +57,8 @@ class Schedule:
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.fresh = Fresh(partition.next)
-        #: Rows are due that the partition does not take (any more), and where the route leads is not known yet. They
-        #: are not in the window.
+        #: Rows are due that the partition does not take (any more), and where the route leads is not known yet; or the
+        #: partition is not known. They are not in the window.
         self.held = False
 
 
@@ -99,6 +99,9 @@ class Schedules:
         schedule = self.by_subject.get(partition.row.name)
         if schedule is not None:
             schedule.partition.main = partition
+            if schedule.held:
+                schedule.held = False
+                self.upcoming.begin_again(self.by_subject.values())
 
     def remove(self, partition: Partition) -> None:
         """A subject was deleted: its delayed rows will never be due."""
@@ -288,7 +291,12 @@ class Schedules:
 
         Each goes where the route leads now (R20): into the partition, or to another one by way of a forward partition.
         """
-        target = self._broker.subjects[schedule.partition.row.name]
+        name = schedule.partition.row.name
+        target = self._broker.subjects.get(name)
+        if target is None:
+            schedule.held = True
+            self.tell(f"delayed messages of {name!r} wait: the definition of their partition is damaged")
+            return 0
         mine, lost = self.rows.readable(schedule, rows, mine)
         kept[lost] = False
         if not len(mine):

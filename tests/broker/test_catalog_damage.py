@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from plait.frame.view import FrameView
-from plait.storage.catalog import CATALOG
+from plait.storage.catalog import CATALOG, read_rows
 from plait.storage.recovery import LogScan
+from tests.broker.schedule_node import SECOND, delay, later
 from tests.support.broker_node import Node, Producer
 
 PATH = "message/00000000000000000000.log"
@@ -63,3 +64,21 @@ def test_a_deletion_is_not_undone_by_a_flipped_bit():
         disk.flip_bit(PATH, end + byte, byte % 8)
         again = Node(disk, node.clock, node.config)
         assert "orders" not in again.broker.subjects
+
+
+def test_delayed_rows_of_a_partition_whose_definition_is_lost_wait_and_harm_no_other():
+    node = Node(flush="sync")
+    node.send("others", b"1")
+    delay(node, Producer(7), node.clock.now() + SECOND, b"a")
+    for offset, frame in list(LogScan(node.broker.message_log, 0)):
+        if frame.partition == CATALOG and any(row.name == "orders" and not row.kind for row in read_rows(frame)):
+            node.disk.flip_bit(PATH, offset + 100, 3)
+    node = node.killed()
+    assert "orders" not in node.broker.subjects
+    later(node, 2.0)
+    assert node.send("others", b"2", producer=Producer(9)).acknowledged
+    assert "delayed messages of 'orders' wait" in node.broker.schedules.damages[0]
+    # Once the subject is there again they come.
+    assert node.send("orders", b"b", producer=Producer(8)).acknowledged
+    later(node, 1.0)
+    assert sorted(node.bodies("orders")) == [b"a", b"b"]
