@@ -363,7 +363,16 @@ class _PartitionPlace(msgspec.Struct, array_like=True):
     next: int
 
 
-_places = msgspec.msgpack.Decoder(list[_PartitionPlace])
+class _PartitionShard(msgspec.Struct, array_like=True):
+    """A checkpoint's shard of partitions."""
+
+    number: int
+    #: Where the logs ended when it was copied.
+    position: msgspec.Raw
+    partitions: list[_PartitionPlace]
+
+
+_shards = msgspec.msgpack.Decoder(_PartitionShard)
 
 
 def logical_starts(checkpoint: Loaded | None) -> dict[int, int]:
@@ -383,7 +392,7 @@ def _places_of(checkpoint: Loaded | None) -> Iterator[_PartitionPlace]:
     if checkpoint is not None:
         for shard, data in checkpoint.shards.items():
             if shard.startswith("partitions-"):
-                yield from _places.decode(data)
+                yield from _shards.decode(data).partitions
 
 
 def read_chunk(
