@@ -215,6 +215,9 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
     #: A client that was silent for so long is lost: its logical partitions go to others. As long as a consumer's lease:
     #: sooner would be of no use, as its locks last that long.
     member_lost_seconds: float = 10.0
+    #: A process that was silent for so long no longer speaks for its client id: another one may. Heartbeats come every
+    #: second, and every three seconds from a client whose loop is busy.
+    speaker_seconds: float = 5.0
     #: How often the heartbeats of clients are noted for other meta servers.
     beat_flush_seconds: float = 2.0
     #: A pause of the meta server itself, or of its database, counts as so much silence of the others: well within
@@ -245,6 +248,7 @@ class MetaLimits(msgspec.Struct, frozen=True, kw_only=True):
         usual = cls()
         return cls(
             member_lost_seconds=seconds,
+            speaker_seconds=min(usual.speaker_seconds, seconds),
             beat_flush_seconds=min(usual.beat_flush_seconds, seconds / 4),
             gap_seconds=min(usual.gap_seconds, seconds / 3),
         )

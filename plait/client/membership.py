@@ -12,9 +12,9 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from plait import tasks
+from plait import chance, tasks
 from plait.client.router import Router
-from plait.errors import InternalError, PlaitError, SubjectNotFound, Unavailable, from_code
+from plait.errors import GroupBusy, InternalError, PlaitError, SubjectNotFound, Unavailable, from_code
 from plait.limits import ClientLimits
 from plait.wire import messages as m
 
@@ -59,12 +59,15 @@ class Membership:
         self._limits = limits
         self._now = now
         self._beats: dict[str, _Beats] = {}
+        #: Tells this process from another one with the same client id.
+        self._instance = chance.bits(63) | 1
 
     async def join(self, member: Member) -> None:
         """Become a member; returns when it knows what is its to handle, or raises why it cannot."""
         beats = self._beats.get(member.client_id)
         if beats is None:
-            beats = self._beats[member.client_id] = _Beats(member.client_id, self._router, self._limits, self._now)
+            beats = _Beats(member.client_id, self._instance, self._router, self._limits, self._now)
+            self._beats[member.client_id] = beats
         limit = self._limits.request_seconds
         try:
             async with asyncio.timeout(limit):
@@ -75,6 +78,8 @@ class Membership:
             refusal = beats.refusals.get((member.subject, member.group_name))
             if refusal is None:
                 raise Unavailable(f"no meta server answered within {limit:g} s") from None
+            if isinstance(refusal, GroupBusy):
+                raise refusal from None
             group = f"group {member.group_name!r} of {member.subject!r}"
             raise Unavailable(f"{group} could not be joined within {limit:g} s: {refusal}") from None
 
@@ -112,8 +117,11 @@ class Membership:
 class _Beats:
     """The heartbeats of members with one id."""
 
-    def __init__(self, client: str, router: Router, limits: ClientLimits, now: Callable[[], float]) -> None:
+    def __init__(
+        self, client: str, instance: int, router: Router, limits: ClientLimits, now: Callable[[], float]
+    ) -> None:
         self._now = now
+        self._instance = instance
         #: When the last heartbeat was answered.
         self.sent = now()
         self._client = client
@@ -225,7 +233,15 @@ class _Beats:
     def _saying(self, members: dict[tuple[str, str], Member], wait: float = 0.0) -> m.Beat:
         affinity = [key for key, member in members.items() if member.affinity]
         named = [(*key, True) for key in members]
-        return m.Beat(self._client, named, self._seen, wait, leaving=not named, affinity=affinity)
+        return m.Beat(
+            self._client,
+            named,
+            self._seen,
+            wait,
+            leaving=not named,
+            affinity=affinity,
+            instance=self._instance,
+        )
 
     async def _rest(self, seconds: float) -> None:
         try:
@@ -238,7 +254,10 @@ class _Beats:
         if changes == self._changes:
             self._seen = answer.seen
         refused = {(subject, group): from_code(code, text) for subject, group, code, text in answer.refused}
-        self.refusals = refused
+        before, self.refusals = self.refusals, refused
+        taken = next((error for error in refused.values() if isinstance(error, GroupBusy)), None)
+        if taken is not None and not any(isinstance(error, GroupBusy) for error in before.values()):
+            log.warning("%s; until then this one is no member of its groups", taken)
         for key, error in refused.items():
             if key in self.members:
                 self._refused(self.members[key], error)
@@ -273,6 +292,9 @@ class _Beats:
         """One membership cannot be, for the time being or at all. It costs the others nothing."""
         if isinstance(error, SubjectNotFound):
             self._begin(self._make_again(member), f"plait-make-{member.subject}")
+        elif isinstance(error, GroupBusy):
+            # Another process has the client id. It may end: the next heartbeat asks again, after a pause.
+            pass
         elif error.retryable or isinstance(error, InternalError):
             log.info("%s cannot join group %r of %r yet: %s", self._client, member.group_name, member.subject, error)
         else:

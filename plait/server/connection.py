@@ -71,6 +71,12 @@ class Connection(asyncio.BufferedProtocol):
         self.partial_since = 0.0
         self.closed = False
 
+    @property
+    def address(self) -> str:
+        """Where it comes from, for people."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer or "an unknown address")
+
     # --- asyncio --------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from plait import names, tasks
-from plait.errors import InternalError, InvalidArgument, PlaitError, Unavailable
+from plait.errors import GroupBusy, InternalError, InvalidArgument, PlaitError, Unavailable
 from plait.limits import BrokerEpoch
 from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
@@ -217,6 +217,9 @@ class MetaHandlers:
 
     def handle(self, connection: Connection, correlation: int, message: m.Message) -> None:
         """Serve a request; it is answered later, but for heartbeats that say nothing new and wait for nothing."""
+        if isinstance(message, m.Beat) and (refused := self._refused(connection, message)) is not None:
+            connection.answer(correlation, refused)
+            return
         if isinstance(message, m.Beat) and not message.leaving and not self._stopped:
             beaten = self._host.beat_at_once(message.client, message.members, message.seen, message.affinity)
             if beaten is not None and (beaten.seen != message.seen or message.wait <= 0):
@@ -266,6 +269,14 @@ class MetaHandlers:
         except msgspec.ValidationError as error:
             raise InvalidArgument(f"{message.operation}: {error}") from None
         return m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(await call(request))))
+
+    def _refused(self, connection: Connection, beat: m.Beat) -> m.Beaten | None:
+        """The answer to a process that beats for a client id for which another one does; None: it is the only one."""
+        text = self._host.speakers.refuse(beat.client, beat.instance, connection, leaving=beat.leaving)
+        if text is None:
+            return None
+        refused = [(subject, group, GroupBusy.code, text) for subject, group, _ in beat.members]
+        return m.Beaten(beat.seen, [], self._host.metas, {}, refused)
 
     async def _beat(self, beat: m.Beat) -> m.Beaten:
         beaten = await self._host.beat(

@@ -27,6 +27,7 @@ from plait.meta.service import MetaService
 from plait.meta.store import Store
 from plait.meta.views import Beaten, Drop, Make, Move, RouteView
 from plait.server.notices import Notices
+from plait.server.speakers import Speakers
 from plait.storage.catalog import Fence
 
 log = logging.getLogger("plait.meta")
@@ -104,6 +105,7 @@ class MetaHost:
         self._leaves: dict[str, asyncio.Event] = {}
         #: Orders under way, by what they are about.
         self._busy: set[tuple[Any, ...]] = set()
+        self.speakers = Speakers(clock, self._limits)
         self._tasks: set[asyncio.Task[None]] = set()
         #: Orders that fail, until they do not.
         self._failing = Notices(log)

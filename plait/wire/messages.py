@@ -358,6 +358,7 @@ class Beat(Message, frozen=True):
 
     Not answered before ``wait`` seconds are over, unless there is something newer than ``seen``. ``leaving``: it is
     going, and has no members any more. ``affinity`` are (subject, group) of those that are members by affinity.
+    ``instance`` is a number that a client makes at random: another process with the same client id has another.
     """
 
     KIND: ClassVar[int] = 52
@@ -367,6 +368,7 @@ class Beat(Message, frozen=True):
     wait: float = 0.0
     leaving: bool = False
     affinity: list[tuple[str, str]] = []
+    instance: int = 0
 
 
 class Beaten(Message, frozen=True):

@@ -177,13 +177,13 @@ def test_members_that_take_too_long_are_not_named_by_late_heartbeats() -> None:
     async def run() -> None:
         clock = ManualClock()
         membership = Membership(None, plait.ClientLimits(), clock.monotonic)  # type: ignore[arg-type]
-        beats = membership._beats["a"] = _Beats("a", None, plait.ClientLimits(), clock.monotonic)  # type: ignore[arg-type]
+        beats = membership._beats["a"] = _Beats("a", 7, None, plait.ClientLimits(), clock.monotonic)  # type: ignore[arg-type]
         member = Slow()
         beats.members["s", "g"] = member  # type: ignore[assignment]
         assert membership.late() == []
         clock.advance(4)
-        assert membership.late() == [m.Beat("a", [("s", "g", True)])]
+        assert membership.late() == [m.Beat("a", [("s", "g", True)], instance=7)]
         member.slow = True
-        assert membership.late() == [m.Beat("a", [], leaving=True)]
+        assert membership.late() == [m.Beat("a", [], leaving=True, instance=7)]
 
     asyncio.run(run())
