@@ -333,6 +333,7 @@ def _copied(source: Source, done: Round, facts: list[TaskFacts]) -> Source:
     return msgspec.structs.replace(
         source,
         raw_message_offset=done.message_offset,
+        mark=done.mark or source.mark,
         raw_action_offset=done.action_offset,
         raw_kept_offset=done.kept_offset,
         raw=[*source.raw, *copied],

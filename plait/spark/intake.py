@@ -16,9 +16,10 @@ from typing import Final
 import msgspec
 
 from plait.errors import ArchiveError, DataDirError, FrameError
+from plait.frame.header import HEADER_SIZE
 from plait.frame.view import FrameView
 from plait.limits import GIB, MIB
-from plait.spark.manifest import RAW, Gap, LeftOut, Life, Settings, Source, sync_directory
+from plait.spark.manifest import RAW, FrameMark, Gap, LeftOut, Life, Settings, Source, sync_directory
 from plait.spark.tasks import ActionTask, DeathTask, MessageTask, RawTask, Task, TaskFacts
 from plait.storage.action_reader import ActionReader, open_actions
 from plait.storage.catalog import PartitionRow
@@ -49,6 +50,8 @@ class Round:
     lost: list[Damage] = field(default_factory=list)
     #: The end of the message log that the events rest on.
     rests_on: int | None = None
+    #: A frame of the message log, by which the next run knows it again; None: that of the run before.
+    mark: FrameMark | None = None
     #: ``name@group`` → what the partition is like now, and what former ones of the name were like.
     settings: dict[str, Settings] = field(default_factory=dict)
     former: list[Settings] = field(default_factory=list)
@@ -70,6 +73,7 @@ class Intake:
         """Everything new, message log first, then the events that rest on it and the deaths that they tell of."""
         source, fail = self._source, self._fail_on_damage
         reader = open_log(self._data)
+        self._check_mark(reader)
         sealed_end = _sealed_end(reader)
         _skip_before(reader, source.message_offset)
         planned = plan(
@@ -122,7 +126,8 @@ class Intake:
         damages += _of_log("kept", [damage for damage in kept_plan.damages if damage.offset < kept_end])
         rests_on = max(action_plan.messages, source.rests_on or 0)
         tasks = [*last.tasks, *events]
-        rounds[-1] = Round(tasks, message_end, action_plan.end, kept_end, damages, rests_on=rests_on)
+        mark = _mark(reader, planned.last)
+        rounds[-1] = Round(tasks, message_end, action_plan.end, kept_end, damages, rests_on=rests_on, mark=mark)
         # What is archived in any round lies behind what is gone.
         lost = self._lost(reader, "message", source.message_offset)
         lost += self._lost(actions, "action", source.action_offset)
@@ -219,16 +224,28 @@ class Intake:
             f"from an {older}"
         )
 
+    def _check_mark(self, reader: LogReader) -> None:
+        """The log has the frame by which it was known when it was archived last, unless that is gone or damaged."""
+        known = self._source.mark
+        found = None if known is None else _mark(reader, known.offset)
+        if known is not None and found is not None and found != known:
+            raise DataDirError(
+                f"the message log of {self._data} has another frame at {known.offset} than the log that was archived: "
+                "it is another log, or went on from an older copy of that data directory. Use the one that was "
+                "archived, or another archive"
+            )
+
     # --- whole segments -------------------------------------------------------------------------
 
     def raw_rounds(self, source_name: str) -> list[Round]:
         """Segments that nothing is added to any more, and that are not copied yet."""
         source = self._source
         message, kept, action = open_log(self._data), open_kept(self._data), open_actions(self._data)
+        self._check_mark(message)
         sealed_end = _sealed_end(message)
         _skip_before(message, source.raw_message_offset)
         fail = self._fail_on_damage
-        there = (source.raw_message_offset, None)
+        there = (source.raw_message_offset, sealed_end)
         planned = plan(message, Wanted(), fail_on_damage=fail, offsets=there, expired=True, may_be_empty=True)
         self._check_copy(message, planned, source.raw_message_offset)
         kept_end = kept.look(source.raw_kept_offset, sealed=True, fail_on_damage=fail).end
@@ -249,7 +266,7 @@ class Intake:
                     target = f"{RAW}/{source_name}/{path}"
                     tasks.append(RawTask(self._data, path, base, following, target, self._fail_on_damage))
             ends.append(end)
-        return [Round(tasks, ends[0], ends[1], ends[2])] if tasks else []
+        return [Round(tasks, ends[0], ends[1], ends[2], mark=_mark(message, planned.last))] if tasks else []
 
     # --- both -----------------------------------------------------------------------------------
 
@@ -318,6 +335,7 @@ def settle(source: Source, done: Round, facts: Iterable[TaskFacts], group: str) 
         rests_on=source.rests_on if done.rests_on is None else done.rests_on,
         settings=done.settings,
         former=done.former,
+        mark=done.mark or source.mark,
     )
 
 
@@ -358,6 +376,20 @@ def _is_whole(source: Source, reader: LogReader, lost: list[Damage]) -> Callable
         return bool(source.settings) and not overtaken
 
     return is_whole
+
+
+def _mark(reader: LogReader, offset: int) -> FrameMark | None:
+    """The frame at an offset; None: there is none any more, or it does not verify."""
+    index = bisect_right([base for base, _ in reader.files], offset) - 1
+    segment = reader.map(index) if index >= 0 else None
+    if segment is None or offset + HEADER_SIZE > segment.end:
+        return None
+    try:
+        frame = FrameView(segment.view, offset - segment.base).verify_stamp()
+        frame.verify()
+    except FrameError:
+        return None
+    return FrameMark(offset=offset, stamp_crc=frame.stamp_crc, crc=frame.crc)
 
 
 def _skip_before(reader: LogReader, offset: int) -> None:

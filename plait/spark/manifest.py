@@ -149,6 +149,14 @@ class Settings(msgspec.Struct, frozen=True, omit_defaults=True):
     next: int = 0
 
 
+class FrameMark(msgspec.Struct, frozen=True, kw_only=True):
+    """A frame of a log: where it is, and the checksums of its stamp and of the rest of it."""
+
+    offset: int
+    stamp_crc: int
+    crc: int
+
+
 class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A data directory, and how far its first-hand logs are in the archive."""
 
@@ -178,6 +186,8 @@ class Source(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     raw_action_offset: int = 0
     raw_kept_offset: int = 0
     raw: list[RawSegment] = []
+    #: A frame of the message log, by which the log is known again; none: there was none.
+    mark: FrameMark | None = None
 
     def has_all_of(self, partition: str) -> bool:
         """Each message of the partition that has this name now, and that an archived event can be about, was archived,

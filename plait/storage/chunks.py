@@ -121,6 +121,8 @@ class Plan:
     partitions: Mapping[int, PartitionRow] = field(default_factory=dict)
     #: A frame starts or ends where the offsets that were asked for do.
     meets_start: bool = False
+    #: The log offset of the last frame that lies before where the offsets that were asked for end; -1: there is none.
+    last: int = -1
 
 
 @dataclass
@@ -175,7 +177,8 @@ def plan(
     rounds = max(-(-total // (chunk_size * chunks_min)), 1)
     size = max(-(-total // (rounds * chunks_min)), 1)
     known = {number: places.of(rows[number]) for number in live}
-    return Plan(_chunks(runs, known, size), planner.walk.damages, planner.end, partitions, planner.meets_start)
+    chunks, damages = _chunks(runs, known, size), planner.walk.damages
+    return Plan(chunks, damages, planner.end, partitions, planner.meets_start, planner.last)
 
 
 class _Places:
@@ -212,6 +215,7 @@ class _Planner:
         #: Partition → (the sequence its next frame should have, the log offset of its last one).
         self._next: dict[int, tuple[int, int]] = {}
         self.end = 0
+        self.last = -1
         self._stretch = 0
         self.frame_count = 0
         self.meets_start = False
@@ -266,6 +270,9 @@ class _Planner:
         if piece.frames:
             position, size, *_ = piece.frames[-1]
             self.end = piece.segment_base + position + size
+            # Offsets end with a segment, and a piece is of one.
+            if piece.segment_base < self._offset_end:
+                self.last = piece.segment_base + position
             if piece.offset <= self._offset_min <= self.end:
                 start = self._offset_min - piece.segment_base
                 self.meets_start |= any(start in (frame[0], frame[0] + frame[1]) for frame in piece.frames)

@@ -262,6 +262,29 @@ def test_an_older_copy_that_has_gone_on_by_itself_is_refused(tmp_path: Path):
     assert Archive.at(to).open() == before
 
 
+@pytest.mark.parametrize("now", [True, False])
+def test_another_log_with_a_frame_where_the_archived_one_has_one_is_refused(tmp_path: Path, now: bool):
+    data, copy, to = tmp_path / "data", tmp_path / "copy", tmp_path / "archive"
+    logs = []
+    for place, body in ((data, b"a"), (copy, b"b")):
+        # The same frames in size, at the same time: they differ in what their messages say.
+        node = Node(RealDisk(place))
+        for number in range(30):
+            node.send("orders", body * 500, producer=Producer(50 + number))
+        logs.append((node.broker.message_log.end, [segment.base for segment in node.broker.message_log.segments]))
+        node.broker.stop()
+    assert logs[0] == logs[1]
+    archive_here(data, to, now=now)
+    archive_here(data, to, now=now)
+    assert source_of(to).message_offset > 0
+    (copy / "identity").unlink(missing_ok=True)
+    shutil.copy(data / "identity", copy / "identity")
+    before = Archive.at(to).open()
+    with pytest.raises(DataDirError, match=r"another frame at [0-9]+ than the log that was archived"):
+        archive_here(copy, to, now=now)
+    assert Archive.at(to).open() == before
+
+
 def test_names_are_archived_once_though_segments_go_that_are_archived(tmp_path: Path):
     data, to = tmp_path / "data", tmp_path / "archive"
     filler = Filler(data, retention_seconds=5.0, archive_before_delete=True)
