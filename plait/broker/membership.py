@@ -7,7 +7,7 @@ may come back under the same client id; then it names what is still in its hands
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -28,6 +28,8 @@ Delivery = Literal["at_least_once", "at_most_once"]
 
 #: A broadcast consumer is a group of its own, named after its client.
 BROADCAST_PREFIX = "%broadcast%"
+#: Partitions that are looked at in one turn for consumers and groups to forget.
+STEP_PARTITIONS = 1_000
 
 
 def resolve_start(partition: Partition, start: Any) -> int:
@@ -349,22 +351,33 @@ class Membership:
 
     def forget_idle(self) -> int:
         """Drop consumers that a start found and that did not return, and unused broadcast groups; how many."""
+        return sum(self.forget_idle_steps())
+
+    def forget_idle_steps(self) -> Iterator[int]:
+        """The same in steps of one loop turn each; how many each of them dropped."""
+        partitions = list(self._broker.partitions.values())
+        for start in range(0, len(partitions), STEP_PARTITIONS):
+            yield sum(map(self._forget_idle, partitions[start : start + STEP_PARTITIONS]))
+
+    def _forget_idle(self, partition: Partition) -> int:
         broker = self._broker
+        if broker.failed is not None or broker.partitions.get(partition.id) is not partition:
+            return 0
         limit = broker.limits.group_forget_seconds
         now, wall = broker.clock.monotonic(), broker.clock.now()
         deadline = now - broker.limits.consumer_lost_seconds
-        forgotten = 0
-        for partition in broker.partitions.values():
-            for group in list(partition.groups.values()):
-                for consumer in list(group.consumers.values()):
-                    if not consumer.online and consumer.heard < deadline:
-                        self._forget(consumer)
-                        forgotten += 1
-                idle = (wall - group.used) / 1_000_000 > limit
-                if group.definition.broadcast and not group.consumers and idle:
-                    self.remove_group(group)
-                    forgotten += 1
-        return forgotten
+        idle: list[Group] = []
+        gone: list[Consumer] = []
+        for group in partition.groups.values():
+            gone += [each for each in group.consumers.values() if not each.online and each.heard < deadline]
+            if group.definition.broadcast and (wall - group.used) / 1_000_000 > limit:
+                idle.append(group)
+        for consumer in gone:
+            self._forget(consumer)
+        unused = [group for group in idle if not group.consumers]
+        for group in unused:
+            self.remove_group(group)
+        return len(gone) + len(unused)
 
     # --- administration -------------------------------------------------------------------------
 

@@ -71,6 +71,7 @@ class Partition:
     """One stored stream."""
 
     __slots__ = (
+        "_head",
         "_log_start",
         "_row",
         "_searched",
@@ -106,6 +107,8 @@ class Partition:
         self.visible = 0
         #: Rows below this are expired.
         self.start = 0
+        #: (``start``, the first record kept): most looks for it need no look into the consume log.
+        self._head: tuple[int, Record] | None = None
         #: The start of the message log that ``start`` takes account of.
         self._log_start = 0
         #: (generation, index) of a wrong record → the right one, or None where its frame is not in the log.
@@ -417,10 +420,23 @@ class Partition:
         if self._log_start == log.start:
             return
         self._log_start = log.start
-        if self.start < self.next:
+        if self.start < self.next and ((head := self.head) is None or head.offset < log.start):
             index = self.consume_log.find_offset(log.start)
             first = self.consume_log.record(index).base if index < len(self.consume_log) else self.next
             self.start = max(self.start, first)
+
+    @property
+    def head(self) -> Record | None:
+        """The first record that is not expired; None: there is none."""
+        if self.start >= self.next:
+            return None
+        if self._head is None or self._head[0] != self.start:
+            log = self.consume_log
+            index = log.find(self.start)
+            if index >= len(log):
+                return None
+            self._head = (self.start, log.record(index))
+        return self._head[1]
 
     def stored_until(self, epoch: int) -> int:
         """The end of the rows that ``epoch`` and those before it stored: what an event of it can speak of."""

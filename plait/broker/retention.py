@@ -9,6 +9,7 @@ not finished is copied to the kept log first. Groups that had not come to what e
 from __future__ import annotations
 
 import logging
+from collections.abc import Generator
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from plait.broker.partition import Partition
 from plait.errors import DiskFull, FlowControl
 from plait.limits import MIB
 from plait.storage.archived import Archived, read_archived
-from plait.storage.consume_log import Record
 from plait.storage.ranges import Range
 
 log = logging.getLogger("plait.broker")
@@ -27,15 +27,29 @@ log = logging.getLogger("plait.broker")
 ROLL_SIZE = 1 * MIB
 #: A consume log is rewritten when more than this many of its records, and more than half, are expired.
 COMPACT_FROM = 4096
+#: Partitions that one step of a pass visits. Most have nothing to expire, and cost a few microseconds each; the first
+#: visit after a checkpoint maps the file of a consume log, and costs some 50.
+STEP_COST = 128
+#: A visit that moves a start, rewrites a consume log, or looks at what a group keeps costs as much as so many others.
+CHANGE_COST = 15
+
+
+class _Needed:
+    """From where on the logs are needed, as far as a pass has come."""
+
+    __slots__ = ("kept", "message")
+
+    def __init__(self, message: int, kept: int) -> None:
+        self.message = message
+        self.kept = kept
 
 
 class Retention:
     """Decides what may go; called by a timer."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Broker, *, step_cost: int = STEP_COST) -> None:
         self._broker = broker
-        #: Partition id → (its start, the first record kept): most partitions need no look into their consume log.
-        self._heads: dict[int, tuple[int, Record]] = {}
+        self._step_cost = step_cost
         #: The message log is needed from here on, once the kept log and itself are durable up to there.
         self._waiting = (0, 0, 0)
         self._needed = 0
@@ -43,8 +57,23 @@ class Retention:
         self._kept_needed = self._kept_next = 0
 
     def run(self) -> list[int]:
-        """Expire and delete; the bases of the deleted message-log segments."""
+        """Expire and delete in one turn; the bases of the deleted message-log segments."""
+        steps = self.steps()
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                removed: list[int] = ended.value
+                return removed
+
+    def steps(self) -> Generator[None, None, list[int]]:
+        """The same pass in steps of one loop turn each; requests are served between them.
+
+        What comes during the pass lies behind the ends that the logs have now, and a start never moves back: what was
+        visited before it came is needed from no earlier offset than the visit found.
+        """
         broker = self._broker
+        # A wish that comes during the pass may be about what was visited already: another pass looks at it.
         broker.retention_wanted = False
         try:
             broker.stages.expire()
@@ -52,30 +81,55 @@ class Retention:
         except (DiskFull, FlowControl) as error:
             # What goes below makes room for saying it the next time.
             log.warning("stages that nobody asked for cannot be given up yet: %s", error)
-        needed = broker.message_log.end
-        for partition in broker.partitions.values():
-            self._expire(partition)
-            head = self._head(partition)
-            if head is not None:
-                needed = min(needed, head.offset)
-        self._heads = {number: head for number, head in self._heads.items() if number in broker.partitions}
+        now = broker.clock.now()
+        needed = _Needed(broker.message_log.end, broker.kept_log.end)
+        cost = 0
+        for partition in list(broker.partitions.values()):
+            if cost >= self._step_cost:
+                yield
+                cost = 0
+            if broker.failed is not None:
+                return []
+            if broker.partitions.get(partition.id) is partition:
+                cost += self._visit(partition, now, needed)
+        # The files are deleted in a turn of their own.
+        yield
+        return [] if broker.failed is not None else self._delete(needed)
+
+    def _visit(self, partition: Partition, now: int, needed: _Needed) -> int:
+        """Expire what is too old of one partition, and take account of the rest; what it cost, in partitions."""
+        cost = 1
+        if self._expire(partition, now):
+            cost += CHANGE_COST
+        if len(partition.consume_log) > COMPACT_FROM:
+            cost += CHANGE_COST
+            self._compact(partition)
+        head = partition.head
+        if head is not None:
+            needed.message = min(needed.message, head.offset)
+        for group in partition.groups.values():
+            if group.kept:
+                cost += CHANGE_COST
+                self._look_at_kept(group, now, needed)
+        return cost
+
+    def _delete(self, needed: _Needed) -> list[int]:
+        """Delete the segments that no partition needs."""
+        broker = self._broker
         oldest = broker.checkpoints.oldest
         if oldest is None:
             return []
-        unneeded = needed >= broker.message_log.end
+        unneeded = needed.message >= broker.message_log.end
         archived = self._archived()
-        needed = min(self._certain(needed), archived.message_offset)
-        removed = broker.message_log.remove_before(min(needed, broker.checkpoints.message_needed))
+        message_needed = min(self._certain(needed.message), archived.message_offset)
+        removed = broker.message_log.remove_before(min(message_needed, broker.checkpoints.message_needed))
         # What is left of them is there for checkpoints alone: newer ones let it go.
-        broker.snapshots.wanted = broker.message_log.removable(needed) and not self._held_by_schedule()
+        broker.snapshots.wanted = broker.message_log.removable(message_needed) and not self._held_by_schedule()
         if unneeded:
             self._roll()
         broker.action_log.remove_before(min(oldest.action_offset, archived.action_offset))
-        self._let_go_of_kept(self._kept_from())
+        self._let_go_of_kept(needed.kept)
         broker.kept_log.remove_before(min(self._kept_needed, oldest.kept_offset, archived.kept_offset))
-        if removed:
-            for partition in broker.partitions.values():
-                self._compact(partition)
         return removed
 
     def _held_by_schedule(self) -> bool:
@@ -122,20 +176,15 @@ class Retention:
             self._needed = offset
         return self._needed
 
-    def _kept_from(self) -> int:
-        """The kept log is needed from here on; dead letters that are too old go first."""
-        broker = self._broker
-        needed, seconds = broker.kept_log.end, broker.config.dead_seconds
-        for partition in broker.partitions.values():
-            for group in partition.groups.values():
-                if not group.kept:
-                    continue
-                if seconds is not None:
-                    broker.dead_letters.expire(group, broker.clock.now() - int(seconds * 1_000_000))
-                broker.dead_letters.tidy(group)
-                first = group.kept.first_offset
-                needed = needed if first is None else min(needed, first)
-        return needed
+    def _look_at_kept(self, group: Group, now: int, needed: _Needed) -> None:
+        """What a group needs of the kept log; dead letters that are too old go first."""
+        dead_letters, seconds = self._broker.dead_letters, self._broker.config.dead_seconds
+        if seconds is not None:
+            dead_letters.expire(group, now - int(seconds * 1_000_000))
+        dead_letters.tidy(group)
+        first = group.kept.first_offset
+        if first is not None:
+            needed.kept = min(needed.kept, first)
 
     def _let_go_of_kept(self, needed: int) -> None:
         """The kept log is needed from ``needed`` on, once the events that say so are durable.
@@ -150,30 +199,18 @@ class Retention:
         self._kept_needed = max(self._kept_needed, needed)
         self._broker.retention_wanted = True
 
-    def _head(self, partition: Partition) -> Record | None:
-        """The first record that is still needed."""
-        if partition.start >= partition.next:
-            return None
-        known = self._heads.get(partition.id)
-        if known is not None and known[0] == partition.start:
-            return known[1]
-        log = partition.consume_log
-        index = log.find(partition.start)
-        if index >= len(log):
-            return None
-        head = log.record(index)
-        self._heads[partition.id] = (partition.start, head)
-        return head
-
-    def _expire(self, partition: Partition) -> None:
+    def _expire(self, partition: Partition, now: int) -> bool:
+        """Move the start of one partition as its limits say; whether there was anything to move."""
         if partition.row.kind:
             # Bodies that wait outlive the limits; the start moves when they are filed, published or given up.
-            return
+            return False
         partition.expire_deleted(self._broker.message_log)
-        start = max(partition.start, self._by_time(partition), self._by_size(partition))
+        if partition.start >= partition.visible:
+            return False
+        start = max(self._by_time(partition, now), self._by_size(partition))
         start = min(start, partition.visible)
         if start <= partition.start:
-            return
+            return False
         behind = [group for group in partition.groups.values() if group.floor < start]
         lost: list[tuple[Group, list[Range]]] = []
         for group in behind:
@@ -182,22 +219,23 @@ class Retention:
             rest = self._broker.dead_letters.keep(group, group.begun(partition.start, start, self._broker))
             if rest is None:
                 # There is no room to keep them: nothing goes until there is.
-                return
+                return True
             lost.append((group, rest))
         for group, pieces in lost:
             # Before the rows are out of reach: those that are lost are counted.
             group.expire(pieces, start, self._broker)
         partition.start = start
         self._broker.touch(partition)
+        return True
 
-    def _by_time(self, partition: Partition) -> int:
+    def _by_time(self, partition: Partition, now: int) -> int:
         seconds = partition.row.settings.retention_seconds
         if seconds is None:
             seconds = self._broker.config.retention_seconds
         if seconds is None:
             return 0
-        oldest = self._broker.clock.now() - int(seconds * 1_000_000)
-        head = self._head(partition)
+        oldest = now - int(seconds * 1_000_000)
+        head = partition.head
         if head is None or head.time >= oldest:
             return 0
         return partition.sequence_at_time(oldest)

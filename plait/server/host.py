@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -397,7 +397,8 @@ class Server(Listener):
                 continue
             passed = 0.0
             try:
-                self.housekeep()
+                for _ in self._housekeeping():
+                    await asyncio.sleep(0)
             except OSError as error:
                 self._removing.begin(f"what has expired cannot be removed yet: {error}")
             else:
@@ -405,8 +406,15 @@ class Server(Listener):
 
     def housekeep(self) -> None:
         """What is looked at every minute; tests on a manual clock call it themselves."""
-        self.retention.run()
-        self.membership.forget_idle()
+        for _ in self._housekeeping():
+            pass
+
+    def _housekeeping(self) -> Iterator[None]:
+        """The same in steps of one loop turn each: its work grows with the number of subjects and groups."""
+        yield from self.retention.steps()
+        yield
+        for _ in self.membership.forget_idle_steps():
+            yield
 
 
 async def _in_turns(step: Callable[[], bool]) -> None:

@@ -323,17 +323,6 @@ def test_where_no_archive_is_waited_for_its_note_does_not_matter():
     node.broker.stop()
 
 
-def test_nothing_is_remembered_of_partitions_that_are_gone():
-    node = Node(retention_seconds=10.0)
-    for _ in range(3):
-        fill(node, 5, "passing")
-        node.retention.run()
-        node.broker.delete_subject("passing")
-    fill(node, 5)
-    node.retention.run()
-    assert list(node.retention._heads) == [node.partition("orders").id]
-
-
 def test_a_look_at_what_is_all_expired_opens_no_consume_log():
     node = Node(retention_seconds=10.0)
     fill(node, 20)

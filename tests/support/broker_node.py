@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from plait.broker import Broker, BrokerConfig, Membership, Retention
@@ -52,6 +52,18 @@ def _rows_of_frame(data: bytes) -> list[Row]:
     sequences, bodies = frame.sequences().tolist(), frame.binary(Column.BODY).to_pylist()
     columns = zip(sequences, producers.tolist(), numbers.tolist(), bodies, strict=True)
     return [Row(*values, frame.epoch) for values in columns]
+
+
+def retention_steps(retention: Retention) -> Iterator[list[int]]:
+    """A pass of retention step by step; the bases of the segments that each step deleted."""
+    steps = retention.steps()
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            yield ended.value
+            return
+        yield []
 
 
 class Sent:
@@ -173,7 +185,8 @@ class Node:
         self.broker = Broker(self.disk, self.clock, self.config)
         self.report = self.broker.start()
         self.membership = Membership(self.broker)
-        self.retention = Retention(self.broker)
+        # A step for each partition: there are few.
+        self.retention = Retention(self.broker, step_cost=1)
         self._own = Producer(1)
 
     # --- turns ----------------------------------------------------------------------------------

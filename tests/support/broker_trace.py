@@ -21,7 +21,15 @@ from plait.frame.builder import build_frame
 from plait.reason import Reason
 from plait.storage.catalog import SubjectSettings
 from plait.testing.disk import SimulatedDisk
-from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS, Node, Producer, Pulled, Sent
+from tests.support.broker_node import (
+    NO_WATERMARKS,
+    SMALL_SEGMENTS,
+    Node,
+    Producer,
+    Pulled,
+    Sent,
+    retention_steps,
+)
 
 SUBJECTS = ("orders", "audit", "short")
 #: Subject of which little is kept, so that retention has something to do.
@@ -385,6 +393,20 @@ class Trace:
             self.told.subjects[subject] = None
             self.node.broker.delete_subject(subject)
 
+    def _meanwhile(self) -> None:
+        """Something happens between two steps of a pass; drawn apart, so that the rest of a life stays as it is."""
+        choice = self._settings.random()
+        if choice < 0.2:
+            self._rng, other = self._settings, self._rng
+            self._send_one()
+            self._rng = other
+        elif choice < 0.3:
+            self.node.commit()
+        elif choice < 0.4:
+            self.node.checkpoint()
+        elif choice < 0.45:
+            self._make_subject()
+
     def _expire(self) -> None:
         self.clock.advance(self._rng.choice((5, 40)))
         if self._settings.random() < 0.3:
@@ -396,7 +418,9 @@ class Trace:
         partitions = self.node.broker.partitions.values()
         # Told before it happens: the crash may come in the middle of it.
         self.told.expired = {partition.row.subject: partition.visible for partition in partitions}
-        self.removed += len(self.node.retention.run())
+        for removed in retention_steps(self.node.retention):
+            self.removed += len(removed)
+            self._meanwhile()
         self.told.expired = {partition.row.subject: partition.start for partition in partitions}
         for consumer in self._consumers:
             consumer.heard = self.clock.monotonic()
