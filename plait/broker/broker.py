@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from plait.broker import flow, sealing, state, subjects
 from plait.broker.commit import Commit, SyncWork
@@ -44,7 +44,7 @@ from plait.limits import MIB
 from plait.reason import Reason
 from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.action_log import FLAG_DUE, Action, ActionBuffer, Definition
-from plait.storage.catalog import FORWARD, SCHEDULE, STAGE, SubjectSettings
+from plait.storage.catalog import STAGE, SubjectSettings
 from plait.storage.checkpoint import Checkpoints
 from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
 from plait.storage.consume_log import OpenMaps
@@ -72,7 +72,9 @@ class Broker:
         #: Partitions are made by meta servers, not by whoever names one.
         self.routed = False
         self.on_dirty: Callable[[], None] = lambda: None
-        self.partitions: dict[int, Partition] = {}
+        self._partitions: dict[int, Partition] = {}
+        #: Changed by ``add_partition`` and ``remove_partition`` alone: heads of segments define all of them.
+        self.partitions: Mapping[int, Partition] = self._partitions
         #: By partition name; a plain subject's partition is named as the subject.
         self.subjects: dict[str, Partition] = {}
         self.dropped = sealing.Dropped()
@@ -139,6 +141,7 @@ class Broker:
             self.message_log.on_segment = self.heads.of_message_segment
             self.action_log.on_segment = self.heads.of_action_segment
             self.kept_log.on_segment = self.heads.of_kept_segment
+            self.heads.refresh()
             # The epoch must be certain before anything carries it; and from here on the last stop is not a clean one
             # any more, even if a power loss takes everything that follows.
             self.checkpoint(clean=False)
@@ -209,23 +212,20 @@ class Broker:
         self.snapshots.dirty.add(partition.id % state.SHARDS)
 
     def add_partition(self, partition: Partition) -> None:
-        self.partitions[partition.id] = partition
+        self._partitions[partition.id] = partition
+        self.heads.add(partition)
         self.snapshots.add(partition)
-        if partition.row.kind == SCHEDULE:
-            self.schedules.add(partition)
-        elif partition.row.kind == STAGE:
-            self.stages.add(partition)
-        elif partition.row.kind == FORWARD:
-            self.forwards.add(partition)
-        else:
-            self.subjects[partition.row.name] = partition
-            self.schedules.enters(partition)
+        subjects.added(self, partition)
+
+    def remove_partition(self, partition: Partition) -> None:
+        if self._partitions.pop(partition.id, None) is not None:
+            self.heads.remove(partition)
 
     def add_group(self, group: Group) -> None:
         self.group_count += 1
 
     def remove_group(self, group: Group) -> None:
-        group.partition.groups.pop(group.name, None)
+        group.partition.remove_group(group)
         group.partition.waiting.pop(group, None)
         group.expected = 0
         self.group_count -= 1

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from plait.broker.members import Members
 from plait.broker.partition import Partition
 from plait.broker.waiting import Waiter
 from plait.errors import FrameError
@@ -78,12 +79,15 @@ class Delivery:
 class Consumer:
     """One member of a group. ``session`` changes with every attach; requests of an older one are refused."""
 
-    __slots__ = ("client", "connected", "group", "heard", "id", "leased_until", "news", "online", "proof", "session")
+    __slots__ = ("_client", "_proof", "connected", "group", "heard", "id", "leased_until", "news", "online", "session")
 
     def __init__(self, consumer_id: int, group: Group, client: str, heard: float, proof: int = 0) -> None:
         self.id = consumer_id
         self.group = group
-        self.client = client
+        self._client = client
+        #: Of an ordered group: what is kept of the secret token with which it continues its session and renews its
+        #: lease; 0: none.
+        self._proof = proof
         self.session = 0
         #: Attached and not lost.
         self.online = False
@@ -94,9 +98,15 @@ class Consumer:
         self.leased_until = 0.0
         #: Goes up whenever there is something new about its locks.
         self.news = 0
-        #: Of an ordered group: what is kept of the secret token with which it continues its session and renews its
-        #: lease; 0: none.
-        self.proof = proof
+
+    @property
+    def client(self) -> str:
+        """What it calls itself; ``Members.redefine_consumer`` changes it."""
+        return self._client
+
+    @property
+    def proof(self) -> int:
+        return self._proof
 
 
 class Failure(NamedTuple):
@@ -144,19 +154,16 @@ class Journal(Protocol):
     def epoch(self) -> int: ...
 
 
-class Group:
+class Group(Members):
     """A group of one subject on this broker."""
 
     __slots__ = (
-        "consumers",
-        "definition",
         "died_count",
         "expected",
         "kept",
         "limits",
         "lost_count",
         "lost_estimated",
-        "partition",
         "pull_log",
         "redelivered_count",
         "used",
@@ -164,12 +171,10 @@ class Group:
     )
 
     def __init__(self, definition: GroupDefinition, partition: Partition, limits: ServerLimits) -> None:
-        self.definition = definition
-        self.partition = partition
+        super().__init__(definition, partition)
         self.pull_log = PullLog(definition.start)
         #: Where those are that it needs though the message log need not have them.
         self.kept = Kept()
-        self.consumers: dict[str, Consumer] = {}
         #: Suspended pulls, the longest waiting first.
         self.waiters: dict[Waiter, None] = {}
         self.limits = limits
@@ -184,14 +189,6 @@ class Group:
         self.lost_estimated = False
         #: Wall time of the last attach or pull.
         self.used = definition.created
-
-    @property
-    def id(self) -> int:
-        return self.definition.id
-
-    @property
-    def name(self) -> str:
-        return self.definition.name
 
     @property
     def retry(self) -> Retry:

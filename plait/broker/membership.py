@@ -154,10 +154,9 @@ class Membership:
                 )
             consumer = Consumer(broker.next_consumer, group, client, now)
             broker.next_consumer += 1
-            group.consumers[client] = consumer
-            self._define(consumer, proof)
+            self._define(consumer, client, proof)
         elif proof != consumer.proof:
-            self._define(consumer, proof)
+            self._define(consumer, client, proof)
         if retry is not None and retry != group.retry:
             self._change_retry(group, client, retry)
         self._drop_waiters(group, consumer)
@@ -185,16 +184,14 @@ class Membership:
             return None
         self._drop_waiters(group, consumer)
         self._broker.sessions.pop(consumer.session, None)
-        del group.consumers[consumer.client]
-        consumer.client = f"{consumer.client}{AFTER_CLIENT}{consumer.id}"
-        group.consumers[consumer.client] = consumer
         consumer.connected = False
-        self._define(consumer, consumer.proof)
+        self._define(consumer, f"{consumer.client}{AFTER_CLIENT}{consumer.id}", consumer.proof)
         return None
 
-    def _define(self, consumer: Consumer, proof: int) -> None:
-        consumer.proof = proof
-        self._broker.define(ConsumerDefinition(consumer.id, consumer.group.id, consumer.client, proof))
+    def _define(self, consumer: Consumer, client: str, proof: int) -> None:
+        """The consumer is a member under this name from now on."""
+        consumer.group.redefine_consumer(consumer, client, proof)
+        self._broker.define(ConsumerDefinition(consumer.id, consumer.group.id, client, proof))
         self._broker.touch(consumer.group.partition)
 
     def began(self, partitions: Iterable[str], group_name: str | None, client: str) -> int | None:
@@ -241,7 +238,7 @@ class Membership:
         )
         broker.next_group += 1
         group = new_group(definition, partition, broker.limits, broker)
-        partition.groups[name] = group
+        partition.add_group(group)
         broker.add_group(group)
         broker.define(definition)
         broker.touch(partition)
@@ -259,7 +256,10 @@ class Membership:
                 has=str(group.retry),
                 asked=str(retry),
             )
-        group.definition = msgspec.structs.replace(group.definition, retry=retry)
+        self._set_retry(group, retry)
+
+    def _set_retry(self, group: Group, retry: Retry) -> None:
+        group.redefine(msgspec.structs.replace(group.definition, retry=retry))
         self._broker.define(group.definition)
         self._broker.touch(group.partition)
 
@@ -284,8 +284,7 @@ class Membership:
 
     def _forget(self, consumer: Consumer) -> None:
         """A consumer that holds nothing is not remembered: every segment of the action log begins with all of them."""
-        if consumer.group.consumers.get(consumer.client) is consumer:
-            del consumer.group.consumers[consumer.client]
+        consumer.group.remove(consumer)
         self._broker.event(Action.FORGET_CONSUMER, consumer.group, consumer.id, 0, 0, 0)
 
     def disconnected(self, consumer: Consumer, session: int) -> None:
@@ -403,9 +402,7 @@ class Membership:
         """Change how a group retries; only while no consumer is online, as members that name a policy agree on it."""
         group = self._idle(subject, name)
         if retry != group.retry:
-            group.definition = msgspec.structs.replace(group.definition, retry=retry)
-            self._broker.define(group.definition)
-            self._broker.touch(group.partition)
+            self._set_retry(group, retry)
         return group
 
     def delete(self, subject: str, name: str) -> None:

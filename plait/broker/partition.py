@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -44,6 +45,7 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
 
 #: Of state that is not from a checkpoint.
 BEGINNING: Final = Position()
+_numbers = itertools.count()
 
 
 class Batch:
@@ -71,6 +73,7 @@ class Partition:
     """One stored stream."""
 
     __slots__ = (
+        "_groups",
         "_head",
         "_log_start",
         "_row",
@@ -78,6 +81,7 @@ class Partition:
         "_slots",
         "accepts",
         "consume_log",
+        "definitions",
         "epochs",
         "fences",
         "groups",
@@ -119,12 +123,28 @@ class Partition:
         self.size = 0
         #: (first sequence, epoch) of each epoch that stored rows here, ascending.
         self.epochs: list[tuple[int, int]] = []
-        self.groups: dict[str, Group] = {}
+        self._groups: dict[str, Group] = {}
+        #: Changed by ``add_group`` and ``remove_group`` alone.
+        self.groups: Mapping[str, Group] = self._groups
+        self.redefined()
         self.keys = KeyCache(self.lps_of, known_rows)
         #: Groups with suspended pulls, in the order they began to wait.
         self.waiting: dict[Group, None] = {}
         #: Suspended reads that belong to no group.
         self.readers: dict[Waiter, None] = {}
+
+    def add_group(self, group: Group) -> None:
+        self._groups[group.name] = group
+        self.redefined()
+
+    def remove_group(self, group: Group) -> None:
+        self._groups.pop(group.name, None)
+        self.redefined()
+
+    def redefined(self) -> None:
+        """A group or a consumer has come, has gone or is defined differently."""
+        #: A number that no other partition has, and this one never had before.
+        self.definitions = next(_numbers)
 
     @property
     def row(self) -> PartitionRow:

@@ -356,12 +356,12 @@ class Recovery:
             if known is not None:
                 # The head of a segment says it again, and a new setting is said anew.
                 if known.definition != definition:
-                    known.definition = definition
+                    known.redefine(definition)
                     broker.touch(partition)
                 return
             group = new_group(definition, partition, broker.limits, broker)
             group.begin(min(definition.start, partition.stored_until(frame.epoch)))
-            partition.groups[group.name] = group
+            partition.add_group(group)
             self._groups[group.id] = group
             broker.add_group(group)
             broker.touch(partition)
@@ -396,9 +396,9 @@ class Recovery:
             self._broker.remove_group(group)
         elif action == Action.FORGET_CONSUMER:
             group.forget(consumer, written)
-            for client, member in list(group.consumers.items()):
+            for member in list(group.consumers.values()):
                 if member.id == consumer:
-                    del group.consumers[client]
+                    group.remove(member)
         else:
             group.used = max(group.used, time)
             # Rows may have been lost to damage and their sequences given to others since: the event is not about those.
@@ -415,6 +415,6 @@ def _defined(group: Group, consumer: Consumer) -> bool:
     if AFTER_CLIENT in consumer.client:
         before = group.consumers.get(consumer.client.partition(AFTER_CLIENT)[0])
         if before is not None and before.id == consumer.id:
-            del group.consumers[before.client]
-    group.consumers[consumer.client] = consumer
+            group.remove(before)
+    group.add(consumer)
     return True

@@ -92,6 +92,9 @@ class Retention:
                 return []
             if broker.partitions.get(partition.id) is partition:
                 cost += self._visit(partition, now, needed)
+        if needed.message >= broker.message_log.end:
+            # The active segment may be closed: the next one begins with all partitions.
+            yield from broker.heads.refresh_catalog()
         # The files are deleted in a turn of their own.
         yield
         return [] if broker.failed is not None else self._delete(needed)

@@ -172,12 +172,12 @@ def load_groups(state: PartitionState, partition: Partition, broker: Broker, hea
         group.lost_estimated = entry.lost_estimated
         group.used = entry.used
         for consumer in entry.consumers:
-            group.consumers[consumer.client] = Consumer(consumer.id, group, consumer.client, heard, consumer.proof)
+            group.add(Consumer(consumer.id, group, consumer.client, heard, consumer.proof))
         if isinstance(group, OrderedGroup) and entry.ordered is not None:
             group.strands.load(entry.ordered.strands)
             for first, end, owner, epoch in entry.ordered.locks:
                 group.locks.set(first, end, owner, epoch)
-        partition.groups[group.name] = group
+        partition.add_group(group)
         yield group
 
 

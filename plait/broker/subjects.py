@@ -109,10 +109,23 @@ def delete_subject(broker: Broker, subject: str) -> None:
     broker.retention_wanted = True
 
 
+def added(broker: Broker, partition: Partition) -> None:
+    """The catalog says that there is a partition."""
+    if partition.row.kind == SCHEDULE:
+        broker.schedules.add(partition)
+    elif partition.row.kind == STAGE:
+        broker.stages.add(partition)
+    elif partition.row.kind == FORWARD:
+        broker.forwards.add(partition)
+    else:
+        broker.subjects[partition.row.name] = partition
+        broker.schedules.enters(partition)
+
+
 def drop_partition(broker: Broker, partition: Partition) -> None:
     """The catalog says that a partition is gone."""
     broker.touch(partition)
-    broker.partitions.pop(partition.id, None)
+    broker.remove_partition(partition)
     if broker.subjects.get(partition.row.name) is partition:
         del broker.subjects[partition.row.name]
     if partition.row.kind == SCHEDULE:

@@ -225,20 +225,29 @@ def build_frame(
             continue
         if len(rows) != count:
             raise InvalidArgument(f"{label(column)} has {len(rows)} rows, bodies have {count}")
-        offsets, data = variable_parts(rows)
-        if codec is not None and column in COMPRESSIBLE:
-            size = len(offsets) + len(data)
-            # A column over the limit could not be inflated by any reader; raw, it is over the limit of a frame.
-            if COMPRESS_FROM <= size <= COLUMN_SIZE_MAX:
-                packed = deflate(b"".join((offsets, data)), codec)
-                if len(packed) < size:
-                    columns.append((column, codec, [packed]))
-                    continue
-        columns.append((column, Codec.RAW, [offsets, data]))
+        columns.append(_variable(column, *variable_parts(rows), codec if column in COMPRESSIBLE else None))
     frame = assemble(columns, count=count, producer=producer, first=first, previous=previous, flags=flags)
     if frame.size > ORIGINAL_SIZE_MAX:
         raise TooLarge(f"frame of {frame.size} bytes is over the limit of {ORIGINAL_SIZE_MAX}; send fewer rows")
     return frame
+
+
+def body_column(rows: list[bytes], compression: str | None = None) -> Encoded:
+    """Bodies as a column for ``assemble``. Given many as a list, Arrow loads pandas where there is one."""
+    data = b"".join(rows)
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32).tobytes()
+    return _variable(Column.BODY, offsets, data, codec_named(compression) if compression else None)
+
+
+def _variable(column: Column, offsets: Buffer, data: Buffer, codec: Codec | None) -> Encoded:
+    """A variable column, compressed where that is wanted and worth it."""
+    size = len(offsets) + len(data)
+    # A column over the limit could not be inflated by any reader; raw, it is over the limit of a frame.
+    if codec is not None and COMPRESS_FROM <= size <= COLUMN_SIZE_MAX:
+        packed = deflate(b"".join((offsets, data)), codec)
+        if len(packed) < size:
+            return column, codec, [packed]
+    return column, Codec.RAW, [offsets, data]
 
 
 def build_one(body: bytes, *, producer: int, first: int, previous: int, send_time: int, flags: int = 0) -> FrameParts:

@@ -393,6 +393,8 @@ class Server(Listener):
         while True:
             await asyncio.sleep(TICK_SECONDS)
             passed += TICK_SECONDS
+            for _ in self.broker.heads.refresh_steps():
+                await asyncio.sleep(0)
             if passed < HOUSEKEEPING_SECONDS and not self.broker.retention_wanted:
                 continue
             passed = 0.0

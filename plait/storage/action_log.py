@@ -23,6 +23,7 @@ from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView, wrap_binary
 from plait.retry import Retry
+from plait.storage.head_rows import HeadRows, head_rows
 
 DIRECTORY = "action"
 #: Frame kinds, in the stamp's partition field.
@@ -198,12 +199,9 @@ def presumed_kept(frame: FrameView) -> int:
     return frame.producer
 
 
-def head_frames(
-    definitions: list[Definition], *, index: int, presumed: int, epoch: int, time: int, previous_end: int
-) -> list[FrameParts]:
-    """All names again, for the head of a new segment, which says where the one before ended (``Log.on_segment``)."""
-    rows = [_encoder.encode(definition) for definition in definitions]
-    return _frames(rows, DEFINITIONS, DEFINITIONS_MAX, index, (presumed, epoch, time), previous_end)
+def encode_definitions(definitions: list[Definition]) -> list[HeadRows]:
+    """Names again, for the head of a new segment, whose frames are numbered as all others (``Log.on_segment``)."""
+    return head_rows([_encoder.encode(definition) for definition in definitions], DEFINITIONS_MAX)
 
 
 def _frames(
@@ -212,13 +210,12 @@ def _frames(
     rows_max: int,
     index: int,
     stamp: tuple[int, int, int],
-    previous_end: int = 0,
     kept: int = 0,
 ) -> list[FrameParts]:
     presumed, epoch, time = stamp
     frames = []
     for start in range(0, len(rows), rows_max):
-        frame = build_frame(_column(rows[start : start + rows_max]), producer=kept, first=index, previous=previous_end)
+        frame = build_frame(_column(rows[start : start + rows_max]), producer=kept, first=index)
         frame.stamp_with(pack_stamp(kind, index, time, presumed, epoch))
         frames.append(frame)
         index += 1

@@ -2,7 +2,7 @@
 
 Looking at it once decides which frames stand, as recovery would (``LogScan``): how far the log goes, and which bytes
 before that are damage. Reading follows that decision, segment by segment, so that others can share the work: each
-segment starts with all names (``head_frames``).
+segment starts with all names (``encode_definitions``).
 """
 
 from __future__ import annotations

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import msgspec
 
-from plait.frame.builder import FrameParts, build_frame
+from plait.frame.builder import FrameParts, body_column
 from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
+from plait.storage.head_rows import HeadRows, head_rows
 
 #: The partition id of catalog frames.
 CATALOG = 0
+#: Rows of one frame: keeps it far below the limit of a frame's size.
+ROWS_MAX = 5_000
 #: The kind of partitions that hold a subject's delayed rows until they are due.
 SCHEDULE = "schedule"
 #: The kind of partitions that hold what one task of a batch wrote, until the batch is committed.
@@ -107,9 +110,13 @@ def catalog_frame(
     rows: list[PartitionRow], *, time: int, durable: int, epoch: int, previous_end: int = 0
 ) -> FrameParts:
     """A frame that defines partitions. At the head of a segment it says where the one before ended."""
-    frame = build_frame([_encoder.encode(row) for row in rows], producer=0, first=1, previous=previous_end)
-    frame.stamp_with(pack_stamp(CATALOG, 0, time, durable, epoch))
-    return frame
+    encoded = HeadRows(len(rows), body_column([_encoder.encode(row) for row in rows]))
+    return encoded.frame(1, previous_end, pack_stamp(CATALOG, 0, time, durable, epoch))
+
+
+def encode_catalog(rows: list[PartitionRow]) -> list[HeadRows]:
+    """The same for the head of a segment (``HeadRows.frame``)."""
+    return head_rows([_encoder.encode(row) for row in rows], ROWS_MAX)
 
 
 def read_rows(frame: FrameView) -> list[PartitionRow]:

@@ -338,13 +338,18 @@ class Log:
             raise
         return file
 
+    @property
+    def half_full(self) -> bool:
+        """The next segment will be needed before long."""
+        return bool(self.segments) and self.end - self.segments[-1].base > self.segments[-1].size // 2
+
     def prepare_next(self) -> None:
         """Make the next segment ahead of need, when the active one is more than half full. May block."""
         with self._making:
             if not self.segments or self._spare is not None:
                 return
             active = self.segments[-1]
-            if self.end - active.base > active.size // 2:
+            if self.half_full:
                 # The next head takes about as much as the last one.
                 size = max(self.segment_size, 3 * self._head_size)
                 self._spare = (active.end, self._create(active.end, size))

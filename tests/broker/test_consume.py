@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -569,11 +571,13 @@ def test_consumers_without_a_connection_count_until_they_are_lost():
 @pytest.mark.parametrize("log", ["action", "message"])
 def test_at_least_half_of_every_segment_is_left_for_what_comes_after_its_head(log: str):
     node = Node(message_segment_size=4096, action_segment_size=4096, limits=ServerLimits(consumers=1000))
-    for number in range(120):
+    # Names that do not resemble each other, so that they are as long in a head.
+    rng = random.Random(1)
+    for _ in range(120):
         if log == "action":
-            node.membership.attach("orders", "g", f"client-with-a-long-name-{number}")
+            node.membership.attach("orders", "g", rng.randbytes(40).hex())
         else:
-            node.partition(f"subject-with-a-long-name-{number}")
+            node.partition(rng.randbytes(40).hex())
         node.turn()
     grown = getattr(node.broker, f"{log}_log")
     before = grown.end

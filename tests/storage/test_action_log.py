@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.frame.builder import FrameParts
+from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.limits import FRAME_SIZE_MAX
 from plait.storage.action_log import (
@@ -16,7 +17,7 @@ from plait.storage.action_log import (
     ActionBuffer,
     ConsumerDefinition,
     GroupDefinition,
-    head_frames,
+    encode_definitions,
     read_definitions,
     read_events,
 )
@@ -88,7 +89,9 @@ def test_a_turn_with_very_many_events_is_several_frames():
 
 def test_the_head_of_a_segment_holds_all_names_and_where_the_one_before_ended():
     definitions = [ConsumerDefinition(number, 3, f"client-{number}") for number in range(12_000)]
-    frames = head_frames(definitions, index=7, presumed=1, epoch=2, time=3, previous_end=4096)
+    pages = encode_definitions(definitions)
+    stamps = [pack_stamp(DEFINITIONS, number, 3, 1, 2) for number in (7, 8, 9)]
+    frames = [page.frame(7 + number, 4096, stamps[number]) for number, page in enumerate(pages)]
     assert [(f.producer, f.previous, f.base) for f in map(view, frames)] == [(0, 4096, 7), (0, 4096, 8), (0, 4096, 9)]
     assert [d for frame in frames for d in read_definitions(view(frame))] == definitions
-    assert head_frames([], index=7, presumed=1, epoch=2, time=3, previous_end=4096) == []
+    assert encode_definitions([]) == []

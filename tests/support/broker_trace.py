@@ -218,6 +218,7 @@ class Trace:
         """What a server does every second."""
         for log in self.node.broker.logs:
             log.note_durable()
+        self.node.broker.heads.refresh()
 
     def _restart(self) -> None:
         self._turn()
