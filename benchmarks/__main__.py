@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import meta, ordered, ordered_handover, partitions, retry, schedule, throughput
+from benchmarks import meta, ordered, ordered_handover, partitions, retry, schedule, throughput, turns
 from benchmarks import scale as scale_suite
 from benchmarks.plot import plot
 from benchmarks.result import Result, write_json
@@ -26,6 +26,7 @@ SUITES: dict[str, Suite] = {
     "latency": lambda smoke: throughput.latency(_scale(smoke)),
     "backlog": scale_suite.backlog,
     "subjects": scale_suite.many_subjects,
+    "turns": turns.longest_turn,
     "restart": scale_suite.restart,
     "idle": scale_suite.idle_consumers,
     "storm": retry.storm,

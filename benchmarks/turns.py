@@ -1,0 +1,239 @@
+"""How long one turn of a broker's event loop takes when there are very many subjects.
+
+A broker serves everybody from one loop: what a turn takes, every client waits for. Checkpoints, the beginning of log
+segments and retention have to do with all subjects and groups, and none of them may show in a turn.
+
+The broker runs in this process, on a loop whose callbacks are timed. The busy part calls the broker as a connection
+does: a few sends, pulls and acks a turn, spread over the subjects. CPU time of the loop's thread is what the bars are
+about: it is what the broker's own work takes, and the machine's other work does not count. Wall time is shown too.
+
+``python -m benchmarks.turns --subjects 100000`` measures another number of subjects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import random
+import tempfile
+import time
+from asyncio.events import Handle
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import msgspec
+
+from benchmarks.result import Result
+from plait.broker import BrokerConfig
+from plait.broker.group import Consumer, Delivery
+from plait.broker.partition import Partition
+from plait.frame.builder import build_one
+from plait.frame.view import FrameView
+from plait.limits import MIB, ServerLimits
+from plait.server import Server
+from plait.storage.disk import RealDisk
+
+GROUPS = 3
+#: Subjects that are used in one turn.
+BUSY = 8
+#: Of the action log: small, so that one is soon full.
+SEGMENT_SIZE = 2 * MIB
+#: Bars in milliseconds for up to so many subjects.
+BARS = ((10_000, 50.0), (100_000, 100.0))
+#: Consumers that a broker takes by default; with more subjects not all groups have one.
+CONSUMERS = 100_000
+
+
+class Turns:
+    """The longest callbacks of the loop, by what the broker was made to do meanwhile."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        #: Phase → (CPU, wall) seconds of its longest turns, which may be different ones.
+        self.longest: dict[str, tuple[float, float]] = {}
+        self._run = Handle._run
+
+    def __enter__(self) -> Turns:
+        run, turns = self._run, self
+
+        def timed(handle: Handle) -> None:
+            cpu, wall = time.thread_time(), time.perf_counter()
+            run(handle)
+            turns.note(time.thread_time() - cpu, time.perf_counter() - wall)
+
+        Handle._run = timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Handle._run = self._run  # type: ignore[method-assign]
+
+    def note(self, cpu: float, wall: float) -> None:
+        before = self.longest.get(self.phase, (0.0, 0.0))
+        self.longest[self.phase] = max(before[0], cpu), max(before[1], wall)
+
+
+class Busy:
+    """Sends, pulls and acks, a few a turn, as long as it is told to."""
+
+    def __init__(self, server: Server, partitions: list[Partition], consumers: list[Consumer]) -> None:
+        self._broker = server.broker
+        self._partitions = partitions
+        self._consumers = consumers
+        self._random = random.Random(7)
+        self._sent: dict[int, int] = {}
+        self.turns = 0
+
+    async def run(self) -> None:
+        while True:
+            self._turn()
+            self.turns += 1
+            await asyncio.sleep(0)
+
+    def _turn(self) -> None:
+        broker, now = self._broker, self._broker.clock.now()
+        for partition in self._random.sample(self._partitions, BUSY):
+            producer = 1_000 + partition.id
+            number = self._sent.get(producer, 0)
+            frame = build_one(b"x" * 1000, producer=producer, first=number + 1, previous=number, send_time=now)
+            self._sent[producer] = number + 1
+            broker.submit(partition, FrameView(frame.tobytes()), lambda sequence, error: None)
+        for consumer in self._random.sample(self._consumers, BUSY):
+            consumer.heard = broker.clock.monotonic()
+            broker.pull(consumer, 10, MIB, 0, lambda delivery, consumer=consumer: self._ack(consumer, delivery))
+
+    def _ack(self, consumer: Consumer, delivery: Delivery | None) -> None:
+        if delivery is not None:
+            ranges = [(start, end, self._broker.epoch) for start, end, _ in delivery.ranges]
+            self._broker.ack(consumer, ranges, None)
+
+
+async def _create(server: Server, subjects: int) -> tuple[list[Partition], list[Consumer]]:
+    """Subjects, each with three groups, and as many consumers as there may be."""
+    broker, membership = server.broker, server.membership
+    partitions, consumers = [], []
+    for number in range(subjects):
+        name = f"service-{number % 100}.events-{number:06d}"
+        partitions.append(broker.create_subject(name))
+        for group in range(GROUPS):
+            consumer = membership.attach(name, f"group-{group}", f"worker-{number % 997:03d}")
+            # Not given up, however long the rest takes.
+            consumer.heard = consumer.leased_until = float("inf")
+            if len(consumers) < CONSUMERS - GROUPS:
+                consumers.append(consumer)
+            else:
+                membership.detach(consumer)
+        if number % 100 == 99:
+            await asyncio.sleep(0)
+    return partitions, consumers
+
+
+async def _until(done: Callable[[], bool]) -> None:
+    """Let the loop turn until then."""
+    while not done():  # noqa: ASYNC110 - a turn is what is measured
+        await asyncio.sleep(0)
+
+
+async def _phases(server: Server, turns: Turns, busy: Busy, rounds: int) -> None:
+    broker = server.broker
+
+    async def busy_turns(count: int) -> None:
+        goal = busy.turns + count
+        await _until(lambda: busy.turns >= goal)
+
+    async def checkpoint() -> None:
+        last = broker.checkpoints.last
+        # As much as it takes to be due.
+        broker.snapshots.wanted = True
+        await _until(lambda: broker.checkpoints.last is not last and not broker.snapshots.running)
+
+    async def roll(log: Any) -> None:
+        segment = log.segments[-1]
+        await _until(lambda: log.segments[-1] is not segment)
+
+    async def retention(seconds: float) -> None:
+        broker.config = msgspec.structs.replace(broker.config, retention_seconds=seconds)
+        for _ in server._housekeeping():
+            await asyncio.sleep(0)
+
+    phases: list[tuple[str, Callable[[], Awaitable[None]]]] = [
+        ("busy", lambda: busy_turns(2_000)),
+        ("checkpoint", checkpoint),
+        ("message segment", lambda: roll(broker.message_log)),
+        ("action segment", lambda: roll(broker.action_log)),
+        ("retention", lambda: retention(1e9)),
+        ("expiry", lambda: retention(1.0)),
+    ]
+    for _ in range(rounds):
+        for name, phase in phases:
+            turns.phase = name
+            await phase()
+            turns.phase = "busy"
+            await busy_turns(200)
+
+
+async def _measure(subjects: int, rounds: int, segment_size: int) -> Turns:
+    turns = Turns()
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as directory:
+        config = BrokerConfig(
+            message_segment_size=4 * segment_size,
+            action_segment_size=segment_size,
+            disk_free_min=0,
+            disk_used_max=1.0,
+            # Only when it is asked for.
+            checkpoint_seconds=1e9,
+            checkpoint_bytes=1 << 60,
+            limits=ServerLimits(consumer_lost_seconds=1e9),
+        )
+        server = Server(RealDisk(directory), config, port=0)
+        await server.start()
+        try:
+            partitions, consumers = await _create(server, subjects)
+            # What was made above stays: no collection looks at it in a turn that is measured.
+            gc.collect()
+            gc.freeze()
+            busy = Busy(server, partitions, consumers)
+            with turns:
+                running = asyncio.create_task(busy.run())
+                try:
+                    await _phases(server, turns, busy, rounds)
+                finally:
+                    running.cancel()
+                    await asyncio.gather(running, return_exceptions=True)
+        finally:
+            await server.stop()
+            gc.unfreeze()
+    return turns
+
+
+def longest_turn(smoke: bool) -> Iterator[Result]:
+    """The suite of ``python -m benchmarks``."""
+    return results(200, 1, 64 * 1024) if smoke else results(10_000, 2, SEGMENT_SIZE)
+
+
+def results(subjects: int, rounds: int, segment_size: int) -> Iterator[Result]:
+    bar = next(bar for limit, bar in BARS if subjects <= limit)
+    turns = asyncio.run(_measure(subjects, rounds, segment_size))
+    for phase, (cpu, wall) in turns.longest.items():
+        if phase:
+            name = f"longest turn, {subjects} subjects x {GROUPS} groups, {phase}"
+            details = {"wall_milliseconds": wall * 1000}
+            yield Result(name, cpu * 1000, bar, "ms", at_most=True, details=details)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns", description=__doc__)
+    parser.add_argument("--subjects", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    met = True
+    for result in results(arguments.subjects, arguments.rounds, SEGMENT_SIZE):
+        met &= result.met
+        wall = result.details["wall_milliseconds"]
+        state = "met" if result.met else "MISSED"
+        print(f"{result.name}: {result.figure:.1f} ms CPU, {wall:.1f} ms wall (bar {result.bar:g}) {state}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
