@@ -13,15 +13,21 @@ from tests.support.require import require_package, require_program
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "benchmarks", *arguments], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-m", "benchmarks", *arguments], capture_output=True, text=True, timeout=280, check=False
     )
 
 
 #: They start Spark, which takes longer than all others together.
 SPARK = ("spark", "archive", "audit", "history", "sink")
+#: Another suite of the same module is run by the ordinary tests.
+BESIDE = ("batches", "sync", "storm", "scheduled", "owners")
 
 
-@pytest.mark.parametrize("suite", [suite for suite in SUITES if suite not in SPARK])
+def marked(suite: str) -> object:
+    return pytest.param(suite, marks=pytest.mark.deep("benchmarks")) if suite in BESIDE else suite
+
+
+@pytest.mark.parametrize("suite", [marked(suite) for suite in SUITES if suite not in SPARK])
 def test_a_suite_measures_what_it_is_for(suite: str):
     if suite == "redis":
         require_program("redis-server")
