@@ -152,15 +152,18 @@ class Heads:
 
     # --- frames ---------------------------------------------------------------------------------
 
+    def catalog(self, rows: list[PartitionRow]) -> FrameParts:
+        """A frame that defines partitions."""
+        broker = self._broker
+        return catalog_frame(rows, time=broker.clock.now(), durable=broker.message_log.durable, epoch=broker.epoch)
+
     def define(self, rows: list[PartitionRow]) -> None:
         """Write catalog rows to the message log, in two equal frames.
 
         Frames name their partition by its number: if the one that defines it were damaged before a checkpoint has the
         definition, intact rows could not be reached.
         """
-        broker = self._broker
-        frame = catalog_frame(rows, time=broker.clock.now(), durable=broker.message_log.durable, epoch=broker.epoch)
-        broker.append_own(frame, copies=2)
+        self._broker.append_own(self.catalog(rows), copies=2)
 
     def of_message_segment(self, previous_end: int) -> list[FrameParts]:
         """All partitions."""

@@ -54,6 +54,8 @@ class Membership:
         # A restart takes nothing from consumers that come back in time.
         now = broker.clock.monotonic()
         self._online: set[Consumer] = set()
+        #: Those of ordered groups, whose leases count: looked at every second, as the others are.
+        self._leased: set[Consumer] = set()
         for partition in broker.partitions.values():
             for group in partition.groups.values():
                 for consumer in group.consumers.values():
@@ -65,7 +67,12 @@ class Membership:
                         holds = consumer.id in group.pull_log.held
                     if holds:
                         consumer.online = True
-                        self._online.add(consumer)
+                        self._is_online(consumer)
+
+    def _is_online(self, consumer: Consumer) -> None:
+        self._online.add(consumer)
+        if consumer.group.definition.ordered:
+            self._leased.add(consumer)
 
     def attach(
         self,
@@ -163,7 +170,7 @@ class Membership:
         group.reclaim(consumer, holds or [] if holds_of in (0, partition.id) else [], broker, broker.clock.now())
         consumer.online = consumer.connected = True
         consumer.leased_until = max(consumer.leased_until, now + broker.leases.longest)
-        self._online.add(consumer)
+        self._is_online(consumer)
         consumer.heard = now
         group.used = broker.clock.now()
         broker.new_session(consumer)
@@ -277,6 +284,7 @@ class Membership:
         self._drop_waiters(group, consumer)
         self._broker.sessions.pop(consumer.session, None)
         self._online.discard(consumer)
+        self._leased.discard(consumer)
         consumer.connected = False
         group.offline(consumer, self._broker, self._broker.clock.now())
         self._forget(consumer)
@@ -309,11 +317,8 @@ class Membership:
         now = broker.clock.monotonic()
         deadline = now - broker.limits.consumer_lost_seconds
         # Who has locks may count on them until its lease is over, whether it is heard from or not.
-        silent = [
-            consumer
-            for consumer in self._online
-            if (consumer.leased_until <= now if consumer.group.definition.ordered else consumer.heard < deadline)
-        ]
+        silent = [consumer for consumer in self._online if consumer.heard < deadline and consumer not in self._leased]
+        silent += [consumer for consumer in self._leased if consumer.leased_until <= now]
         silent.sort(key=lambda consumer: consumer.id)
         lost = []
         for consumer in silent:
@@ -326,13 +331,13 @@ class Membership:
     @property
     def next_lease_end(self) -> float | None:
         """When the first lease is over, on the monotonic clock."""
-        ends = [consumer.leased_until for consumer in self._online if consumer.group.definition.ordered]
-        return min(ends, default=None)
+        return min((consumer.leased_until for consumer in self._leased), default=None)
 
     def _lose(self, group: Group, consumer: Consumer) -> int:
         self._drop_waiters(group, consumer)
         self._broker.sessions.pop(consumer.session, None)
         self._online.discard(consumer)
+        self._leased.discard(consumer)
         consumer.connected = False
         before = group.died_count
         returned = group.lost(consumer, self._broker, self._broker.clock.now())
@@ -430,5 +435,6 @@ class Membership:
         for consumer in group.consumers.values():
             self._broker.sessions.pop(consumer.session, None)
             self._online.discard(consumer)
+            self._leased.discard(consumer)
         self._broker.event(Action.FORGET_GROUP, group, 0, 0, 0, 0)
         self._broker.remove_group(group)
