@@ -13,6 +13,7 @@ from collections import defaultdict
 from contextlib import suppress
 from typing import Literal
 
+from plait.broker.views import group_view
 from plait.errors import InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
 from plait.retry import Retry
@@ -36,6 +37,8 @@ HOSTILE: list[tuple[list[tuple[int, int, int, int]], list[int], list[int]]] = [
     ([], [], [-1]),
 ]
 RETENTION = 5.0
+#: Rows whose keys are remembered, and the most rows of one send.
+KEY_ROWS, SENT_MAX = 40, 11
 Crash = Literal["killed", "power_lost", "restart", "fallen_back"]
 
 
@@ -47,7 +50,9 @@ class World:
         self._expires = expires
         self.rng = random.Random(seed)
         limits = ServerLimits(
-            consumer_ranges=self.rng.choice((3, 10_000)), held_keys=random.Random(seed).choice((3, 10_000))
+            consumer_ranges=self.rng.choice((3, 10_000)),
+            held_keys=random.Random(seed).choice((3, 10_000)),
+            key_rows=KEY_ROWS,
         )
         self.node = Node(
             flush=flush,
@@ -84,7 +89,7 @@ class World:
 
     def send(self) -> None:
         rows = []
-        for _ in range(self.rng.randrange(1, 12)):
+        for _ in range(self.rng.randrange(1, SENT_MAX + 1)):
             self.number += 1
             # Some do not fit what a pull asks for beside others.
             rows.append((self.rng.choice(self.keys), b"%d" % self.number + bytes(self.rng.choice((0, 0, 300)))))
@@ -298,6 +303,22 @@ class World:
                 name = self.rng.choice(awake)
                 self.rng.choice((self.lease, self.pull, self.handle))(name)
 
+    def check_memory(self) -> None:
+        rows = self.node.broker.known_rows.rows
+        assert rows <= KEY_ROWS + SENT_MAX, f"the keys of {rows} rows are remembered"
+
+    def check_counts(self) -> None:
+        """A number that is no estimate is right: what is not done, and that retention took nothing unread."""
+        shown = group_view(self.node.group(SUBJECT, GROUP), self.node.broker)
+        assert shown.lost == 0, f"{shown.lost} rows are called lost"
+        if not shown.estimated:
+            sent = sum(map(len, self.sent.values()))
+            handled = sum(map(len, self.done.values()))
+            # Whether an ack counts that was not answered is unknown.
+            assert sent - handled <= shown.lag <= sent - len(self.certain), (
+                f"a lag of {shown.lag}, with {handled} of {sent} rows handled and {len(self.certain)} certainly done"
+            )
+
     def heal(self) -> None:
         """Every owner is awake, pulls, and handles a few rows."""
         self.silent.clear()
@@ -357,8 +378,12 @@ class World:
 
     def _run(self, steps: int) -> None:
         self.join()
-        for _ in range(steps):
+        for number in range(steps):
             self.step()
+            self.check_memory()
+            if number % 10 == 0:
+                self.check_counts()
         self.drain()
+        self.check_counts()
         group = self.node.group(SUBJECT, GROUP)
         assert group.floor == self.node.partition(SUBJECT).visible

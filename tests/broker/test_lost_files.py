@@ -98,17 +98,19 @@ def test_no_start_hides_what_is_gone(harm: Harm, seed: int):
     assert check_all(range(seed, seed + LIVES), harm)
 
 
-def _no_mark(patch: pytest.MonkeyPatch) -> None:
+def believe_marks_of_frames_alone(patch: pytest.MonkeyPatch) -> None:
     """Only what checkpoints and frames say of durability is known."""
     patch.setattr(recover, "_durable", lambda log, known: known)
 
 
-def _any_start(patch: pytest.MonkeyPatch) -> None:
+def begin_where_the_first_file_does(patch: pytest.MonkeyPatch) -> None:
     """A log begins where its first file does."""
     patch.setattr(recover, "missing_files", lambda log, start, end: [])
 
 
-@pytest.mark.parametrize(("defect", "harm"), [(_no_mark, overwrite), (_any_start, remove_files)])
+@pytest.mark.parametrize(
+    ("defect", "harm"), [(believe_marks_of_frames_alone, overwrite), (begin_where_the_first_file_does, remove_files)]
+)
 def test_the_lives_notice(
     defect: Callable[[pytest.MonkeyPatch], None],
     harm: Harm,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from plait.broker.group import Group
-from plait.broker.once import OnceGroup
-from plait.client.closing import Closing
 from plait.storage.producers import ProducerTable, Verdict
 from plait.testing.disk import SimulatedDisk
 from plait.testing.sim import Fault
+from tests.sim import cluster_defects as defects
 from tests.sim.cluster import Cluster
 
 #: The broker goes away and comes back again and again, in the middle of what it does.
@@ -52,12 +51,12 @@ def test_a_broker_that_does_not_hear_what_its_consumers_hold_is_found(monkeypatc
 
 
 def test_a_close_that_a_cancellation_interrupts_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Closing, "__call__", lambda self: self._close())
+    defects.interrupt_closing(monkeypatch)
     assert "after it was closed" in found([])
 
 
 def test_rows_that_are_thrown_away_at_a_clean_stop_are_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(OnceGroup, "nack", lambda *_: 0)
+    defects.throw_rows_away_at_a_clean_stop(monkeypatch)
     assert "not delivered at most once" in found([])
 
 

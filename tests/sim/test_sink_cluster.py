@@ -9,11 +9,11 @@ import pytest
 import plait
 from plait.client import committing
 from plait.client.staging import Staged
-from plait.meta.age import Age
 from plait.testing.sim import Fault
 from tests.sim import sink_cluster
 from tests.sim.ordered_cluster import STRICT, Change
 from tests.sim.sink_cluster import SinkCluster
+from tests.sim.sink_defects import forget_decisions_by_the_wall_clock
 
 #: Seeds that one test runs.
 SEEDS = 5
@@ -75,10 +75,7 @@ def test_dropping_what_may_be_decided_is_found_out(monkeypatch: pytest.MonkeyPat
 
 
 def test_forgetting_decisions_by_the_wall_clock_is_found_out(monkeypatch: pytest.MonkeyPatch, seed: int):
-    def advance(age: Age, connection: object) -> int:
-        return age._clock.now() // 1_000_000
-
-    monkeypatch.setattr(Age, "advance", advance)
+    forget_decisions_by_the_wall_clock(monkeypatch)
 
     def explore() -> None:
         for each in range(seed, seed + 2 * SEEDS):

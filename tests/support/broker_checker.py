@@ -15,6 +15,8 @@ import numpy as np
 from plait.broker.dead_letters import Choice
 from plait.broker.group import Group
 from plait.clock import ManualClock
+from plait.storage.checkpoint import KEEP
+from plait.storage.consume_log import DIRECTORY as CONSUME
 from plait.testing.disk import SimulatedDisk
 from tests.support.broker_node import Node, Row, Sent
 from tests.support.broker_trace import GROUPS, GroupTold, Told, Trace
@@ -55,6 +57,8 @@ def check(
     if groups:
         key = sorted(groups)[drained % len(groups)]
         drain(told, key, node, groups[key], ends[key[0]], all_written=all_written)
+    if drained % 8 == 3:
+        check_files(node)
 
 
 @contextmanager
@@ -159,6 +163,8 @@ def check_groups(told: Told, node: Node, *, all_written: bool) -> dict[tuple[str
             continue
         groups[key] = group
         log = group.pull_log
+        letters, _ = node.broker.dead_letters.page(group, Choice(), -1, 10_000)
+        assert all(found.frame is not None for found in letters), f"{key}: dead letters that cannot be read"
         assert 0 <= log.floor <= log.next <= group.partition.next, f"group {key}: position {log.next}"
         open_rows = {s for r in log.returned for s in range(r.start, r.end)}
         for held in log.held.values():
@@ -191,6 +197,17 @@ def check_next_start(node: Node, trace: Trace) -> None:
     assert everything(later) == everything(node), "the next start finds something else"
 
 
+def check_files(node: Node) -> None:
+    """Files that no partition uses are removed once no checkpoint needs them."""
+    for number in range(KEEP + 2):
+        # A checkpoint that has nothing to write is not made.
+        node.attach("orders", "files", f"c{number}")
+        node.checkpoint()
+    used = {partition.consume_log.path for partition in node.broker.partitions.values()}
+    left = {f"{CONSUME}/{name}" for name in node.disk.list(CONSUME)} - used
+    assert not left, f"files of deleted partitions are left: {sorted(left)[:5]}"
+
+
 def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_end: int, *, all_written: bool) -> None:
     """Everything that is not done is handed out once, and nothing else. Rows from ``recovered_end`` on are new."""
     group_told = told.groups[key]
@@ -204,8 +221,7 @@ def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_
     kept = {sequence for _, sequences in group.kept.by_offset(everything) for sequence in sequences.tolist()}
     letters, _ = node.broker.dead_letters.page(group, Choice(), -1, 10_000)
     dead = {sequence for found in letters for sequence in found.sequences.tolist()}
-    assert dead <= group_told.rejected, f"{key}: dead letters that nobody rejected"
-    assert all(found.frame is not None for found in letters), f"{key}: dead letters that cannot be read"
+    assert dead <= group_told.rejected, f"{key}: dead letters that no consumer rejected"
     assert node.broker.dead_letters.resend(group, letters) == len(dead)
     # Whatever failed has waited long enough.
     node.later(800.0)
@@ -220,7 +236,7 @@ def drain(told: Told, key: tuple[str, str], node: Node, group: Group, recovered_
     assert (rows | kept).issuperset(got), f"{key}: rows that do not exist"
     if all_written:
         assert group_told.done.isdisjoint(got), f"{key}: done rows come again"
-    doubtful = {sequence for sequence in group_told.doubtful if sequence < recovered_end}
+    doubtful = {sequence for sequence in group_told.doubtful if sequence < recovered_end} | group_told.forgotten
     first = max(min(group_told.start, recovered_end), told.expired.get(key[0], 0))
     wanted = {sequence for sequence in rows if sequence >= first} - doubtful
     assert wanted.issubset(got), f"{key}: {sorted(wanted.difference(got))[:5]} are never handed out"

@@ -12,6 +12,7 @@ from plait.broker.dead_letters import DeadLetters
 from plait.broker.filed import Filed
 from plait.broker.group import Group
 from plait.broker.heads import Heads
+from plait.broker.membership import Membership
 from plait.broker.partition import Partition, Position
 from plait.broker.retention import Retention
 from plait.broker.sends import Appender
@@ -177,6 +178,11 @@ def seal_after_the_checkpoint(patch: Patch) -> None:
 def _position_without_sealing(self: Broker) -> Position:
     self.commit()
     return Position(self.message_log.written, self.kept_log.written, self.action_index)
+
+
+def remember_who_left(patch: Patch) -> None:
+    """Every consumer id that a group ever saw is written into each segment's head."""
+    patch.setattr(Membership, "_forget", lambda self, consumer: None)
 
 
 # --- damage -------------------------------------------------------------------------------------

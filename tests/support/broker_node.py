@@ -293,13 +293,14 @@ class Node:
         self.broker.checkpoint()
 
     def checkpoint_step(self) -> None:
-        """Go on with a checkpoint that is made slowly: begin it, copy one shard, or write it."""
+        """Go on with a checkpoint that is made slowly: begin it, copy one shard, or write it.
+
+        No time passes between the beginning of its sync and the end: the broker would refuse sends meanwhile.
+        """
         work = self.broker.snapshots.work
         if work is None:
             self.broker.begin_checkpoint()
-        elif work.sync is None:
-            work.copy_some(1)
-        else:
+        elif work.sync is not None or not work.copy_some(1):
             work.run()
             self.broker.end_checkpoint(work)
 

@@ -20,6 +20,7 @@ from plait.errors import GroupBusy
 from plait.frame.builder import build_frame
 from plait.reason import Reason
 from plait.storage.catalog import SubjectSettings
+from plait.storage.checkpoint import KEEP
 from plait.testing.disk import SimulatedDisk
 from tests.support.broker_node import (
     NO_WATERMARKS,
@@ -34,6 +35,8 @@ from tests.support.broker_node import (
 SUBJECTS = ("orders", "audit", "short")
 #: Subject of which little is kept, so that retention has something to do.
 SHORT_SUBJECT = "short"
+#: Dead letters are gone by then; their copies fill several small segments.
+DEAD_SECONDS = 50.0
 GROUPS: dict[str, dict[str, Any]] = {
     "billing": {},
     "shipping": {"start": "latest"},
@@ -53,6 +56,8 @@ class GroupTold:
     ack_acknowledged: set[int] = field(default_factory=set)
     #: Rows that may be dead letters.
     rejected: set[int] = field(default_factory=set)
+    #: Dead letters that may be gone by their age.
+    forgotten: set[int] = field(default_factory=set)
     #: Rows that left the broker.
     handed: set[int] = field(default_factory=set)
     #: Rows below this may count as handed out.
@@ -107,10 +112,13 @@ class Trace:
         self.config = BrokerConfig(
             flush=flush,  # type: ignore[arg-type]
             retention_seconds=150.0,
-            **{**SMALL_SEGMENTS, **NO_WATERMARKS},
+            dead_seconds=DEAD_SECONDS,
+            **{**SMALL_SEGMENTS, **NO_WATERMARKS, "kept_segment_size": 1024},
         )
         self.disk = disk
         self._producers = [Producer(number) for number in (101, 102, 103)]
+        #: Sends to subjects that are deleted.
+        self._passing = Producer(104)
         self._consumers: list[Consumer] = []
         #: (consumer, sequences) in somebody's hands.
         self._hands: list[tuple[Consumer, list[tuple[int, int, int]]]] = []
@@ -132,6 +140,7 @@ class Trace:
             self._pull: 34,
             self._ack: 30,
             self._nack: 6,
+            self._grow_old: 2,
             self._resend: 2,
             self._detach: 3,
             self._lose: 3,
@@ -143,8 +152,8 @@ class Trace:
             self._prepare: 4,
             self._note: 4,
             self._reattach: 4,
-            self._make_subject: 2,
-            self._delete_subject: 2,
+            self._make_subject: 4,
+            self._delete_subject: 4,
         }
         chosen = self._rng.choices(list(weights), list(weights.values()), k=self._operations - 1)
         chosen.insert(self._operations * 2 // 3, self._restart)
@@ -328,12 +337,16 @@ class Trace:
         told.ack_asked |= sequences
         self.node.broker.ack(consumer, rows, lambda: told.ack_acknowledged.update(sequences))
 
-    def _nack(self) -> None:
+    def _nack(self, *, rejected: bool = False) -> None:
         if not self._hands:
             return
         consumer, rows = self._hands.pop(self._rng.randrange(len(self._hands)))
         if consumer in self._consumers:
-            delay, reject = self._rng.choice([(0.0, False), (0.0, False), (0.5, False), (None, False), (None, True)])
+            delay, reject = (
+                (None, True)
+                if rejected
+                else self._rng.choice([(0.0, False), (0.0, False), (0.5, False), (None, False), (None, True)])
+            )
             told = self.told.groups[consumer.group.partition.row.subject, consumer.group.name]
             told.rejected |= {start for start, _, _ in rows} if reject else set()
             self.node.broker.nack(consumer, rows, None, Failure(delay, Reason("Broken"), reject))
@@ -386,6 +399,10 @@ class Trace:
         subject = f"temporary-{len(self.told.subjects)}"
         self.told.subjects[subject] = None
         self.node.membership.attach(subject, "g", "c")
+        # Its files are to go with it. Its sender wants no answer.
+        number, body = self._passing.next, b"row of a temporary subject"
+        self.told.rows[self._passing.id, number] = (subject, body)
+        self.node.broker.submit(self.node.partition(subject), self._passing.oneway(subject, body).view, None)
 
     def _delete_subject(self) -> None:
         there = [subject for subject in self.told.subjects if subject in self.node.broker.subjects]
@@ -408,6 +425,18 @@ class Trace:
         elif choice < 0.45:
             self._make_subject()
 
+    def _grow_old(self) -> None:
+        """Messages are rejected; they are dead letters in all kept checkpoints before they are too old."""
+        for _ in range(3):
+            self._pull()
+            self._nack(rejected=True)
+        self._turn()
+        for _ in range(KEEP):
+            self._send_one()
+            self.node.checkpoint()
+        self.clock.advance(DEAD_SECONDS)
+        self._expire()
+
     def _expire(self) -> None:
         self.clock.advance(self._rng.choice((5, 40)))
         if self._settings.random() < 0.3:
@@ -419,6 +448,8 @@ class Trace:
         partitions = self.node.broker.partitions.values()
         # Told before it happens: the crash may come in the middle of it.
         self.told.expired = {partition.row.subject: partition.visible for partition in partitions}
+        for group in self.told.groups.values():
+            group.forgotten |= group.rejected
         for removed in retention_steps(self.node.retention):
             self.removed += len(removed)
             self._meanwhile()

@@ -7,10 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from plait.broker.group import Journal
+from plait.broker.keys import FrameKeys, KnownRows
 from plait.broker.leases import Leases
 from plait.broker.membership import Membership
 from plait.broker.numbers import Numbers
 from plait.broker.ordered import OrderedGroup
+from plait.broker.row_counts import Count, RowCounter
 from plait.broker.strand_rows import Taking
 from plait.storage.strand import Strand
 
@@ -55,6 +57,25 @@ def keep_recovered_keys_apart(patch: Patch) -> None:
         return [key for key in keys if key not in alone] + rejoin(self, alone, journal)
 
     patch.setattr(OrderedGroup, "_rejoin", naive)
+
+
+def count_rows_of_others(patch: Patch) -> None:
+    """Lag and lost rows are counted by the lengths of ranges, which reach over rows of other owners."""
+
+    def naive(self: RowCounter, strand: Strand, ranges: list[tuple[int, int]]) -> Count:
+        return Count(sum(end - start for start, end in ranges), True)
+
+    patch.setattr(RowCounter, "_count", naive)
+
+
+def remember_every_key(patch: Patch) -> None:
+    """The keys of rows that were looked at stay in memory."""
+
+    def naive(self: KnownRows, place: tuple[int, int], keys: FrameKeys) -> None:
+        self._known[place] = keys
+        self._rows += len(keys.lps)
+
+    patch.setattr(KnownRows, "put", naive)
 
 
 def believe_any_key(patch: Patch) -> None:

@@ -94,6 +94,7 @@ class Machines:
             port=META_PORT + METAS.index(process.name),
             clock=process.clock,
             meta_limits=META_LIMITS,
+            auto_create=self.plan.auto_create,
             alone=False,
         )
         self._meta_servers.append(server)

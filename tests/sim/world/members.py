@@ -23,7 +23,7 @@ from tests.sim.world.plan import GroupPlan, Plan
 from tests.sim.world.senders import Body
 
 #: How long a member stays, on average.
-STAY_SECONDS = 4.0
+STAY_SECONDS = 3.0
 #: What a cancelled call may still cause: rows that were handled come again.
 CANCELLED_SECONDS = 8.0
 #: The longest that a handler of an app may run, where it has such a limit.
@@ -113,6 +113,9 @@ class Members:
         return run
 
     async def _client(self, process: Process, groups: Sequence[GroupPlan], draw: random.Random) -> None:
+        if not groups:
+            # A client without members would only open and close.
+            return
         fixed = self.plan.fixed_ids or any(group.mode == "broadcast" for group in groups)
         name = process.name if fixed else f"{process.name}.{process.lives}"
         calls = self._new_calls(draw)
@@ -162,10 +165,14 @@ class Members:
             tasks = [asyncio.create_task(how(process, consumer, group, draw, calls))]
             await self._until_it_leaves(tasks, group, draw)
         finally:
-            try:
-                await calls(consumer.close())
-            except Interrupted:
-                self._excuse(process, group)
+            if draw.random() < 0.3:
+                # The next one opens while this one closes.
+                process.spawn(consumer.close())
+            else:
+                try:
+                    await calls(consumer.close())
+                except Interrupted:
+                    self._excuse(process, group)
 
     def _options(self, group: GroupPlan, draw: random.Random) -> dict[str, Any]:
         retry = plait.Retry(attempts=group.attempts, first=0.1, longest=0.5)
@@ -393,9 +400,10 @@ class Members:
         app = process.app(self._addresses, group=group.name, client_id=app_id, limits=self._limits)
 
         options = self._options(group, draw) | {"concurrency": draw.choice((1, 3))}
-        if draw.random() < 0.3 and group.mode != "once":
-            options["timeout"] = TIMEOUT_SECONDS
         kind = draw.choice((self._async_handler, self._typed_handler, self._blocking_handler))
+        overruns = 0.6 if kind == self._blocking_handler and group.mode == "ordered" else 0.3
+        if draw.random() < overruns and group.mode != "once":
+            options["timeout"] = TIMEOUT_SECONDS
         handler = kind(process, name, group, draw, options.get("timeout", inf))
         if kind == self._blocking_handler and group.mode != "ordered" and "timeout" in options:
             # Its thread cannot be stopped: where no order is kept, the message comes again while it still runs.

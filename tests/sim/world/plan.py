@@ -11,6 +11,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from plait.limits import MIB
 from plait.testing.sim import Fault, FaultKind, Faults
 
 Mode = Literal["ordered", "affinity", "shared", "once", "broadcast"]
@@ -117,6 +118,10 @@ class Plan(NamedTuple):
     fixed_ids: bool = True
     #: Rows that a consumer pulls ahead.
     prefetch: int = 50
+    #: A subject that is sent to or consumed is made, also after it was deleted.
+    auto_create: bool = True
+    #: What a producer buffers before its sends wait.
+    buffer_bytes: int = 64 * MIB
 
     @property
     def calm(self) -> bool:
@@ -131,12 +136,16 @@ class Plan(NamedTuple):
 def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
     """The plan of a seed."""
     draw = random.Random(f"{seed} plan")
-    brokers = BROKERS[: draw.choice((1, 2, 3, 3))]
+    # A small world has room for little, and more of it happens at the same time.
+    small = draw.random() < 0.4
+    brokers = BROKERS[:1] if small else BROKERS[: draw.choice((1, 2, 3, 3))]
     flush: Literal["async", "sync"] = draw.choice(("async", "sync"))
     subjects = [
         SubjectPlan(STRICT, "strict", _partitions(draw), _retention(draw)),
         SubjectPlan(LOOSE, "best_tried", _partitions(draw), _retention(draw)),
     ]
+    if small:
+        subjects = [draw.choice(subjects)._replace(partitions=draw.choice((1, 2, 3)))]
     deleted_at = draw.uniform(1.0, seconds) if draw.random() < 0.3 else None
     if deleted_at is not None:
         subjects.append(SubjectPlan(DOOMED, draw.choice(("strict", "best_tried")), draw.choice((1, 2))))
@@ -157,6 +166,9 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
         failures=draw.choice((0.0, 0.05, 0.2)),
         fixed_ids=draw.random() < 0.7,
         prefetch=draw.choice((1, 10, 50, 200)),
+        apps=draw.choice((0.0, 0.3, 0.6)),
+        auto_create=draw.random() < 0.5,
+        buffer_bytes=draw.choice((64 * MIB, 5_000)),
     )
     if draw.random() < 0.3:
         return plan
@@ -183,7 +195,7 @@ def _groups(draw: random.Random, subject: SubjectPlan, seconds: float) -> list[G
     found = []
     for name, mode in kinds:
         start: Start = "latest" if mode == "broadcast" else draw.choice(("earliest", "earliest", "latest", "time"))
-        clients = CLIENTS[: draw.choice((1, 2))] if mode in ("once", "broadcast") else CLIENTS
+        clients = CLIENTS[: draw.choice((1, 2) if mode in ("once", "broadcast") else (1, 2, 3, 3))]
         away = None
         if draw.random() < 0.25:
             begin = draw.uniform(1.0, seconds / 2)

@@ -10,7 +10,7 @@ from plait.errors import PlaitError
 from plait.testing.sim import Process, Simulation
 from tests.sim.world.calls import Calls, Interrupted
 from tests.sim.world.ledger import Ledger
-from tests.sim.world.plan import Plan, SubjectPlan
+from tests.sim.world.plan import DOOMED, Plan, SubjectPlan
 
 
 class Reading:
@@ -27,7 +27,7 @@ class Reading:
         self._calls: list[Calls] = []
         self.settled = False
         #: The subject that it reads: one whose messages stay; None: there is none.
-        kept = [subject for subject in plan.subjects[:2] if subject.retention is None]
+        kept = [subject for subject in plan.subjects if subject.name != DOOMED and subject.retention is None]
         self.subject: SubjectPlan | None = random.Random(f"{plan.seed} reader").choice(kept) if kept else None
         #: The last sequence of each partition that the present reader has seen.
         self.seen: dict[str, int] = {}
@@ -61,7 +61,7 @@ class Reading:
         except Interrupted:
             return
         if not messages:
-            await self.simulation.sleep(0.05)
+            await self.simulation.sleep(0.2)
         for message in messages:
             partition = str(message.partition)
             expected = self.seen.get(partition, -1) + 1

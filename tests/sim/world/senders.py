@@ -19,6 +19,8 @@ from tests.sim.world.plan import DOOMED, Plan
 KEYS: list[str | None] = [*(f"k{n}" for n in range(8)), None]
 DELAYED_KEYS: list[str | None] = [*(f"{DELAYED}{n}" for n in range(8)), None]
 PADDING = (0, 0, 0, 100, 2000, 9000)
+#: A few of these are more than a small buffer takes.
+LARGE = (0, 1500, 2500)
 #: Refusals after which the message is certainly not stored.
 REFUSED = (FlowControl, DiskFull, SubjectNotFound)
 
@@ -46,7 +48,7 @@ class Senders:
         self.ledger = ledger
         self.sending = True
         self._addresses = addresses
-        self._limits = limits
+        self._limits = msgspec.structs.replace(limits, buffer_bytes=plan.buffer_bytes)
 
     async def run(self, process: Process) -> None:
         """What a producer does."""
@@ -68,7 +70,8 @@ class Senders:
         self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
     ) -> None:
         later = 3 if self.plan.delays else 0
-        how = draw.choices((self._posts, self._awaits, self._many, self._later), (4, 2, 2, later))[0]
+        ways = (self._posts, self._awaits, self._at_once, self._many, self._later)
+        how = draw.choices(ways, (3, 2, 2, 2, later))[0]
         await how(process, client, subject, draw, calls)
 
     def _record(self, process: Process, client: plait.Client, subject: str, key: str | None) -> Send:
@@ -99,6 +102,28 @@ class Senders:
         """One message, perhaps given up by its caller."""
         record = self._record(process, client, subject, draw.choice(KEYS))
         await self._settle(record, subject, calls(client.send(subject, self._body(record, draw), key=_key(record))))
+
+    async def _at_once(
+        self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls
+    ) -> None:
+        """Several tasks, each of which sends again when it has its receipt; a small buffer does not take all of it."""
+        keys = draw.sample(KEYS, 2)
+        for _ in range(draw.choice((2, 4))):
+            process.spawn(self._chain(process, client, subject, keys, draw))
+
+    async def _chain(
+        self,
+        process: Process,
+        client: plait.Client,
+        subject: str,
+        keys: Sequence[str | None],
+        draw: random.Random,
+    ) -> None:
+        for _ in range(3):
+            # Not one of ``calls``: a call that may be cancelled begins a step later, and its order is another.
+            record = self._record(process, client, subject, draw.choice(keys))
+            body = msgspec.json.encode(Body(int(record.value), "x" * draw.choice(LARGE)))
+            await self._settle(record, subject, client.send(subject, body, key=_key(record)))
 
     async def _many(
         self, process: Process, client: plait.Client, subject: str, draw: random.Random, calls: Calls

@@ -1,0 +1,142 @@
+"""The generators that look for defects: what each runs from one seed, and how many seeds it is given to find one.
+
+A generator draws a life from a seed, lets it happen to the shipped classes, and compares what came of it with what is
+promised. None of them knows which defect it is to find.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from plait.testing.disk import SimulatedDisk
+from tests.broker import ordered_world
+from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
+from tests.broker.test_schedule_model import Scheduling
+from tests.sim.cluster import Cluster
+from tests.sim.ordered_cluster import OrderedCluster
+from tests.sim.sink_cluster import SinkCluster
+from tests.sim.world.world import World
+from tests.support.broker_explorer import Explorer, either, kill
+from tests.support.broker_trace import Trace
+from tests.support.progress import within_cpu_seconds
+
+#: A seed whose run takes longer than this is a loop without progress.
+CPU_SECONDS = 60.0
+#: What every group is given to handle something: a world in which none does is stuck.
+QUIET_SECONDS = 12.0
+
+
+class Generator(NamedTuple):
+    """``run`` lets one seed happen, and raises when something is wrong."""
+
+    name: str
+    run: Callable[[int], None]
+    #: Seeds within which a defect is found.
+    seeds: int
+
+
+def _world(seed: int) -> None:
+    World(seed, seconds=4.0, quiet_seconds=QUIET_SECONDS).run()
+
+
+def _ordered_cluster(seed: int) -> None:
+    OrderedCluster(seed, quiet_seconds=QUIET_SECONDS, early=True).run()
+
+
+def _shared_cluster(seed: int) -> None:
+    # At most once means every message where no machine fails.
+    Cluster(seed, script=[]).run()
+
+
+def _sink_cluster(seed: int) -> None:
+    SinkCluster(seed).run()
+
+
+def _crash_points(seed: int) -> None:
+    if seed % 2:
+        Explorer(seed, "sync", either, every=5, first=seed % 5).run()
+    else:
+        Explorer(seed, "async", kill, every=5, first=seed % 5).run()
+
+
+def _ordered_model(seed: int) -> None:
+    ordered_world.World(seed, "sync" if seed % 2 else "async").run(250, cpu_seconds=5.0)
+
+
+def _schedule_model(seed: int) -> None:
+    drawn = settings(
+        max_examples=100,
+        stateful_step_count=50,
+        deadline=None,
+        database=None,
+        # Finding it is enough; making the example small takes longer.
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    machine = hypothesis.seed(seed)(type("Seeded", (Scheduling,), {}))
+    run_state_machine_as_test(machine, settings=drawn)
+
+
+def _lives(seed: int) -> None:
+    Trace(seed, "sync" if seed % 2 else "async", SimulatedDisk()).run()
+
+
+def _removed_files(seed: int) -> None:
+    check_all(range(seed, seed + LIVES), remove_files)
+
+
+def _overwritten_files(seed: int) -> None:
+    check_all(range(seed, seed + LIVES), overwrite)
+
+
+def _archivers(seed: int) -> None:
+    # Imported late: Arrow and Spark's classes take a second.
+    from tests.spark.slow_archivers import Archivers
+
+    with tempfile.TemporaryDirectory() as data, pytest.MonkeyPatch.context() as patch:
+        archivers = Archivers(seed, Path(data), patch)
+        for plant in archivers_plants:
+            plant(patch, archivers)
+        archivers.run()
+
+
+#: Defects of archivers look at the archivers that run.
+archivers_plants: list[Callable[..., None]] = []
+
+WORLDS = Generator("worlds", _world, 60)
+ORDERED_CLUSTER = Generator("ordered cluster", _ordered_cluster, 30)
+SHARED_CLUSTER = Generator("shared cluster", _shared_cluster, 16)
+SINK_CLUSTER = Generator("sink cluster", _sink_cluster, 20)
+CRASH_POINTS = Generator("crash explorer", _crash_points, 16)
+ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
+SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 6)
+BROKER_LIVES = Generator("lives of a broker", _lives, 20)
+REMOVED_FILES = Generator("lives whose files are removed", _removed_files, 8)
+OVERWRITTEN_FILES = Generator("lives whose files are overwritten", _overwritten_files, 8)
+ARCHIVERS = Generator("archivers", _archivers, 60)
+
+
+#: What a defect that does not fit the shipped classes any more comes to.
+BROKEN_CODE = (TypeError, AttributeError, NameError)
+
+
+def finds(generator: Generator, seed: int) -> BaseException | None:
+    """What the generator says is wrong with the run of a seed; None: it is fine."""
+    try:
+        with within_cpu_seconds(CPU_SECONDS):
+            generator.run(seed)
+    except BROKEN_CODE:
+        raise
+    except Exception as error:
+        if isinstance(error.__cause__, BROKEN_CODE):
+            raise
+        return error
+    return None

@@ -1,0 +1,82 @@
+"""Every defect that was mended and can be put back, and the generator that finds it.
+
+``docs/testing.md`` says what each was. A defect is a function that patches one method or constant of the shipped
+classes (or, for those of archivers, of the archivers that run).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+
+from tests.broker import test_lost_files as lost_files
+from tests.plants import generators
+from tests.plants.generators import Generator
+from tests.sim import cluster_defects, ordered_defects, sink_defects, world_defects
+from tests.support import broker_defects
+from tests.support import ordered_defects as model_defects
+
+Defect = Callable[[pytest.MonkeyPatch], None]
+
+
+class Plant(NamedTuple):
+    """A defect, the generator that finds it, and seeds with which that is quick."""
+
+    defect: Defect
+    generator: Generator
+    #: For the ordinary tests; none: they find it elsewhere, or only the long ones do.
+    seeds: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The defect's."""
+        return self.defect.__name__
+
+
+def of_archivers(patch: pytest.MonkeyPatch, defect: Callable[..., None]) -> None:
+    patch.setattr(generators, "archivers_plants", [defect])
+
+
+def ask_only_for_ones_own_number(patch: pytest.MonkeyPatch) -> None:
+    """A slow archiver commits a manifest over later ones."""
+    from tests.spark.archiver_defects import asks_only_for_its_own_number
+
+    of_archivers(patch, asks_only_for_its_own_number)
+
+
+PLANTS: list[Plant] = [
+    # Delayed messages and routes.
+    Plant(world_defects.deliver_behind_the_fence, generators.WORLDS),
+    Plant(ordered_defects.ask_brokers_that_hold_nothing, generators.ORDERED_CLUSTER),
+    Plant(broker_defects.forget_what_is_filed, generators.SCHEDULE_MODEL, (1, 2)),
+    # Storage.
+    Plant(broker_defects.trust_the_page_cache, generators.CRASH_POINTS),
+    Plant(broker_defects.define_partitions_once, generators.CRASH_POINTS),
+    Plant(broker_defects.believe_numbers_alone, generators.CRASH_POINTS),
+    Plant(broker_defects.delete_letters_before_it_is_known, generators.CRASH_POINTS),
+    Plant(broker_defects.leave_consume_files_of_the_dead, generators.CRASH_POINTS),
+    Plant(broker_defects.remember_who_left, generators.BROKER_LIVES, (1, 2, 3, 4, 5, 6)),
+    Plant(lost_files.believe_marks_of_frames_alone, generators.OVERWRITTEN_FILES),
+    Plant(lost_files.begin_where_the_first_file_does, generators.REMOVED_FILES),
+    # Ordered groups.
+    Plant(broker_defects.skip_copies_behind_a_stale_start, generators.ORDERED_MODEL, (0,)),
+    Plant(model_defects.take_a_row_that_does_not_fit_again, generators.ORDERED_MODEL, (0, 2)),
+    Plant(model_defects.believe_any_number, generators.ORDERED_MODEL, (0, 2, 4)),
+    Plant(model_defects.believe_any_key, generators.ORDERED_MODEL, (4, 8)),
+    Plant(model_defects.believe_any_name, generators.ORDERED_MODEL, (10,)),
+    Plant(model_defects.keep_recovered_keys_apart, generators.ORDERED_MODEL, (21, 29)),
+    Plant(model_defects.count_rows_of_others, generators.ORDERED_MODEL, (2,)),
+    Plant(model_defects.remember_every_key, generators.ORDERED_MODEL, (4,)),
+    # Clients and apps.
+    Plant(world_defects.interrupt_closing, generators.WORLDS),
+    Plant(world_defects.start_a_known_group_again_on_new_partitions, generators.WORLDS),
+    Plant(world_defects.end_the_app_with_a_body_that_does_not_decode, generators.WORLDS, (17,)),
+    Plant(world_defects.overtake_sends_that_wait_for_room, generators.WORLDS, (1,)),
+    Plant(world_defects.return_a_message_while_its_thread_runs, generators.WORLDS, (10,)),
+    Plant(cluster_defects.throw_rows_away_at_a_clean_stop, generators.SHARED_CLUSTER, (0,)),
+    # Archives and Spark.
+    Plant(ask_only_for_ones_own_number, generators.ARCHIVERS, (10, 2, 0, 4)),
+    Plant(sink_defects.forget_decisions_by_the_wall_clock, generators.SINK_CLUSTER),
+]
