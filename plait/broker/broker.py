@@ -186,9 +186,7 @@ class Broker:
         self.snapshots.make(clean=clean)
 
     def begin_checkpoint(self, *, clean: bool = False, waited_for: bool = False) -> CheckpointWork:
-        """Begin one. Call its ``copy_some`` while that says that there is more, in turns in between which others may
-        change what they like; its ``run`` where blocking is fine; then ``end_checkpoint``.
-        """
+        """Begin one: copy it with ``copy_some``, call ``run`` where blocking is fine, then ``end_checkpoint``."""
         return self.snapshots.begin(clean=clean, waited_for=waited_for)
 
     def settled_position(self) -> Position:
@@ -223,11 +221,13 @@ class Broker:
 
     def add_group(self, group: Group) -> None:
         self.group_count += 1
+        self.leases.add(group)
 
     def remove_group(self, group: Group) -> None:
         group.partition.remove_group(group)
         group.partition.waiting.pop(group, None)
         group.expected = 0
+        self.leases.remove(group)
         self.group_count -= 1
 
     # --- subjects -------------------------------------------------------------------------------

@@ -6,8 +6,8 @@ asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from plait.limits import LOGICAL_PARTITIONS
 if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.group import Consumer, Group
+
+
+#: Groups that are looked at in one turn: a look at one that waits for nothing takes a microsecond or two.
+LOOK_GROUPS: Final = 2_000
 
 
 class Leased(NamedTuple):
@@ -48,6 +52,8 @@ class Leases:
         self.waits_for_floors = False
         #: (subject, group) → locks are granted under these epochs or higher ones.
         self._floors: dict[tuple[str, str], Steps] = {}
+        #: The ordered groups, by their ids.
+        self._groups: dict[int, OrderedGroup] = {}
 
     @property
     def seconds(self) -> float:
@@ -171,15 +177,30 @@ class Leases:
                 for waiter in [each for each in group.waiters if each.consumer is consumer]:
                     waiter.time_out()
 
+    def add(self, group: Group) -> None:
+        """A group is known."""
+        if isinstance(group, OrderedGroup):
+            self._groups[group.id] = group
+
+    def remove(self, group: Group) -> None:
+        """A group is gone."""
+        self._groups.pop(group.id, None)
+
     def look(self) -> None:
-        """Grant what could not be granted before. Call it every second."""
-        for partition in self._broker.partitions.values():
-            for group in partition.groups.values():
-                if isinstance(group, OrderedGroup) and group.consumers:
-                    try:
-                        group.pass_on(self._broker, self.now())
-                    except Exception:  # noqa: BLE001 (it is logged there)
-                        self._broker.waking.failed(group)
+        """The same as ``look_steps``, at once."""
+        for _ in self.look_steps():
+            pass
+
+    def look_steps(self) -> Iterator[None]:
+        """Grant what could not be granted before, in steps of one loop turn each. Call it every second."""
+        for number, group in enumerate(list(self._groups.values()), 1):
+            if group.consumers and group.id in self._groups:
+                try:
+                    group.pass_on(self._broker, self.now())
+                except Exception:  # noqa: BLE001 (it is logged there)
+                    self._broker.waking.failed(group)
+            if number % LOOK_GROUPS == 0:
+                yield
 
 
 def _parked(group: OrderedGroup, lps: LpSet) -> tuple[list[int], list[int]]:

@@ -138,5 +138,6 @@ def drop_partition(broker: Broker, partition: Partition) -> None:
         broker.producers.forget_partition(partition.id)
     for group in partition.groups.values():
         group.expected = 0
+        broker.leases.remove(group)
     broker.group_count -= len(partition.groups)
     broker.snapshots.remove(partition)

@@ -279,16 +279,23 @@ class Server(Listener):
         while True:
             await asyncio.sleep(TICK_SECONDS)
             try:
-                self.tick()
+                for _ in self._ticking():
+                    await asyncio.sleep(0)
             except OSError as error:
                 self._space.begin(f"the disk does not tell how full it is: {error}")
 
     def tick(self) -> None:
         """What is looked at every second; tests on a manual clock call it themselves."""
+        for _ in self._ticking():
+            pass
+
+    def _ticking(self) -> Iterator[None]:
+        """The same in steps of one loop turn each."""
         self.abort_overdue()
         self._lose_silent()
+        yield
         # What waited for the end of a lease that nobody knows of.
-        self.broker.leases.look()
+        yield from self.broker.leases.look_steps()
         # Their timer counts on another clock, which stands still while the machine is suspended.
         self.broker.run_timers()
         self._check_files()
