@@ -244,14 +244,15 @@ class Broker:
         """The subject, its messages and its groups are gone."""
         subjects.delete_subject(self, subject)
 
-    def append_own(self, frame: FrameParts, copies: int = 1) -> int:
-        """Append a frame of the broker's own to the message log, so many times; the offset of the first."""
+    def append_own(self, *frames: FrameParts) -> int:
+        """Append frames of the broker's own to the message log, in one segment; the offset of the first."""
+        size = sum(frame.size for frame in frames)
         try:
-            self.message_log.place_for(copies * frame.size, own=True)
+            self.message_log.place_for(size, own=True)
         except OSError as error:
             raise self.disk_error(error) from error
         self._mark()
-        return self.message_log.append(frame.parts * copies, copies * frame.size)
+        return self.message_log.append([part for frame in frames for part in frame.parts], size)
 
     # --- sends ----------------------------------------------------------------------------------
 

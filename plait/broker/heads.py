@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from plait.frame.builder import FrameParts
 from plait.frame.header import pack_stamp
+from plait.limits import KIB
 from plait.storage.action_log import (
     DEFINITIONS,
     DEFINITIONS_MAX,
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from plait.broker.broker import Broker
     from plait.broker.partition import Partition
 
+#: Bytes between the two frames that define a partition: the largest sector of disks, so that a bad one leaves one of
+#: them whole.
+APART = 4 * KIB
 #: Rows of one frame of the catalog.
 HEAD_ROWS = 5_000
 #: Partitions of one chunk: encoding one takes about a millisecond, and 100,000 partitions are some 1,600 frames.
@@ -152,18 +156,23 @@ class Heads:
 
     # --- frames ---------------------------------------------------------------------------------
 
-    def catalog(self, rows: list[PartitionRow]) -> FrameParts:
+    def catalog(self, rows: list[PartitionRow], padding: int = 0) -> FrameParts:
         """A frame that defines partitions."""
         broker = self._broker
-        return catalog_frame(rows, time=broker.clock.now(), durable=broker.message_log.durable, epoch=broker.epoch)
+        durable = broker.message_log.durable
+        return catalog_frame(rows, time=broker.clock.now(), durable=durable, epoch=broker.epoch, padding=padding)
 
     def define(self, rows: list[PartitionRow]) -> None:
-        """Write catalog rows to the message log, in two equal frames.
+        """Write catalog rows to the message log, in two equal frames that stand ``APART``.
 
-        Frames name their partition by its number: if the one that defines it were damaged before a checkpoint has the
-        definition, intact rows could not be reached.
+        Frames name their partition by its number: if the frame that defines it were damaged before a checkpoint has the
+        definition, intact rows could not be reached. Both copies stand before the first row, as a scan behind damage
+        believes only frames of partitions that it knows. The padded frame between them repeats one row.
         """
-        self._broker.append_own(self.catalog(rows), copies=2)
+        # Small segments have less space for the broker's own frames.
+        apart = min(APART, self._broker.message_log.margin)
+        frame = self.catalog(rows)
+        self._broker.append_own(frame, self.catalog(rows[:1], padding=apart), frame)
 
     def of_message_segment(self, previous_end: int) -> list[FrameParts]:
         """All partitions."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from plait.frame.builder import FrameParts, body_column
-from plait.frame.columns import Column
+from plait.frame.builder import FrameParts, assemble, body_column
+from plait.frame.columns import Codec, Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.storage.head_rows import HeadRows, head_rows
@@ -107,15 +107,22 @@ _decoder = msgspec.msgpack.Decoder(PartitionRow)
 
 
 def catalog_frame(
-    rows: list[PartitionRow], *, time: int, durable: int, epoch: int, previous_end: int = 0
+    rows: list[PartitionRow], *, time: int, durable: int, epoch: int, previous_end: int = 0, padding: int = 0
 ) -> FrameParts:
-    """A frame that defines partitions. At the head of a segment it says where the one before ended."""
-    encoded = HeadRows(len(rows), body_column([_encoder.encode(row) for row in rows]))
-    return encoded.frame(1, previous_end, pack_stamp(CATALOG, 0, time, durable, epoch))
+    """A frame that defines partitions, longer by ``padding`` bytes than it has to be.
+
+    At the head of a segment it says where the one before ended.
+    """
+    columns = [body_column([_encoder.encode(row) for row in rows])]
+    if padding:
+        # No zeros: a scan takes a sector of zeros for one that never reached the disk.
+        columns.append((Column.NOTE, Codec.RAW, [b"\xff" * padding]))
+    stamp = pack_stamp(CATALOG, 0, time, durable, epoch)
+    return assemble(columns, count=len(rows), producer=0, first=1, previous=previous_end, flags=0, stamp=stamp)
 
 
 def encode_catalog(rows: list[PartitionRow]) -> list[HeadRows]:
-    """The same for the head of a segment (``HeadRows.frame``)."""
+    """Rows that define partitions, for the head of a segment (``HeadRows.frame``)."""
     return head_rows([_encoder.encode(row) for row in rows], ROWS_MAX)
 
 

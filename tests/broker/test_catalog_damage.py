@@ -13,9 +13,9 @@ from tests.support.broker_node import Node, Producer
 PATH = "message/00000000000000000000.log"
 
 
-def with_rows() -> tuple[Node, list[bytes], list[tuple[int, int]]]:
+def with_rows(segment_size: int = 65536) -> tuple[Node, list[bytes], list[tuple[int, int]]]:
     """A subject with 50 rows that no checkpoint knows; (offset, size) of the frames that define it."""
-    node = Node(flush="sync", message_segment_size=65536)
+    node = Node(flush="sync", message_segment_size=segment_size)
     producer = Producer(7)
     bodies = [b"%d" % number for number in range(50)]
     for body in bodies:
@@ -36,6 +36,23 @@ def test_no_flipped_bit_in_a_catalog_frame_loses_a_subject():
             disk.flip_bit(PATH, offset + byte, byte % 8)
             again = Node(disk, node.clock, node.config)
             assert again.bodies("orders") == bodies, f"byte {byte} of the frame at {offset}"
+
+
+@pytest.mark.parametrize("filling", [b"\0", b"\xa5"])
+def test_no_damaged_sector_of_4096_bytes_makes_rows_outside_of_it_unreachable(filling: bytes):
+    node, bodies, frames = with_rows(1 << 20)
+    rows = [(offset, frame.size) for offset, frame in LogScan(node.broker.message_log, 0) if frame.partition != CATALOG]
+    (first, size), (last, _) = frames[0], frames[-1]
+    edges = [first - 4096, first + size - 4096, first, last - 4096, last]
+    for start in sorted({*edges, *range(first - 4096, rows[1][0], 104)}):
+        damaged = range(max(start, 0), start + 4096)
+        if not damaged:
+            continue
+        disk = node.disk.copy()
+        disk.open(PATH).write([filling * len(damaged)], damaged.start)
+        again = Node(disk, node.clock, node.config)
+        whole = [at + size <= damaged.start or at >= damaged.stop for at, size in rows]
+        assert again.bodies("orders") == [body for body, kept in zip(bodies, whole, strict=True) if kept], damaged
 
 
 @pytest.mark.parametrize("byte", [8, 150])

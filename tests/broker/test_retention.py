@@ -319,7 +319,9 @@ def test_where_no_archive_is_waited_for_its_note_does_not_matter():
     for _ in range(6):
         node.clock.advance(100)
         node.checkpoint()
-    assert len(node.retention.run()) == 3
+    segments = len(node.broker.message_log.segments)
+    assert segments > 3
+    assert len(node.retention.run()) == segments - 1
     node.broker.stop()
 
 

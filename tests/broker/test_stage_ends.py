@@ -150,12 +150,8 @@ def test_more_stages_end_at_once_than_one_frame_of_the_catalog_takes(
 ) -> None:
     monkeypatch.setattr(staging, "HEAD_ROWS", 3)
     sizes: list[int] = []
-    catalog = node.broker.heads.catalog
-    monkeypatch.setattr(
-        node.broker.heads,
-        "catalog",
-        lambda rows, *head: sizes.extend([] if head else [len(rows)]) or catalog(rows, *head),
-    )
+    define = node.broker.heads.define
+    monkeypatch.setattr(node.broker.heads, "define", lambda rows: sizes.append(len(rows)) or define(rows))
     tasks = [Task(n) for n in range(1, 9)]
     for task in tasks:
         task.write(node, b"a")
