@@ -15,7 +15,7 @@ import pytest
 from plait.broker import forwards as forwards_module
 from plait.broker import sealing
 from plait.broker.forwards import Forwards, Way
-from plait.errors import DiskFull, PlaitError, StaleRoute
+from plait.errors import DiskFull, FlowControl, PlaitError, StaleRoute
 from plait.frame.columns import Column
 from plait.frame.lp import lp_of_key
 from plait.frame.view import FrameView
@@ -153,7 +153,11 @@ class Model:
         answers: list[PlaitError | None] = []
         other = self.nodes[forward.group]
         frame = FrameView(bytes(waiting.frame.buffer))
-        other.broker.submit(other.partition(forward.name), frame, lambda _, error: answers.append(error))
+        try:
+            other.broker.submit(other.partition(forward.name), frame, lambda _, error: answers.append(error))
+        except FlowControl:
+            # A checkpoint of its has taken long: it is asked again.
+            return False
         other.turn()
         [error] = answers
         if self.draw.random() < 0.2:
@@ -213,6 +217,9 @@ class Model:
 
     def finish(self) -> None:
         """Everything becomes due and arrives."""
+        for node in self.nodes.values():
+            while node.broker.snapshots.work is not None:
+                node.checkpoint_step()
         for _ in range(12):
             for node in self.nodes.values():
                 node.clock.advance(10.0)

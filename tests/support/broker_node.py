@@ -290,6 +290,10 @@ class Node:
         return [row.body for row in self.stored(subject)]
 
     def checkpoint(self) -> None:
+        work = self.broker.snapshots.work
+        if work is not None and work.sync is not None:
+            # A thread is at it, and comes back.
+            self.checkpoint_step()
         self.broker.checkpoint()
 
     def checkpoint_step(self) -> None:
