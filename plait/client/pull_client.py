@@ -16,14 +16,16 @@ from typing import Any, NamedTuple, Protocol
 from plait import tasks
 from plait.client.delivered import Delivered
 from plait.client.node import Node
+from plait.client.pending import merged
 from plait.client.settling import Piece, Settling
+from plait.client.splitting import split_nack
 from plait.client.spool import Spool
 from plait.client.types import PartitionName
 from plait.client.words import UNBEGUN, EpochRange, Failed
 from plait.errors import FrameError, GroupBusy, PlaitError, StaleRoute, StaleSession, Unavailable
 from plait.frame.lp import LpSet
 from plait.frame.view import frames_in
-from plait.limits import ClientLimits
+from plait.limits import REQUEST_RANGES_MAX, ClientLimits
 from plait.reason import Reason
 from plait.retry import Retry
 from plait.wire import messages as m
@@ -203,7 +205,8 @@ class PullClient:
         while ranges or self.pulls:
             # It ends the pulls that wait at the broker, too: they would only bring the same rows again. What such a
             # pull brought just before comes before the answer.
-            await link.request(m.Nack(self._session, ranges, *UNBEGUN))
+            for nack in split_nack(m.Nack(self._session, ranges, *UNBEGUN)):
+                await link.request(nack)
             ranges = self._unbegun()
             if not ranges:
                 break
@@ -238,9 +241,26 @@ class PullClient:
         """What proves that a session is this one's, where that is needed."""
         return 0
 
+    def _holds(self) -> list[EpochRange]:
+        """What is still here, in as many ranges as one attach takes."""
+        holds = merged([piece for delivered in self.open for piece in delivered.open_ranges()])
+        if len(holds) > REQUEST_RANGES_MAX:
+            # Rows that no handler has begun with come again.
+            self._drop(self._feed.take_back(self))
+            holds = merged([piece for delivered in self.open for piece in delivered.open_ranges()])
+        holds += merged(self.settling.unsent)
+        if len(holds) > REQUEST_RANGES_MAX:
+            log.warning(
+                "%s: messages being handled lie in %d separate ranges, and a broker takes %d when a consumer attaches; "
+                "the rest may be delivered again",
+                self.partition,
+                len(holds),
+                REQUEST_RANGES_MAX,
+            )
+        return holds[:REQUEST_RANGES_MAX]
+
     async def _attach(self, link: Link) -> None:
-        holds = [piece for delivered in self.open for piece in delivered.open_ranges()]
-        holds += self.settling.unsent
+        holds = self._holds()
         terms = self._terms
         attached = await _attach(
             link,

@@ -8,13 +8,14 @@ counts: an ack after a nack, or a nack after an ack, changes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from plait import tasks
 from plait.client.delivered import Delivered, Owner
 from plait.client.pending import Pending, PlainPending
+from plait.client.splitting import split_ack, split_nack
 from plait.client.spool import Spool
 from plait.client.words import FAILED, EpochRange, Failed
 from plait.errors import Closed, PlaitError, StaleSession, Timeout, Unavailable
@@ -237,7 +238,8 @@ class Settling:
                 await self._tell_failures(link, session, saying)
                 acks = saying.ack(session)
                 if acks is not None:
-                    await link.request(acks)
+                    for ack in split_ack(acks):
+                        await link.request(ack)
                 self._listener.told()
             except BaseException as error:
                 self._saying = None
@@ -274,15 +276,16 @@ class Settling:
 
     async def _tell_failures(self, link: Link, session: int, saying: Pending) -> None:
         """Send them all; what the broker has is taken out. Raises the first error, once all answers are in."""
-        ways = saying.failures()
-        for at in range(0, len(ways), REQUESTS_MAX):
-            some = ways[at : at + REQUESTS_MAX]
-            answers = await asyncio.gather(
-                *(link.request(saying.nack(session, failed)) for failed in some), return_exceptions=True
-            )
-            for failed, answer in zip(some, answers, strict=True):
+        nacks = [(failed, nack) for failed in saying.failures() for nack in split_nack(saying.nack(session, failed))]
+        unanswered = Counter(failed for failed, _ in nacks)
+        for at in range(0, len(nacks), REQUESTS_MAX):
+            some = nacks[at : at + REQUESTS_MAX]
+            answers = await asyncio.gather(*(link.request(nack) for _, nack in some), return_exceptions=True)
+            for (failed, _), answer in zip(some, answers, strict=True):
                 if not isinstance(answer, BaseException):
-                    saying.told(failed)
+                    unanswered[failed] -= 1
+                    if not unanswered[failed]:
+                        saying.told(failed)
                     if answer.dead:
                         self._listener.died(answer.dead, failed)
             for answer in answers:

@@ -11,10 +11,10 @@ from plait import names
 from plait.broker.group import Delivery, Failure
 from plait.broker.membership import resolve_start
 from plait.broker.partition import Batch
-from plait.errors import InvalidArgument, PlaitError, ProtocolError, StaleRoute, VersionMismatch
+from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, VersionMismatch
 from plait.frame.header import SEQUENCE_MAX
 from plait.frame.view import FrameView
-from plait.limits import LOGICAL_PARTITIONS
+from plait.limits import FAILED_RANGES_MAX, LOGICAL_PARTITIONS, REQUEST_RANGES_MAX
 from plait.reason import Reason
 from plait.retry import ATTEMPTS_MAX, WAIT_SECONDS_MAX
 from plait.server import admin, admin_partition, admin_stage
@@ -181,7 +181,7 @@ class Handlers:
             attach.client,
             start=attach.start,
             delivery=attach.delivery,  # type: ignore[arg-type]
-            holds=_checked(attach.holds),
+            holds=_checked(_bounded(attach.holds)),
             holds_of=attach.partition,
             retry=attach.retry,
             ordered=attach.ordered,
@@ -231,11 +231,14 @@ class Handlers:
 
     def _ack(self, connection: Connection, correlation: int, ack: m.Ack, _: memoryview) -> None:
         consumer = connection.consumer(ack.session)
-        ranges, tags = _with_tags(ack.ranges, ack.tags)
+        ranges, tags = _with_tags(_bounded(ack.ranges), ack.tags)
         self._broker.ack(consumer, ranges, lambda: connection.answer(correlation, m.Done()), tags)
 
     def _nack(self, connection: Connection, correlation: int, nack: m.Nack, _: memoryview) -> None:
         consumer = connection.consumer(nack.session)
+        _bounded([*nack.ranges, *nack.lp_ranges])
+        if nack.counted:
+            _bounded(nack.ranges, FAILED_RANGES_MAX, "FAILED_RANGES_MAX")
         delay = nack.delay
         if delay is not None and not 0 <= delay <= WAIT_SECONDS_MAX:
             raise InvalidArgument(f"a delay of {delay} seconds is not possible; use 0 to {WAIT_SECONDS_MAX:.0f}")
@@ -329,6 +332,19 @@ class Handlers:
     @staticmethod
     def _answer_admin(connection: Connection, correlation: int, result: Any) -> None:
         connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
+
+
+def _bounded(
+    ranges: list[m.EpochRange], most: int = REQUEST_RANGES_MAX, name: str = "REQUEST_RANGES_MAX"
+) -> list[m.EpochRange]:
+    """Ranges of one request, which are handled in one go: other clients wait meanwhile."""
+    if len(ranges) > most:
+        raise LimitExceeded(
+            f"a request with {len(ranges)} ranges of messages is over the limit of {most} ({name}); send several",
+            limit=name,
+            value=most,
+        )
+    return ranges
 
 
 def _checked(ranges: list[m.EpochRange]) -> list[m.EpochRange]:

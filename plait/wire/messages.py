@@ -415,18 +415,23 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Any]] = {
 }
 _encoder = msgspec.msgpack.Encoder()
 
-#: The largest head: half a million ranges of a consumer that holds every other row.
+#: The largest head: an answer with half a million ranges.
 HEAD_SIZE_MAX = 8 * MIB
 #: Heads whose values may be anything: a byte of them can become a whole object.
 OPEN_HEAD_SIZE_MAX = 64 * KIB
 #: Every logical partition by itself and many times the parked keys that a group may have; many sessions. More would
 #: keep a server from everything else while it is decoded.
 LEASE_HEAD_SIZE_MAX = 1 * MIB
+#: ``REQUEST_RANGES_MAX`` ranges with tags, the runs of all logical partitions and a reason, several times over.
+RANGES_HEAD_SIZE_MAX = 256 * KIB
 #: What an error says; the value it names may be long.
 MESSAGE_LENGTH_MAX = 4_000
 _HEAD_SIZES_MAX = {
     Admin.KIND: OPEN_HEAD_SIZE_MAX,
     Failure.KIND: OPEN_HEAD_SIZE_MAX,
+    Attach.KIND: RANGES_HEAD_SIZE_MAX,
+    Ack.KIND: RANGES_HEAD_SIZE_MAX,
+    Nack.KIND: RANGES_HEAD_SIZE_MAX,
     Lease.KIND: LEASE_HEAD_SIZE_MAX,
     Renew.KIND: LEASE_HEAD_SIZE_MAX,
     # Its result is not decoded here; a listing may fill a packet.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait import errors
 from plait.errors import PlaitError, ProtocolError
-from plait.limits import STAGES_PAGE_MAX
+from plait.limits import LOGICAL_PARTITIONS, REQUEST_RANGES_MAX, STAGES_PAGE_MAX
 from plait.reason import Reason
 from plait.retry import Retry
 from plait.wire import messages as m
@@ -210,7 +210,7 @@ def test_a_head_nested_without_end_is_refused(kind: type[m.Message]):
     ("kind", "before"), [(m.Attach, b"\x94\xa1s\xa1g\xa1c"), (m.Admin, b"\x92\xa1s\x81\xa1k"), (m.Hello, b"")]
 )
 def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kind: type[m.Message], before: bytes):
-    count = m.HEAD_SIZE_MAX - 100
+    count = (m.RANGES_HEAD_SIZE_MAX if kind is m.Attach else m.HEAD_SIZE_MAX) - 100
     head = before + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     tracemalloc.start()
     try:
@@ -223,15 +223,22 @@ def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kin
 
 def test_a_head_over_its_limit_is_refused_unread():
     with pytest.raises(ProtocolError, match=f"over the limit of {m.HEAD_SIZE_MAX}"):
-        decode(m.Ack.KIND, bytes(m.HEAD_SIZE_MAX + 1))
+        decode(m.Pulled.KIND, bytes(m.HEAD_SIZE_MAX + 1))
+    for kind in (m.Attach, m.Ack, m.Nack):
+        with pytest.raises(ProtocolError, match=f"over the limit of {m.RANGES_HEAD_SIZE_MAX}"):
+            decode(kind.KIND, bytes(m.RANGES_HEAD_SIZE_MAX + 1))
     with pytest.raises(ProtocolError, match=f"over the limit of {m.OPEN_HEAD_SIZE_MAX}"):
         decode(m.Admin.KIND, bytes(m.OPEN_HEAD_SIZE_MAX + 1))
 
 
-def test_a_consumer_may_name_half_a_million_ranges():
-    ranges = [(2 * n + 2**32, 2 * n + 2**32 + 1, 3) for n in range(1 << 18)]
-    message = m.Ack(1, ranges)
-    assert decode(m.Ack.KIND, m.encode(message)) == message
+def test_a_consumer_may_get_many_ranges_and_name_as_many_as_the_limit():
+    pulled = m.Pulled([(2 * n + 2**32, 2 * n + 2**32 + 1, 3) for n in range(1 << 18)])
+    assert decode(m.Pulled.KIND, m.encode(pulled)) == pulled
+    ranges = [(2**62 + 2 * n, 2**62 + 2 * n + 1, 2**62) for n in range(REQUEST_RANGES_MAX)]
+    tags = [2**62] * REQUEST_RANGES_MAX
+    lps = [(lp, lp + 1) for lp in range(LOGICAL_PARTITIONS)]
+    nack = m.Nack(1, ranges, 1.0, Reason("t" * 200, "\N{GRINNING FACE}" * 1000), tags=tags, lps=lps)
+    assert decode(m.Nack.KIND, m.encode(nack)) == nack
 
 
 def test_a_listing_may_fill_a_packet():

@@ -1,0 +1,87 @@
+"""Acks, nacks and claims of very many separate ranges reach the broker in requests of a bounded size."""
+
+from __future__ import annotations
+
+import pytest
+
+import plait
+from plait.client.splitting import split_ack, split_nack
+from plait.limits import FAILED_RANGES_MAX, REQUEST_RANGES_MAX
+from plait.testing import EmbeddedBroker
+from plait.wire import messages as m
+from tests.client.support import fetch_all, numbers, send
+
+#: Rows of which every other one is more ranges than one request takes.
+MANY = 2 * REQUEST_RANGES_MAX + 100
+
+
+async def test_acks_and_nacks_of_every_other_message_arrive(client: plait.Client) -> None:
+    await send(client, MANY)
+    async with client.consumer("s", group="g", prefetch=MANY) as consumer:
+        held = await fetch_all(consumer, MANY)
+        for message in held[::2]:
+            message.ack()
+        await consumer.flush()
+        assert (await client.admin.group("s", "g")).lag == MANY // 2
+        for message in held[1::2]:
+            message.nack(delay=0)
+        await consumer.flush()
+        again = await fetch_all(consumer, MANY // 2)
+        assert numbers(again) == list(range(1, MANY, 2))
+        assert {message.attempt for message in again} == {2}
+        for message in again:
+            message.ack()
+    assert (await client.admin.group("s", "g")).lag == 0
+
+
+async def test_a_consumer_that_holds_every_other_message_attaches_again(
+    broker: EmbeddedBroker, client: plait.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    await send(client, MANY + 10)
+    async with client.consumer("s", group="g", prefetch=MANY + 10) as consumer:
+        held = await fetch_all(consumer, MANY)
+        for message in held[::2]:
+            message.ack()
+        await consumer.flush()
+        await broker.restart()
+        # The broker keeps for it what one request names. The rest comes again, and so does what was pulled ahead.
+        rest = (MANY // 2) - REQUEST_RANGES_MAX
+        again = await fetch_all(consumer, rest + 10)
+        assert sorted(numbers(again)) == [*numbers(held[1::2])[-rest:], *range(MANY, MANY + 10)]
+        for message in [*held[1::2], *again]:
+            message.ack()
+    assert (await client.admin.group("s", "g")).lag == 0
+    assert f"lie in {MANY // 2} separate ranges, and a broker takes {REQUEST_RANGES_MAX}" in caplog.text
+
+
+def ranges(count: int) -> list[tuple[int, int, int]]:
+    return [(2 * n, 2 * n + 1, 1) for n in range(count)]
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_a_split_request_says_the_same(tagged: bool) -> None:
+    count = 2 * REQUEST_RANGES_MAX + 1
+    tags = list(range(count)) if tagged else []
+    acks = list(split_ack(m.Ack(5, ranges(count), tags)))
+    assert [len(ack.ranges) for ack in acks] == [REQUEST_RANGES_MAX, REQUEST_RANGES_MAX, 1]
+    assert [each for ack in acks for each in ack.ranges] == ranges(count)
+    assert [tag for ack in acks for tag in ack.tags] == tags
+    nacks = list(split_nack(m.Nack(5, ranges(count), 2.0, tags=tags)))
+    assert max(len(nack.ranges) for nack in nacks) == FAILED_RANGES_MAX
+    assert [each for nack in nacks for each in nack.ranges] == ranges(count)
+    assert [tag for nack in nacks for tag in nack.tags] == tags
+    assert {(nack.session, nack.delay) for nack in nacks} == {(5, 2.0)}
+
+
+def test_rows_that_are_given_back_by_their_logical_partitions_are_split_too() -> None:
+    count = REQUEST_RANGES_MAX + 1
+    nack = m.Nack(
+        5, ranges(3), counted=False, tags=[1, 2, 3], lps=[(0, 9)], lp_ranges=ranges(count), lp_tags=[4] * count
+    )
+    parts = list(split_nack(nack))
+    assert [len(part.ranges) + len(part.lp_ranges) for part in parts] == [REQUEST_RANGES_MAX, 1, 3]
+    assert [part.lps for part in parts] == [[(0, 9)], [(0, 9)], []]
+    assert [tag for part in parts for tag in part.lp_tags] == [4] * count
+    # A nack of nothing ends the pulls that wait.
+    empty = m.Nack(5, [], counted=False)
+    assert list(split_nack(empty)) == [empty]
