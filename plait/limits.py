@@ -127,6 +127,10 @@ RESERVED: Final = "%"
 PARTITION_PATTERN: Final = re.compile(r"[A-Za-z0-9_%][A-Za-z0-9_.%:#-]*")
 PARTITION_LENGTH_MAX: Final = NAME_LENGTH_MAX + 20
 TAG_LENGTH_MAX: Final = 127
+#: Groups that are remembered of the partitions that have left a subject's route, 100 bytes each: the route is read with
+#: all of them. Broadcasts go first, then those of the partitions that left first; a group that is not remembered counts
+#: as new.
+REMEMBERED_GROUPS_MAX: Final = 1_000
 
 
 class ServerLimits(msgspec.Struct, frozen=True, kw_only=True):

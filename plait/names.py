@@ -13,6 +13,9 @@ from plait.limits import (
     TAG_LENGTH_MAX,
 )
 
+#: A broadcast consumer is a group of its own, named after its client.
+BROADCAST_PREFIX = "%broadcast%"
+
 
 def check(kind: str, name: object) -> str:
     """A subject, group or client name, or ``InvalidName`` with the rule."""
@@ -32,6 +35,16 @@ def check_group(name: object) -> str:
             name=_shown(text),
         )
     return text
+
+
+def of_group(group: str | None, client: str) -> str:
+    """The name that servers know a group by. No group: the broadcast of a client, which is a group of its own."""
+    return BROADCAST_PREFIX + client if group is None else group
+
+
+def is_broadcast(name: str) -> bool:
+    """It is the name of a broadcast."""
+    return name.startswith(BROADCAST_PREFIX)
 
 
 def check_partition(name: object) -> str:

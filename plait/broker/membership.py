@@ -26,8 +26,6 @@ log = logging.getLogger("plait.broker")
 
 Delivery = Literal["at_least_once", "at_most_once"]
 
-#: A broadcast consumer is a group of its own, named after its client.
-BROADCAST_PREFIX = "%broadcast%"
 #: Partitions that are looked at in one turn for consumers and groups to forget.
 STEP_PARTITIONS = 1_000
 
@@ -101,7 +99,7 @@ class Membership:
         broker.refuse_when_stalled()
         partition = broker.partition_of(subject)
         broadcast = group_name is None
-        name = BROADCAST_PREFIX + client if group_name is None else group_name
+        name = names.of_group(group_name, client)
         group = partition.groups.get(name)
         if group is None:
             if ordered and (broadcast or delivery != "at_least_once"):
@@ -203,7 +201,7 @@ class Membership:
 
     def began(self, partitions: Iterable[str], group_name: str | None, client: str) -> int | None:
         """The oldest version of the route that a group began with at one of these; None: none of them knows it."""
-        name = BROADCAST_PREFIX + client if group_name is None else group_name
+        name = names.of_group(group_name, client)
         found = [self._broker.subjects[each] for each in partitions if each in self._broker.subjects]
         versions = [each.groups[name].definition.began for each in found if name in each.groups]
         return min(versions, default=None)

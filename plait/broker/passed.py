@@ -1,7 +1,7 @@
 """What the groups of a partition have passed of the logical partitions that it takes no more (R26).
 
 A broker reports it to the meta servers, who keep it: a consumer then needs no answer from a broker that holds nothing
-for its group, and a partition whose rows are gone leaves the route.
+for its group, and a partition whose rows are gone leaves the route. That it knew its groups is remembered there.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from plait.broker.group import Group
 from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
 from plait.frame.lp import runs_with
+from plait.limits import REMEMBERED_GROUPS_MAX
 from plait.storage.catalog import Fence
 
 if TYPE_CHECKING:
@@ -29,6 +30,17 @@ def passed(partition: Partition) -> dict[str, list[Fence]]:
         return {}
     groups = [group for group in partition.groups.values() if not group.definition.broadcast]
     return {group.name: _passed(group, partition.fences) for group in groups}
+
+
+def began(partition: Partition) -> dict[str, int]:
+    """Group → the version of the route that it began with; broadcasts too.
+
+    Where there are too many to be remembered: the newest, and broadcasts last.
+    """
+    groups = sorted(
+        (each.definition for each in partition.groups.values()), key=lambda each: (each.broadcast, -each.id)
+    )
+    return {each.name: each.began for each in groups[:REMEMBERED_GROUPS_MAX]}
 
 
 def _passed(group: Group, fences: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[Fence]:

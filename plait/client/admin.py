@@ -13,7 +13,7 @@ from plait.client.cluster import ClusterAdmin
 from plait.client.dead import DeadAdmin
 from plait.client.parked import ParkedAdmin
 from plait.client.schedule import ScheduleAdmin
-from plait.errors import InvalidArgument
+from plait.errors import GroupNotFound, InvalidArgument
 from plait.retry import Retry
 
 
@@ -207,9 +207,16 @@ class Admin(DeadAdmin, ScheduleAdmin, ClusterAdmin, ParkedAdmin):
         A consumer that comes later under the same name is the first member of a new group.
         """
         places = await self._places(subject)
-        # First the brokers, each of which refuses while it has a consumer of the group; then what members agreed on.
-        await self._each(places, "group.delete", None, group=group)
-        await self._run("group.forget", None, subject=subject, group=group)
+        # First the brokers, each of which refuses while it has a consumer of the group; then what members agreed on,
+        # and that partitions which have left the route knew it. It may be all that is known of the group.
+        missing: GroupNotFound | None = None
+        try:
+            await self._each(places, "group.delete", None, group=group)
+        except GroupNotFound as error:
+            missing = error
+        remembered = await self._run("group.forget", bool, subject=subject, group=group)
+        if missing is not None and not remembered:
+            raise missing
 
     async def server(self) -> dict[str, Any]:
         """Facts about the server."""

@@ -132,11 +132,11 @@ class Consumer:
         deadline = loop.time() + self._limits.request_seconds
         while True:
             route = await self._first_route(loop, deadline)
-            version = await began(self._router, route, self._terms, self._limits, deadline)
-            self._terms = self._terms._replace(began=version)
-            self._add_clients(route, self._terms)
-            self._retire_others(route)
             try:
+                version = await began(self._router, route, self._terms, self._limits, deadline)
+                self._terms = self._terms._replace(began=version)
+                self._add_clients(route, self._terms)
+                self._retire_others(route)
                 return await self._attach_first(loop, deadline)
             except StaleRoute:
                 # The route was known for a while, and a partition has left it meanwhile.

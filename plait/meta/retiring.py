@@ -19,30 +19,14 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta import routes
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
-from plait.meta.lps import NumberedRun, Numbers, spread
+from plait.meta.lps import Numbers, spread
+from plait.meta.remembered import Progress, forgetting, progress_of
 from plait.meta.routes import Place, Route
 from plait.meta.schema import Partition
 from plait.meta.subjects import Subjects, new_places
-from plait.meta.views import Lost, PartitionProgress
+from plait.meta.views import Lost, PartitionProgress, Remembered
 
 log = logging.getLogger("plait.meta")
-
-
-class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """What a broker has reported of a partition."""
-
-    #: Group → (first, end, fence) of the logical partitions that end there and that it is done with.
-    passed: dict[str, list[NumberedRun]] = {}
-    #: Rows below this are gone.
-    gone_below: int = 0
-
-
-_decoder = msgspec.msgpack.Decoder(Progress)
-
-
-def progress_of(row: Partition) -> Progress | None:
-    """What was reported of a partition; None: nothing yet."""
-    return _decoder.decode(row.progress) if row.progress else None
 
 
 class Retiring:
@@ -66,7 +50,7 @@ class Retiring:
             # One of an earlier partition of that name has heard of older routes only.
             if row is None or row.subject != report.subject or row.state != "kept" or not 0 < row.told <= report.route:
                 continue
-            body = msgspec.msgpack.encode(Progress(report.passed, report.gone_below))
+            body = msgspec.msgpack.encode(Progress(report.passed, report.gone_below, report.began))
             if body != row.progress:
                 pairs.append((row, msgspec.structs.replace(row, progress=body)))
         if pairs:
@@ -92,6 +76,42 @@ class Retiring:
             with self._core.change() as change:
                 # However many steps it took, it is one change.
                 self._subjects.publish(change, msgspec.structs.replace(route, version=before.version + 1))
+
+    # --- groups of partitions that have left ------------------------------------------------------
+
+    def remembered(self, subject: str, name: str) -> Remembered:
+        """Whether partitions that have left the subject's route knew a group."""
+        mirror = self._core.mirror
+        if mirror.subject(subject) is None:
+            return Remembered(0, None)
+        route = mirror.route(subject)
+        return Remembered(route.version, route.began.get(name))
+
+    def forget_group(self, subject: str, name: str) -> bool:
+        """A group was deleted: it is remembered no longer; whether it was."""
+
+        def decision() -> bool:
+            mirror = self._core.mirror
+            if mirror.subject(subject) is None:
+                return False
+            before = mirror.route(subject)
+            route = forgetting(before, name)
+            rows = [mirror.partitions[place] for place in sorted(mirror.partitions_of.get(subject, ()))]
+            # A partition may leave before its broker reports again.
+            told = [
+                (row, progress.without(name))
+                for row in rows
+                if (progress := progress_of(row)) and name in progress.began
+            ]
+            if route is not before or told:
+                with self._core.change() as change:
+                    bodies = ((row, msgspec.msgpack.encode(progress)) for row, progress in told)
+                    change.replace(*((row, msgspec.structs.replace(row, progress=body)) for row, body in bodies))
+                    if route is not before:
+                        self._subjects.publish(change, route)
+            return route is not before
+
+        return self._core.decide(decision)
 
     # --- a broker group that is lost --------------------------------------------------------------
 

@@ -70,6 +70,8 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     doubt: tuple[Run, ...] = ()
     #: For each partition: the version in which it was listed or last got an LP, so its broker has to know this one.
     gained: tuple[int, ...] = ()
+    #: Groups that partitions knew which have left the route → the version that each began with (``remembered.py``).
+    began: dict[str, int] = {}
 
 
 def current(route: Route) -> Numbers:

@@ -16,7 +16,7 @@ from plait.meta import routes
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
 from plait.meta.lps import NumberedRun
-from plait.meta.retiring import progress_of
+from plait.meta.remembered import progress_of
 from plait.meta.routes import Place, Route
 from plait.meta.settings import SubjectSettings
 from plait.meta.subjects import Subjects, check_count, check_groups, new_places

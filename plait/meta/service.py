@@ -43,6 +43,7 @@ from plait.meta.views import (
     PartitionFacts,
     PartitionProgress,
     Registered,
+    Remembered,
     RouteView,
     State,
     SubjectView,
@@ -215,10 +216,19 @@ class MetaService:
         self._core.refresh()
         self._subjects.update(name, msgspec.structs.replace(self._subjects.settings(name), **settings))
 
-    def forget_group(self, subject: str, group: str) -> None:
-        """A group that has no members is gone; ``GroupBusy`` while it has some."""
+    def forget_group(self, subject: str, group: str) -> bool:
+        """A group that has no members is gone; ``GroupBusy`` while it has some.
+
+        Whether partitions that have left the subject's route knew it.
+        """
         self._core.refresh()
         self._members.forget_group(subject, group)
+        return self._retiring.forget_group(subject, group)
+
+    def remembered(self, subject: str, group: str) -> Remembered:
+        """Whether partitions that have left the subject's route knew a group; known without the database, as routes."""
+        self._look()
+        return self._retiring.remembered(subject, group)
 
     def delete_subject(self, name: str) -> None:
         self._subjects.delete(name)
@@ -239,11 +249,7 @@ class MetaService:
         While the database is down: where it was when the database answered last. That is safe, as brokers refuse what
         an outdated route leads to them, and it lets new processes send and consume.
         """
-        try:
-            if self._core.down is None:
-                self._core.refresh()
-        except MetaUnavailable as error:
-            log.warning("routes are answered as they were known last: %s", error)
+        self._look()
         if self._core.down is None:
             return self._routing.view(subject, create=create)
         row = self._core.mirror.subjects.get(subject)
@@ -251,6 +257,14 @@ class MetaService:
             # It may have been made meanwhile.
             raise MetaUnavailable(self._core.down.message, **self._core.down.details)
         return self._routing.view(subject, create=False)
+
+    def _look(self) -> None:
+        """Hear what is new, if the database answers."""
+        try:
+            if self._core.down is None:
+                self._core.refresh()
+        except MetaUnavailable as error:
+            log.warning("routes are answered as they were known last: %s", error)
 
     def expand(self, subject: str, partitions: int | Sequence[Place]) -> Route:
         """So many partitions, or these, are to take the subject's messages; more or fewer than now.

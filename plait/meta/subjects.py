@@ -13,6 +13,7 @@ from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
 from plait.meta.rebuild import check, missing, rebuilt
+from plait.meta.remembered import remembering
 from plait.meta.routes import Place, Route, announced, check_places, default_route
 from plait.meta.schema import Partition, StoredRoute, Subject
 from plait.meta.settings import SubjectSettings, group_settings, subject_settings, text_of
@@ -100,18 +101,21 @@ class Subjects:
             self.publish(change, default_route(name, places, change.number))
 
     def publish(self, change: Change, route: Route) -> None:
-        """Write a route, define its new partitions, and give up those that it has no more."""
+        """Write a route, define its new partitions, and give up those that it has no more.
+
+        The groups that those knew are remembered.
+        """
         mirror = self._core.mirror
-        row = _stored(route)
+        known, listed = mirror.partitions_of.get(route.subject, set()), set(route.partitions)
+        leaving = [mirror.partitions[place] for place in sorted(known) if place not in listed]
+        row = _stored(remembering(route, leaving))
         before = mirror.routes.get(route.subject)
         if before is None:
             change.insert(row)
         else:
             change.replace((before, row))
-        known = mirror.partitions_of.get(route.subject, set())
         self._define(change, route.subject, [place for place in route.partitions if place not in known])
-        listed = set(route.partitions)
-        give_up(change, [mirror.partitions[place] for place in sorted(known) if place not in listed])
+        give_up(change, leaving)
 
     def _define(self, change: Change, subject: str, places: Sequence[Place]) -> None:
         known = self._core.mirror.partitions

@@ -50,6 +50,17 @@ class PartitionProgress(msgspec.Struct, frozen=True):
     passed: dict[str, list[NumberedRun]] = {}
     #: Rows below this are gone, and nothing that belongs to them is left.
     gone_below: int = 0
+    #: Group → the version of the route that it began with.
+    began: dict[str, Number] = {}
+
+
+class Remembered(msgspec.Struct, frozen=True):
+    """Whether partitions that have left a subject's route knew a group."""
+
+    #: That of the route; 0: there is no such subject.
+    version: int
+    #: The version that the group began with; None: they did not know it.
+    began: int | None
 
 
 class Lost(msgspec.Struct, frozen=True):

@@ -69,6 +69,14 @@ class Began(msgspec.Struct, forbid_unknown_fields=True):
     client: str
 
 
+class AskRemembered(msgspec.Struct, forbid_unknown_fields=True):
+    """Did partitions that have left the route know a group? No group: the broadcast of a client."""
+
+    subject: str
+    group: str | None
+    client: str
+
+
 class ResetGroup(msgspec.Struct, forbid_unknown_fields=True):
     """Where a group goes on from."""
 
@@ -159,8 +167,14 @@ def _delete_group(server: Server, request: OfGroup) -> None:
     server.membership.delete(request.subject, request.group)
 
 
-def _forget_group(server: Server, request: OfGroup) -> None:
+def _forget_group(server: Server, request: OfGroup) -> bool:
     """What the members of a group agreed on is known to meta servers alone: there is nothing to forget."""
+    return False
+
+
+def _remembered(server: Server, request: AskRemembered) -> dict[str, Any]:
+    """No partition leaves the route of a broker without a meta server."""
+    return {"version": 0, "began": None}
 
 
 def _describe_server(server: Server, _: Nothing) -> dict[str, Any]:
@@ -193,6 +207,7 @@ _OPERATIONS: dict[str, Operation] = {
     "group.set": Operation(SetGroup, _set_group, changes=True),
     "group.delete": Operation(OfGroup, _delete_group, changes=True),
     "group.forget": Operation(OfGroup, _forget_group),
+    "group.remembered": Operation(AskRemembered, _remembered),
     "group.parked": Operation(admin_parked.ListParked, admin_parked.list_parked),
     "group.resume": Operation(admin_parked.Unpark, admin_parked.resume, changes=True),
     "group.skip": Operation(admin_parked.Unpark, admin_parked.skip, changes=True),

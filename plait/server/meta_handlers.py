@@ -19,8 +19,8 @@ from plait.limits import BrokerEpoch
 from plait.meta.commits import Decision, Stages
 from plait.meta.routes import Place
 from plait.meta.settings import SubjectSettings
-from plait.meta.views import Beaten, PartitionFacts, PartitionProgress, RouteView, State
-from plait.server.admin import set_fields
+from plait.meta.views import Beaten, PartitionFacts, PartitionProgress, Remembered, RouteView, State
+from plait.server.admin import AskRemembered, set_fields
 from plait.server.listener import LOOPBACK
 from plait.server.meta_host import MetaHost
 from plait.wire import messages as m
@@ -191,6 +191,7 @@ class MetaHandlers:
             "subject.set": (SetSubject, self._set),
             "subject.delete": (OfSubject, self._delete),
             "group.forget": (OfGroup, self._forget_group),
+            "group.remembered": (AskRemembered, self._remembered),
             "subject.names": (Nothing, self._names),
             "subject.route": (OfSubject, self._route),
             "subject.expand": (ExpandSubject, self._expand),
@@ -303,8 +304,12 @@ class MetaHandlers:
         await self._host.set_subject(request.subject, set_fields(request))
         return await self._route(OfSubject(request.subject))
 
-    async def _forget_group(self, request: OfGroup) -> None:
-        await self._host.change(lambda s: s.forget_group(request.subject, request.group))
+    async def _forget_group(self, request: OfGroup) -> bool:
+        return await self._host.change(lambda s: s.forget_group(request.subject, request.group))
+
+    async def _remembered(self, request: AskRemembered) -> Remembered:
+        name = names.of_group(request.group, request.client)
+        return await self._host.call(lambda s: s.remembered(request.subject, name))
 
     async def _delete(self, request: OfSubject) -> None:
         await self._host.delete_subject(request.subject)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from plait import tasks
 from plait.broker.ordered import OrderedGroup
 from plait.broker.partition import Partition
-from plait.broker.passed import gone_below, passed
+from plait.broker.passed import began, gone_below, passed
 from plait.errors import InvalidArgument, PlaitError
 from plait.limits import NUMBER_MAX
 from plait.server.notices import Notice
@@ -137,6 +137,7 @@ class Registrar:
             "route": partition.row.route,
             "passed": passed(partition),
             "gone_below": gone_below(self._server.broker, partition),
+            "began": began(partition),
         }
 
     # --- who this is ----------------------------------------------------------------------------

@@ -7,13 +7,14 @@ import random
 import numpy as np
 import pytest
 
+from plait import names
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta import routes
+from plait.meta import remembered, routes
 from plait.meta.routes import Place
 from plait.meta.service import MetaService
-from plait.meta.views import PartitionProgress
+from plait.meta.views import PartitionProgress, Remembered
 from tests.meta.support import converge, expire, pass_time, place, places, progress, register
 
 
@@ -182,3 +183,81 @@ def test_a_route_without_a_broker_group_leads_every_logical_partition_to_another
     for index, lps in routes.moves(after):
         after = routes.sealed(after, after.version, index, [(first, end, fence) for first, end in lps])
     assert routes.moves(after) == []
+
+
+# --- groups of partitions that have left ---------------------------------------------------------
+
+
+def knows(service: MetaService, name: str, began: dict[str, int], below: int = 0) -> None:
+    """The broker of a partition reports the groups that it knows, and that rows below a sequence are gone."""
+    where = place(name)
+    progress(service, where.group, PartitionProgress(where.name, "s", 1 << 60, {}, below, began))
+
+
+def leave(service: MetaService, name: str, began: dict[str, int]) -> None:
+    """A partition that knew groups leaves the route."""
+    others = [place(each) for each in places(service, "s") if each != name]
+    service.expand("s", others)
+    converge(service, fence=10)
+    knows(service, name, began, 10)
+    assert name not in places(service, "s")
+
+
+def test_the_groups_of_a_partition_that_left_are_remembered_until_they_are_deleted(spread: MetaService) -> None:
+    version = spread.route("s").route.version
+    leave(spread, "s@g2", {"a": version, "b": version + 1})
+    assert [spread.remembered("s", name).began for name in "abc"] == [version, version + 1, None]
+    assert spread.remembered("s", "a").version == spread.route("s").route.version
+    assert spread.forget_group("s", "a")
+    assert not spread.forget_group("s", "a")
+    assert [spread.remembered("s", name).began for name in "abc"] == [None, version + 1, None]
+    assert spread.remembered("t", "b") == Remembered(0, None)
+    spread.delete_subject("s")
+    assert spread.remembered("s", "b") == Remembered(0, None)
+    spread.create_subject("s")
+    assert spread.remembered("s", "b").began is None
+
+
+def test_a_group_that_is_deleted_before_its_partition_leaves_is_not_remembered(spread: MetaService) -> None:
+    spread.expand("s", [place("s@g1")])
+    converge(spread, fence=10)
+    spread.expand("s", [place("s@g3")])
+    converge(spread, fence=20)
+    # The older rows of other keys are not gone yet: it stays.
+    knows(spread, "s@g1", {"a": 1, "b": 1}, 20)
+    assert not spread.forget_group("s", "a")
+    knows(spread, "s@g2", {}, 10)
+    assert places(spread, "s") == ["s@g3"]
+    assert [spread.remembered("s", name).began for name in "ab"] == [None, 1]
+
+
+def test_the_groups_of_a_broker_group_that_is_given_up_are_remembered(spread: MetaService, clock: ManualClock) -> None:
+    knows(spread, "s@g2", {"a": 3})
+    lose(spread, clock, "g1", "g3")
+    spread.forget_broker("g2", lost=True)
+    assert spread.remembered("s", "a").began == 3
+
+
+def test_of_too_many_groups_broadcasts_are_forgotten_first_and_then_the_oldest(
+    spread: MetaService, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remembered, "REMEMBERED_GROUPS_MAX", 3)
+    screens = [names.of_group(None, client) for client in ("c1", "c2")]
+    leave(spread, "s@g2", dict.fromkeys([screens[0], "a", screens[1]], 1))
+    assert caplog.text == ""
+    spread.expand("s", [place("s@g3")])
+    converge(spread, fence=20)
+    knows(spread, "s@g1", {"b": 1}, 20)
+    assert [spread.remembered("s", name).began for name in ("a", "b", *screens)] == [1, 1, None, 1]
+    assert "subject s: partitions that left its route knew 4 groups; 3 are remembered" in caplog.text
+    spread.expand("s", [place("s#1@g1")])
+    converge(spread, fence=30)
+    knows(spread, "s@g3", {"c": 1, "d": 1}, 30)
+    assert [spread.remembered("s", name).began for name in ("a", "b", "c", "d", *screens)] == [
+        None,
+        1,
+        1,
+        1,
+        None,
+        None,
+    ]

@@ -1,0 +1,115 @@
+"""A group that only partitions outside the route knew is no new one: ``start=`` is not for it, until it is deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import plait
+import plait.sync
+from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
+from tests.client.support import EAGER, PATIENCE_SECONDS
+from tests.client.test_retired_partitions import retire
+
+LATEST: dict[str, Any] = {"group": "g", "start": "latest"}
+KINDS: dict[str, dict[str, Any]] = {
+    "latest": LATEST,
+    "time": {"group": "g", "start": datetime(2100, 1, 1, tzinfo=UTC)},
+    "ordered": {**LATEST, "ordered": True},
+    "broadcast": {"broadcast": True},
+}
+
+
+@pytest.fixture
+def broker(tmp_path: Path) -> Iterator[BlockingBroker]:
+    with EmbeddedBroker(tmp_path / "data", clock=ManualClock()) as running:
+        yield running
+
+
+@pytest.fixture
+def admin(broker: BlockingBroker) -> Iterator[plait.sync.Client]:
+    with plait.sync.connect(broker.address) as client:
+        yield client
+
+
+@pytest.fixture
+def client(broker: BlockingBroker) -> Iterator[plait.sync.Client]:
+    """Knows the route as it was when it asked, for half a minute."""
+    with plait.sync.connect(broker.address, client_id="fixed", limits=EAGER) as connected:
+        yield connected
+
+
+def bodies(client: plait.sync.Client, settings: dict[str, Any], count: int = 1) -> list[bytes]:
+    """What a consumer gets first, and acks."""
+    with client.consumer("s", **settings) as consumer:
+        batch = consumer.fetch(count, wait=PATIENCE_SECONDS)
+        batch.ack()
+        return [message.body for message in batch]
+
+
+def begin(client: plait.sync.Client, settings: dict[str, Any]) -> None:
+    client.admin.create_subject("s", retention=60.0, partitions=1)
+    with client.consumer("s", **settings):
+        pass
+    client.send("s", b"expires")
+
+
+@pytest.mark.parametrize("settings", KINDS.values(), ids=KINDS)
+def test_a_stopped_group_gets_what_went_to_the_successor_of_a_partition_that_left(
+    broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client, settings: dict[str, Any]
+) -> None:
+    begin(client, settings)
+    retire(broker, admin, ["s#1@g1"])
+    assert bodies(client, settings) == [b"new"]
+
+
+def test_it_is_remembered_however_many_partitions_come_and_go(
+    broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
+) -> None:
+    begin(client, LATEST)
+    retire(broker, admin, ["s#1@g1"])
+    retire(broker, admin, ["s#2@g1"])
+    assert bodies(client, LATEST) == [b"new"]
+
+
+def test_by_a_route_from_before_the_partition_left_the_group_is_no_new_one(
+    broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
+) -> None:
+    begin(client, LATEST)
+    admin.admin.expand_subject("s", ["s#1@g1"])
+    while admin.admin.route("s").moving:
+        pass
+    client.admin.route("s")
+    client.send("s", b"expires, too")
+    retire(broker, admin, ["s#1@g1"])
+    assert bodies(client, LATEST) == [b"new"]
+
+
+def test_a_group_that_is_deleted_is_new(
+    broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
+) -> None:
+    begin(client, LATEST)
+    retire(broker, admin, ["s#1@g1"])
+    client.admin.delete_group("s", "g")
+    with pytest.raises(plait.GroupNotFound):
+        client.admin.delete_group("s", "g")
+    with client.consumer("s", **LATEST) as consumer:
+        client.send("s", b"newer")
+        assert [message.body for message in consumer.fetch(9, wait=PATIENCE_SECONDS)] == [b"newer"]
+
+
+def test_a_subject_that_is_made_again_knows_no_group(
+    broker: BlockingBroker, admin: plait.sync.Client, client: plait.sync.Client
+) -> None:
+    begin(client, LATEST)
+    retire(broker, admin, ["s#1@g1"])
+    admin.admin.delete_subject("s")
+    admin.admin.create_subject("s", partitions=1)
+    admin.send("s", b"old")
+    with client.consumer("s", **LATEST) as consumer:
+        client.send("s", b"newer")
+        assert [message.body for message in consumer.fetch(9, wait=PATIENCE_SECONDS)] == [b"newer"]
