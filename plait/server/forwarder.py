@@ -28,6 +28,7 @@ from plait.errors import (
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
 from plait.server.links import Links
+from plait.server.notices import Notices
 from plait.wire import messages as m
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Forwarder:
         #: When each route was asked for last, on the loop's clock.
         self._asked: dict[str, float] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        #: Subjects whose route cannot be found, and partitions whose rows cannot be sent.
+        self._astray = Notices(log)
+        self._stuck = Notices(log)
         # What a crash left behind is sent first.
         self._work.set()
 
@@ -95,12 +99,13 @@ class Forwarder:
                 await self._find(subject)
             except PlaitError as error:
                 # A deleted subject's partitions are dropped soon; those of a lost database are known again soon.
-                log.info("delayed messages of %s wait for its route: %s", subject, error)
+                self._astray.begin(subject, f"delayed messages of {subject} wait for its route: {error}", error.code)
                 self._look_later()
                 if isinstance(error, Unavailable | Timeout):
                     # The next one would wait as long for an answer.
                     return
             else:
+                self._astray.end(subject, f"the route of {subject} is known; its delayed messages are sent")
                 self._server.arm_timer()
 
     def _look_later(self) -> None:
@@ -118,6 +123,7 @@ class Forwarder:
 
     async def _empty(self, partition: Partition) -> None:
         """Send the rows of one forward partition, frame by frame."""
+        name = partition.row.name
         try:
             while (waiting := self._forwards.first(partition)) is not None:
                 if self._broker.message_log.durable < waiting.log_end:
@@ -126,11 +132,15 @@ class Forwarder:
                     continue
                 if not await self._sent(partition, waiting):
                     return
+                self._stuck.end(str(partition.id), f"delayed messages of {name} are forwarded again")
         except PlaitError as error:
-            log.info("delayed messages of %s cannot be forwarded yet: %s", partition.row.name, error)
+            # Whatever else is wrong meanwhile is one state: a broker that is away refuses, is silent or is not known.
+            self._stuck.begin(
+                str(partition.id), f"delayed messages of {name} cannot be forwarded yet: {error}", "waits"
+            )
             self._look_later()
         except Exception:
-            log.exception("delayed messages of %s were not forwarded; it is tried again", partition.row.name)
+            log.exception("delayed messages of %s were not forwarded; it is tried again", name)
             self._look_later()
 
     async def _sent(self, partition: Partition, waiting: Waiting) -> bool:

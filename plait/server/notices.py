@@ -46,6 +46,7 @@ class Notices:
             self._notices[about] = Notice("", self._log)
         self._notices[about].begin(text, kind)
 
-    def end(self, about: str) -> None:
-        """The state is over, or never began."""
-        self._notices.pop(about, None)
+    def end(self, about: str, over: str = "") -> None:
+        """The state is over, or never began; where it had begun, ``over`` is logged."""
+        if self._notices.pop(about, None) is not None and over:
+            self._log.warning("%s", over)

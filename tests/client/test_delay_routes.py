@@ -11,7 +11,10 @@ from pathlib import Path
 import pytest
 
 import plait
+from plait.broker.forwards import Waiting
+from plait.broker.partition import Partition
 from plait.errors import SubjectNotFound
+from plait.server import forwarder
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
 from tests.client.support import EAGER, config_of, fetch_all, until
@@ -113,6 +116,35 @@ async def test_where_the_other_broker_is_away_they_wait_and_are_stored_once(node
             messages = await fetch_all(consumer, len(KEYS))
             assert {each.message_id for each in messages} == {receipt.message_id for receipt in receipts}
             assert len(await consumer.fetch(10, wait=0)) == 0
+
+
+async def test_that_the_other_broker_is_away_is_logged_once_and_so_is_its_return(
+    nodes: list[EmbeddedBroker], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = nodes
+    monkeypatch.setattr(forwarder, "PAUSE_SECONDS", 0.01)
+    attempts: list[int] = []
+    sent = forwarder.Forwarder._sent
+
+    async def counted(self: forwarder.Forwarder, partition: Partition, waiting: Waiting) -> bool:
+        attempts.append(partition.id)
+        return await sent(self, partition, waiting)
+
+    monkeypatch.setattr(forwarder.Forwarder, "_sent", counted)
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g1"])
+        receipts = [await client.send("s", b"", key="k", delay="1h")]
+        await expand(client, ["s@g2"])
+        await second.stop()
+        await make_due(client, receipts)
+        await until(lambda: len(attempts) > 5)
+        await second.start()
+        await until(lambda: not first.server.broker.forwards.waiting())
+    told = [text for text in caplog.messages if "delayed messages of s" in text]
+    assert [text.partition(":")[0] for text in told] == [
+        "delayed messages of s cannot be forwarded yet",
+        "delayed messages of s are forwarded again",
+    ]
 
 
 async def test_a_route_that_no_meta_server_knows_at_first_is_asked_for_again(

@@ -38,3 +38,12 @@ def test_several_states_are_told_apart_and_few_are_remembered(caplog: pytest.Log
     notices.begin("c", "c fails", "kind")
     notices.begin("b", "b fails: 2", "kind")
     assert caplog.messages == ["a fails: 1", "b fails: 1", "a fails: 2", "c fails", "b fails: 2"]
+
+
+def test_the_end_of_one_of_several_states_is_logged_where_it_had_begun(caplog: pytest.LogCaptureFixture):
+    notices = Notices(log)
+    notices.end("a", "a works")
+    notices.begin("a", "a fails")
+    notices.end("a", "a works")
+    notices.end("a", "a works")
+    assert caplog.messages == ["a fails", "a works"]
