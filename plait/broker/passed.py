@@ -55,16 +55,17 @@ def _passed(group: Group, fences: np.ndarray[tuple[int], np.dtype[np.int64]]) ->
 
 
 def gone_below(broker: Broker, partition: Partition) -> int:
-    """Rows below this are gone from the partition, as is all that belongs to them; 0: a route has nothing to leave out.
+    """Rows below this are gone from the partition, as is all that belongs to them; -1: a route leaves out nothing.
 
-    A route without the rows' spans may have no place for the partition any more, which is then dropped. So it is 0 as
-    well while anything else waits in a partition that takes nothing.
+    0: it takes nothing and never had a row. A route without the rows' spans may have no place for the
+    partition any more, which is then dropped. So it is -1 as well while anything else waits in a partition that takes
+    nothing.
     """
     fences, accepts = partition.fences, partition.accepts
-    if fences is None or accepts is None:
-        return 0
-    below = int(fences[(fences > 0) & (fences <= partition.start)].max(initial=0))
-    return 0 if below and not accepts.any() and _holds(broker, partition) else below
+    if fences is None or accepts is None or (not accepts.any() and _holds(broker, partition)):
+        return -1
+    below = int(fences[fences <= partition.start].max(initial=0))
+    return -1 if not below and accepts.any() else below
 
 
 def _holds(broker: Broker, partition: Partition) -> bool:

@@ -95,6 +95,22 @@ class Node:
         """These are as good as those that it was made with; what was learned before is forgotten."""
         self._addresses = list(dict.fromkeys([*self._given, *addresses]))
 
+    @property
+    def resting(self) -> bool:
+        """It was started, and is not dialled now."""
+        return self._loop is not None and self._task is None
+
+    def rest(self) -> None:
+        """Dial no more until ``resume``. Only while there is no link."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def resume(self) -> None:
+        """Dial again, if it rests."""
+        if self.resting and self.closed is None:
+            self.start()
+
     async def ready(self, seconds: float | None = None) -> Link:
         """A link that is up, waiting for it at most ``seconds`` (None: for ever)."""
         if self.closed is not None:

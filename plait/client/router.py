@@ -137,7 +137,7 @@ class Router:
             self._looking = tasks.keep(self._look_again, "plait-routes")
         for group, node in self._nodes.items():
             if group in route.brokers and node is not self.meta:
-                node.move(route.brokers[group][0])
+                self._dial(group, node, route.brokers[group][0])
         if known is None or (known.version, known.brokers, known.passed) != (
             route.version,
             route.brokers,
@@ -190,7 +190,16 @@ class Router:
                 node.start()
                 self._watch(group)
             self._nodes[group] = node
+        elif node.resting:
+            self._dial(group, node, addresses)
         return node
+
+    def _dial(self, group: str, node: Node, addresses: list[str]) -> None:
+        """The broker group is at these addresses, be it that it was given up and is there again."""
+        node.move(addresses)
+        if node.resting:
+            node.resume()
+            self._watch(group)
 
     def _watch(self, group: str) -> None:
         """A broker that stays away may be found at another address: the meta server is asked until it is back."""
@@ -202,12 +211,30 @@ class Router:
         del self._watched[group]
         if self._nodes[group].link is not None:
             return
-        subject = next((s for s, route in self._routes.items() if group in route.brokers), None)
-        if subject is not None:
-            task = tasks.start(self._look_at(subject), f"plait-away-{group}")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        subject = self._subject_at(group)
+        look = self._look_for(group) if subject is None else self._look_at(subject)
+        task = tasks.start(look, f"plait-away-{group}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         self._watch(group)
+
+    def _subject_at(self, group: str) -> str | None:
+        """One whose route leads to the broker group."""
+        return next((subject for subject, route in self._routes.items() if group in route.brokers), None)
+
+    async def _look_for(self, group: str) -> None:
+        """Ask whether a broker group that no route leads to is still there; one that was given up rests."""
+        try:
+            found = await self.find_brokers()
+        except PlaitError as error:
+            log.info("broker group %s is away, and no meta server knows where it is: %s", group, error)
+            return
+        node = self._nodes[group]
+        if group not in found and self._subject_at(group) is None and node.link is None:
+            log.info("broker group %s was given up; it is dialled no more", group)
+            node.rest()
+            if (timer := self._watched.pop(group, None)) is not None:
+                timer.cancel()
 
     async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
         """Ask a meta server for all broker groups: their addresses and their states."""
@@ -221,7 +248,7 @@ class Router:
 
     async def group_node(self, group: str) -> Node:
         """The node of a broker group, whether a route led there before or not."""
-        if group not in self._nodes:
+        if group not in self._nodes or self._nodes[group].resting:
             found = await self.find_brokers()
             if group not in found:
                 raise InvalidArgument(f"there is no broker group {group!r}; there are {', '.join(sorted(found))}")

@@ -27,8 +27,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
 
     #: Group → (first, end, fence) of the logical partitions that end there and that it is done with.
     passed: dict[str, list[NumberedRun]] = {}
-    #: Rows below this are gone.
-    gone_below: int = 0
+    #: Rows below this are gone; 0: it takes nothing and never had a row; -1: none are.
+    gone_below: int = -1
     #: Group → the version of the route that it began with.
     began: dict[str, int] = {}
 

@@ -67,7 +67,7 @@ class Retiring:
             after = route
             for place in after.partitions:
                 progress = progress_of(mirror.partitions[place])
-                if progress is not None and progress.gone_below and place in after.partitions:
+                if progress is not None and progress.gone_below >= 0 and place in after.partitions:
                     after = routes.retire(after, after.partitions.index(place), progress.gone_below)
             if after is route:
                 break

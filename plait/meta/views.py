@@ -48,8 +48,8 @@ class PartitionProgress(msgspec.Struct, frozen=True):
     route: int
     #: Group → (first, end, fence) of the logical partitions that end there and that it is done with.
     passed: dict[str, list[NumberedRun]] = {}
-    #: Rows below this are gone, and nothing that belongs to them is left.
-    gone_below: int = 0
+    #: Rows below this are gone, and nothing that belongs to them is left; -1: there is no such sequence.
+    gone_below: int = -1
     #: Group → the version of the route that it began with.
     began: dict[str, Number] = {}
 

@@ -7,12 +7,14 @@ import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import plait
+from plait.broker.passed import gone_below
 from plait.errors import InvalidArgument
 from plait.testing import EmbeddedBroker
-from tests.client.support import EAGER, PATIENCE_SECONDS, config_of, fetch_all
+from tests.client.support import EAGER, PATIENCE_SECONDS, config_of, fetch_all, until
 from tests.client.test_expanding import settled, wait_for
 
 KEYS = [f"k{n}" for n in range(20)]
@@ -149,3 +151,50 @@ async def test_a_broker_that_is_emptied_and_finished_is_forgotten_with_nothing_l
         assert await client.admin.forget_broker("g2") == []
         await client.send_many("s", [b"new"] * 20, keys=KEYS)
         assert await handle(client, 20) == [b"new"] * 20
+
+
+async def partitions(client: plait.Client) -> list[str]:
+    return sorted(str(share.partition) for share in (await client.admin.route("s")).partitions)
+
+
+async def test_a_partition_that_never_had_a_message_leaves_the_route_when_nothing_waits_there(
+    nodes: list[EmbeddedBroker],
+) -> None:
+    first, second = nodes
+    async with first.connect(limits=EAGER) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g2"])
+        receipt = await client.send("s", b"later", delay="1h")
+        await moved(client, ["s@g1"])
+        sealed = second.server.broker.subjects["s"]
+        assert gone_below(second.server.broker, sealed) == -1
+        assert await partitions(client) == ["s@g1", "s@g2"]
+        assert await client.cancel(receipt)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while await partitions(client) != ["s@g1"]:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+
+
+async def test_a_broker_group_that_was_given_up_is_dialled_no_more_until_it_is_there_again(
+    nodes: list[EmbeddedBroker], tmp_path: Path
+) -> None:
+    first, second = nodes
+    limits = msgspec.structs.replace(EAGER, unreached_seconds=0.02)
+    async with first.connect(limits=limits) as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g2"])
+        await client.send("s", b"lost")
+        await second.kill()
+        await lost(client, "g2")
+        node = client._router._nodes["g2"]
+        assert not node.resting
+        await client.admin.forget_broker("g2", lost=True)
+        await client.send("s", b"kept")
+        await until(lambda: node.resting)
+        assert "g2" not in client._router._watched
+        with pytest.raises(InvalidArgument, match="no broker group 'g2'; there are g1"):
+            await client._router.group_node("g2")
+        async with EmbeddedBroker(tmp_path / "3", config=config_of("g2"), metas=[first.address]):
+            await wait_for(client, lambda brokers: len(brokers) == 2)
+            await moved(client, ["s#1@g2"])
+            receipt = await client.send("s", b"new", key="k")
+            assert receipt.partition.group == "g2"
+            assert not node.resting

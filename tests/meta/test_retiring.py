@@ -66,6 +66,18 @@ def test_a_span_stays_while_an_older_one_of_another_partition_has_rows(spread: M
     assert places(spread, "s") == ["s@g3"]
 
 
+def test_a_partition_that_was_sealed_without_a_row_leaves_the_route(spread: MetaService) -> None:
+    spread.expand("s", [place("s@g1")])
+    converge(spread, fence=0)
+    assert places(spread, "s") == ["s@g1", "s@g2"]
+    # Something else may wait there, as delayed messages do.
+    expire(spread, "s", "s@g2", -1)
+    assert places(spread, "s") == ["s@g1", "s@g2"]
+    expire(spread, "s", "s@g2", 0)
+    assert places(spread, "s") == ["s@g1"]
+    assert span_count(spread) == 1
+
+
 def test_what_a_group_has_finished_is_told_with_the_route(spread: MetaService) -> None:
     spread.expand("s", [place("s@g1")])
     converge(spread, fence=10)
