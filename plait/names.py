@@ -72,6 +72,11 @@ def sharing(ordered: bool, affinity: bool) -> str:
     return "affinity='key'" if affinity else f"ordered={ordered}"
 
 
+def counted(count: int, noun: str) -> str:
+    """So many of something, as texts for people name them: "1 file", "2,000 files"."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def _shown(name: object) -> str:
     text = repr(name)
     return text if len(text) <= 80 else text[:77] + "..."

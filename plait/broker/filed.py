@@ -18,6 +18,7 @@ from plait.frame.columns import Column
 from plait.frame.gather import UInt64s
 from plait.frame.header import FLAG_FORWARDED
 from plait.frame.view import FrameView
+from plait.names import counted
 from plait.storage.buckets import DIRECTORY, NEVER, Bucket
 from plait.storage.catalog import FORWARD, SCHEDULE
 from plait.storage.filing import BucketCopy, Filing, FreshCopy, segment_places
@@ -159,8 +160,8 @@ class Filed:
             # Which of their rows wait, nobody can tell any more.
             move_aside(broker.disk, DIRECTORY, unknown)
             self._schedules.tell(
-                f"no checkpoint reads back: {len(unknown)} files of delayed messages are in {QUARANTINE}/ now, and "
-                "what waited in them is not delivered"
+                f"no checkpoint reads back: {counted(len(unknown), 'file')} of delayed messages "
+                f"moved to {QUARANTINE}/; what waited there is not delivered"
             )
 
     def _resolve(self, partition: int, numbers: npt.NDArray[Any], due: npt.NDArray[Any] | None) -> None:

@@ -421,7 +421,8 @@ class Membership:
         if online:
             named = ", ".join(online[:3])
             raise GroupBusy(
-                f"group {name!r} of {subject!r} has {len(online)} online consumers ({named}); stop them first",
+                f"group {name!r} of {subject!r} has {names.counted(len(online), 'online consumer')} ({named}); "
+                f"stop {'it' if len(online) == 1 else 'them'} first",
                 subject=subject,
                 group=name,
                 consumers=len(online),

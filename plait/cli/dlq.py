@@ -24,6 +24,7 @@ from plait.cli.output import (
 )
 from plait.cli.progress import Steps
 from plait.errors import InvalidArgument, PlaitError
+from plait.names import counted
 
 if TYPE_CHECKING:
     from plait.client.client import Client
@@ -312,7 +313,7 @@ class WorkingOff:
     def _tell_how_far(self, done: str) -> None:
         """It ends half way. Whether what was asked for last was done, nobody knows."""
         if self._count and not self._dry_run:
-            sys.stderr.write(f"at least {self._count:,} dead letters were {done}; what is left can be done again\n")
+            sys.stderr.write(f"at least {counted(self._count, 'dead letter')} {done}; what is left can be done again\n")
 
 
 def _select(

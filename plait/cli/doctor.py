@@ -8,10 +8,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from plait.cli.checkup import Finding, Report, examine
+from plait.cli.checkup.findings import LogFacts
 from plait.cli.options import Output
 from plait.cli.output import console, print_facts, print_json, words_of_size, words_of_time
 from plait.cli.progress import Steps
 from plait.errors import DamageError
+from plait.names import counted
 
 
 def doctor(
@@ -52,22 +54,19 @@ def _print(report: Report) -> None:
             ("checkpoints", _checkpoints(report)),
             (
                 "message log",
-                f"{message.segments} files, offsets {message.start:,} to {message.end:,}, {message.frames:,} frames, "
-                f"{message.rows:,} messages of {report.subjects:,} subjects",
+                f"{_extent(message)}, {counted(message.rows, 'message')} of {counted(report.subjects, 'subject')}",
             ),
             (
                 "kept log",
-                f"{kept.segments} files, offsets {kept.start:,} to {kept.end:,}, {kept.frames:,} frames, "
-                f"{kept.rows:,} dead letters and retries, settled or not",
+                f"{_extent(kept)}, {kept.rows:,} dead letters and retries, settled or not",
             ),
             (
                 "action log",
-                f"{action.segments} files, offsets {action.start:,} to {action.end:,}, {action.frames:,} frames, "
-                f"{action.rows:,} events and definitions",
+                f"{_extent(action)}, {action.rows:,} events and definitions",
             ),
             ("consume logs", f"{report.consume_logs - report.consume_logs_damaged:,} of {report.consume_logs:,} agree"),
-            ("missing", f"{report.missing_messages:,} messages"),
-            ("quarantine", f"{len(report.quarantine):,} files" if report.quarantine else "empty"),
+            ("missing", counted(report.missing_messages, "message")),
+            ("quarantine", counted(len(report.quarantine), "file") if report.quarantine else "empty"),
         ]
     )
     out = console()
@@ -81,7 +80,12 @@ def _print(report: Report) -> None:
     if report.healthy:
         out.print("healthy", style="bold green")
     else:
-        out.print(f"damaged: {damaged} finding{'s' if damaged > 1 else ''}", style="bold red")
+        out.print(f"damaged: {counted(damaged, 'finding')}", style="bold red")
+
+
+def _extent(log: LogFacts) -> str:
+    files, frames = counted(log.segments, "file"), counted(log.frames, "frame")
+    return f"{files}, offsets {log.start:,} to {log.end:,}, {frames}"
 
 
 def _checkpoints(report: Report) -> str:

@@ -20,6 +20,7 @@ from plait.cli.output import exactly, print_json_line, print_table
 from plait.cli.progress import Steps
 from plait.errors import BufferFull, InvalidArgument, PlaitError, TooLarge
 from plait.limits import BODY_SIZE_MAX, MIB
+from plait.names import counted
 
 if TYPE_CHECKING:
     from plait.client.client import Client
@@ -138,7 +139,7 @@ class Sending:
                     self._took(await tickets.popleft())
                     steps.update(self._count)
         except PlaitError as error:
-            sys.stderr.write(f"{self._count} messages were stored before this:\n")
+            sys.stderr.write(f"stored before this: {counted(self._count, 'message')}\n")
             raise error from None
         if not self._json:
             self._summary(size, time.monotonic() - begun)

@@ -12,6 +12,7 @@ from plait.cli.options import Output, duration_of
 from plait.cli.output import print_json, print_json_line, words_of_size
 from plait.cli.progress import Steps
 from plait.errors import ArchiveConflict, ArchiveError, Expired, InvalidArgument, PlaitError
+from plait.names import counted
 
 if TYPE_CHECKING:
     from plait.spark import ArchiveReport
@@ -117,27 +118,28 @@ def _tell(report: ArchiveReport, output: str, follow: bool) -> None:
     sys.stdout.flush()
     if report.gaps or report.left_out:
         sys.stderr.write(
-            f"warning: {report.gaps} gaps in sequences and {report.left_out} damaged or lost stretches; the manifest "
-            f"in {report.archive}/_plait names them\n"
+            f"warning: {counted(report.gaps, 'gap')} in sequences, damaged or lost stretches: {report.left_out}; "
+            f"the manifest in {report.archive}/_plait names them\n"
         )
 
 
 def _sentence(report: ArchiveReport) -> str:
     parts = []
     if report.messages or report.events or report.deaths:
-        what = f"{report.messages:,} messages and {report.events:,} events"
+        messages, events = counted(report.messages, "message"), counted(report.events, "event")
+        what = f"{messages} and {events}"
         if report.deaths:
-            what = f"{report.messages:,} messages, {report.events:,} events and {report.deaths:,} deaths"
+            what = f"{messages}, {events} and {counted(report.deaths, 'death')}"
         parts.append(
-            f"{what} archived in {report.files} files, "
+            f"{what} archived in {counted(report.files, 'file')}, "
             f"{words_of_size(report.size)} from {words_of_size(report.log_size)} of log"
         )
     if report.segments:
-        parts.append(f"{report.segments} segments copied, {words_of_size(report.size)}")
+        parts.append(f"{counted(report.segments, 'segment')} copied, {words_of_size(report.size)}")
     if report.merged:
-        parts.append(f"{report.merged} small files merged")
+        parts.append(f"{counted(report.merged, 'small file')} merged")
     if report.verified:
-        parts.append(f"{report.verified} files read back and found whole")
+        parts.append(f"{counted(report.verified, 'file')} read back and found whole")
     if not parts:
         parts.append("nothing new")
     return f"{'; '.join(parts)} ({report.seconds:.1f} s, manifest {report.manifest})"

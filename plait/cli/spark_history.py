@@ -16,6 +16,7 @@ from plait.cli.output import print_json_line, print_table, printable, shortened,
 from plait.cli.progress import Steps
 from plait.cli.spark_selection import Where
 from plait.errors import InvalidArgument
+from plait.names import counted
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -94,7 +95,7 @@ def _write_on_spark(opened: History, selection: Selection, path: str, master: st
     from plait.spark.wide import write
 
     count = write(_session(master), opened, selection, path)
-    sys.stderr.write(f"{count:,} messages written to {path}\n")
+    sys.stderr.write(f"{counted(count, 'message')} written to {path}\n")
 
 
 def _session(master: str | None) -> Any:
@@ -123,7 +124,7 @@ def _write(tables: Iterable[pa.Table], path: Path) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
-    sys.stderr.write(f"{count:,} messages written to {path}\n")
+    sys.stderr.write(f"{counted(count, 'message')} written to {path}\n")
 
 
 def _rows(tables: Iterable[pa.Table]) -> Iterator[dict[str, Any]]:

@@ -354,7 +354,8 @@ class Members:
             if members := sorted(mirror.members.get(key, ())):
                 named = ", ".join(members[:3])
                 raise GroupBusy(
-                    f"group {name!r} of {subject!r} has {len(members)} online consumers ({named}); stop them first",
+                    f"group {name!r} of {subject!r} has {names.counted(len(members), 'online consumer')} "
+                    f"({named}); stop {'it' if len(members) == 1 else 'them'} first",
                     subject=subject,
                     group=name,
                     consumers=len(members),

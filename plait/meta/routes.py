@@ -59,7 +59,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
     """One version of a subject's route. An index of a partition means nothing beside another version."""
 
     subject: str
-    #: 1, 2, 3... without gaps.
+    #: Counts up by one with each change. A subject that is created again begins above its former routes, not at 1.
     version: int
     partitions: tuple[Place, ...]
     #: In the order of the LPs, without gap or overlap.

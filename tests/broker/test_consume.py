@@ -396,7 +396,7 @@ def test_a_reset_needs_an_idle_group_and_forgets_what_was_open():
     consumer = node.attach("orders", "g")
     node.pull(consumer, 6)
     node.nack(consumer, (0, 2))
-    with pytest.raises(GroupBusy, match="1 online consumers \\(c1\\); stop them first"):
+    with pytest.raises(GroupBusy, match="has 1 online consumer \\(c1\\); stop it first"):
         node.membership.reset("orders", "g", "earliest")
     node.membership.detach(consumer)
     assert node.membership.reset("orders", "g", ["sequence", 4]) == 4

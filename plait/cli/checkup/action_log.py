@@ -9,6 +9,7 @@ from plait.cli.checkup.log_check import LogCheck
 from plait.cli.checkup.segments import Walk
 from plait.errors import FrameError
 from plait.frame.view import FrameView
+from plait.names import counted
 from plait.storage.action_log import DEFINITIONS, EVENTS, presumed_kept, read_definitions, read_events
 
 
@@ -34,7 +35,7 @@ class ActionCheck(LogCheck):
                 first = first if presuming else offset
                 presuming += 1
         if presuming:
-            what = f"{presuming} frames rest on messages that never reached the disk"
+            what = f"{counted(presuming, 'frame')} written after messages that never reached the disk"
             self._add("note", first, None, what, "nothing: the next start cuts them off")
         self._tell_damages()
 

@@ -7,6 +7,7 @@ import msgspec
 from plait.broker.state import SHARD_PREFIX as PARTITIONS_PREFIX
 from plait.broker.state import PartitionState, decode_partitions
 from plait.cli.checkup.findings import CheckpointFacts, Finding, Report
+from plait.names import counted
 from plait.storage.buckets import SHARD_PREFIX
 from plait.storage.checkpoint import DIRECTORY, Checkpoints, Manifest
 from plait.storage.disk import RealDisk
@@ -128,7 +129,7 @@ def _note_leftovers(disk: RealDisk, needed: set[str], report: Report) -> None:
                 severity="note",
                 part=PART,
                 file=f"{DIRECTORY}/{left[0]}",
-                what=f"{len(left)} files belong to no checkpoint: one was being written when the server stopped",
+                what=f"{counted(len(left), 'file')} of no checkpoint: one was being written when the server stopped",
                 harm="none",
                 advice="nothing: the next checkpoint clears them away",
             )

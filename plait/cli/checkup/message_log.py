@@ -12,6 +12,7 @@ from plait.cli.checkup.findings import Finding, Report
 from plait.cli.checkup.segments import Walk
 from plait.errors import FrameError
 from plait.frame.view import FrameView
+from plait.names import counted
 from plait.storage.catalog import CATALOG, read_rows
 from plait.storage.recovery import Damage
 
@@ -194,7 +195,7 @@ class MessageCheck:
                 severity="damaged",
                 part=PART,
                 file=f"{self._walk.directory}/",
-                what=f"{self._strangers} frames belong to no subject that the log or the checkpoint defines",
+                what=f"{counted(self._strangers, 'frame')} of no subject that the log or the checkpoint defines",
                 harm="their messages cannot be read",
                 advice="look for log files that were removed or restored from different times",
             )
@@ -205,7 +206,7 @@ class MessageCheck:
             return "no message is known to be lost: the bytes held none, or none of a subject that is left"
         parts = [
             f"{self._subjects.get(gap.partition, f'partition {gap.partition}')}: "
-            f"{gap.end - gap.start} messages, sequences {gap.start} to {gap.end - 1}"
+            f"{counted(gap.end - gap.start, 'message')}, sequences {gap.start} to {gap.end - 1}"
             for gap in lost[:NAMED_MAX]
         ]
         more = f" and {len(lost) - NAMED_MAX} more places" if len(lost) > NAMED_MAX else ""

@@ -18,6 +18,7 @@ from plait.meta.rebuild import missing
 from plait.meta.routes import Place, Route
 from plait.meta.schema import PREFIX
 from plait.meta.views import PartitionFacts
+from plait.names import counted
 from plait.server.standing import DATABASE
 from plait.storage.catalog import PartitionRow
 from plait.storage.identity import PATH as IDENTITY
@@ -128,7 +129,7 @@ class MetaCheck:
             facts = PartitionFacts(row.name, row.subject, route=row.route, lps=row.lps)
             found.setdefault(row.subject, {})[Place(row.name, _GROUP)] = facts
         partly = sorted(subject for subject, partitions in found.items() if missing(partitions))
-        harm = f"the routes of {len(found)} subjects are lost; the next start rebuilds them from the logs"
+        harm = f"the routes of {counted(len(found), 'subject')} are lost; the next start rebuilds them from the logs"
         if partly:
             harm += f", but those of {_named(partly)} once the brokers that have the rest are started too"
         self._add(
