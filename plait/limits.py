@@ -110,8 +110,8 @@ PREFETCH_SHARE_MIN: Final = 16
 #: ...where prefetch_count is so many times larger. A small one is a wish that is kept: one row each then.
 PREFETCH_SHARES_MAX: Final = 60
 
-#: Ranges that one request acks, gives back or claims at an attach. A range costs up to 50 µs of the broker's loop (an
-#: attach to an ordered group), so such a request costs at most some 50 ms. Clients split what is more.
+#: Ranges that one request acks, gives back or claims at an attach. A range costs 10 to 25 µs of the broker's loop, and
+#: at an attach to an ordered group up to 100 µs: a request takes up to 25 ms, or 100 ms. Clients split what is more.
 REQUEST_RANGES_MAX: Final = 1_000
 #: Ranges that one request reports as failed: each may hold its key, or become dead letters, at up to 650 µs.
 FAILED_RANGES_MAX: Final = 64
