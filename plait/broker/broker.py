@@ -94,7 +94,7 @@ class Broker:
         self._durable_replies: list[Callable[[], None]] = []
         self._unsynced: deque[Commit] = deque()
         #: Syncs under way, and when each began.
-        self._syncs: dict[SyncWork, float] = {}
+        self.syncs: dict[SyncWork, float] = {}
         self._actions = ActionBuffer()
         self._actions_stalled = False
         #: Why the disk takes no more messages; empty: it does.
@@ -262,7 +262,7 @@ class Broker:
             raise self.failed
         if self.read_only or self.low_space:
             self.refuse_when_full()
-        if self._syncs:
+        if self.syncs:
             self._refuse_when_busy()
         frame.validate()
         if frame.flags & FLAG_FORWARDED:
@@ -291,7 +291,7 @@ class Broker:
 
     def _refuse_when_busy(self) -> None:
         # A checkpoint goes on after its sync, and meanwhile the logs are free.
-        begun = min((begun for work, begun in self._syncs.items() if not work.done), default=None)
+        begun = min((begun for work, begun in self.syncs.items() if not work.done), default=None)
         if begun is not None:
             oldest = self._unsynced[0].since if self._unsynced else begun
             flow.refuse_when_busy(begun, oldest, self.clock.monotonic(), self.limits)
@@ -389,19 +389,19 @@ class Broker:
 
     @property
     def syncing(self) -> bool:
-        return bool(self._syncs)
+        return bool(self.syncs)
 
     def begin_sync(self) -> SyncWork:
         """Everything written so far; run its ``run`` where blocking is fine, then call ``end_sync``."""
         if self.failed is not None:
             raise self.failed
         work = SyncWork([log.begin_sync() for log in self.logs])
-        self._syncs[work] = self.clock.monotonic()
+        self.syncs[work] = self.clock.monotonic()
         return work
 
     def end_sync(self, work: SyncWork) -> None:
         """The sync succeeded: answer who waited for it. After a failure nobody is answered any more."""
-        self._syncs.pop(work, None)
+        self.syncs.pop(work, None)
         if self.failed is not None:
             return
         for log, job in zip(self.logs, work.jobs, strict=True):

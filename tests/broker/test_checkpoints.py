@@ -68,3 +68,13 @@ def test_events_that_wait_for_space_while_a_checkpoint_is_made_are_not_replayed_
     assert again.group("orders", "g").pull_log.dump(durable_holds=True) == before
     # The pull alone: the failures were in the checkpoint.
     assert again.report.events == 1
+
+
+def test_a_checkpoint_that_was_given_up_does_not_make_the_log_look_busy():
+    node = Node()
+    assert node.send("orders", b"a").acknowledged
+    node.broker.begin_checkpoint().copy_all()
+    node.checkpoint()
+    node.clock.advance(3600.0)
+    assert node.send("orders", b"b").acknowledged
+    assert node.killed().bodies("orders") == [b"a", b"b"]
