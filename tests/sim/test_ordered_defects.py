@@ -55,10 +55,12 @@ def coming_back(seed: int) -> OrderedCluster:
 #: What a defect that does not fit the shipped classes any more comes to.
 BROKEN_CODE = (TypeError, AttributeError, NameError)
 
+#: Seeds for a defect that the listed ones do not show any more: whatever takes another turn changes what they show.
+MORE = range(300, 320)
 #: What each defect is shown by, and by which seeds: the first that does makes the test a short one.
 COMMON = (common, (208, 202, 205, 209))
 ONE_BY_ONE = (busy(KILLED, 0.25), (1, 3))
-LONG_HANDLING = (busy(CUT_OFF, 1.5), (5,))
+LONG_HANDLING = (busy(CUT_OFF, 1.5), (3,))
 SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] = {
     defects.take_rows_behind_the_fence: COMMON,
     defects.deliver_behind_the_fence: COMMON,
@@ -67,19 +69,19 @@ SHOWN_BY: dict[Defect, tuple[Callable[[int], OrderedCluster], tuple[int, ...]]] 
     defects.ask_the_newest_span_first: COMMON,
     defects.ask_all_spans_at_once: (common, (203,)),
     defects.overtake_rows_that_are_sent_again: COMMON,
-    defects.hand_out_what_came_after_a_way_back: (coming_back, (3, 4)),
+    defects.hand_out_what_came_after_a_way_back: (coming_back, (2, 8)),
     defects.use_an_epoch_again: COMMON,
     defects.hand_over_too_early: ONE_BY_ONE,
     defects.take_rows_of_a_lost_owner_for_done: ONE_BY_ONE,
-    defects.lose_returned_rows_when_a_strand_is_split: (common, (204,)),
+    defects.lose_returned_rows_when_a_strand_is_split: (common, (1,)),
     defects.let_a_failed_row_be_overtaken: COMMON,
     defects.hand_out_a_key_twice_at_a_time: COMMON,
-    defects.accept_a_lower_epoch: (busy(CUT_OFF, 0.25), (1, 6, 7)),
+    defects.accept_a_lower_epoch: (busy(CUT_OFF, 0.25), (3, 4)),
     defects.ignore_the_lease: LONG_HANDLING,
     defects.keep_what_is_not_ours_any_more: LONG_HANDLING,
     defects.grant_right_after_a_start: (busy(RESTARTED, 0.25), (3, 2)),
     defects.forget_rows_in_hands_at_a_checkpoint: (busy(ALL_KILLED, 0.25), (1, 2)),
-    defects.settle_rows_of_other_tags: ONE_BY_ONE,
+    defects.settle_rows_of_other_tags: (busy(KILLED, 0.25), (206,)),
 }
 
 
@@ -98,7 +100,11 @@ def fails(cluster: OrderedCluster) -> bool:
 def test_a_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch):
     make, seeds = SHOWN_BY[defect]
     defect(monkeypatch)
-    assert any(fails(make(seed)) for seed in seeds)
+    found = next((seed for seed in (*seeds, *MORE) if fails(make(seed))), None)
+    assert found is not None
+    if found not in seeds:
+        monkeypatch.undo()
+        make(found).run()
 
 
 #: Without a defect all of them are fine.

@@ -18,7 +18,7 @@ from plait.storage.action_log import EVENTS, read_events
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, commit_next, run_here
 from tests.spark.auditing.conftest import Audit, one_group
-from tests.spark.auditing.defects import Events, copied, frames_of, is_ack, undurable, with_actions, write
+from tests.spark.auditing.defects import Events, copied, frames_of, is_ack, undurable, whole, with_actions, write
 from tests.spark.auditing.test_archived import counts
 from tests.spark.auditing.test_defects import one_by_one
 from tests.spark.auditing.test_live import SUBJECT, consume, send
@@ -205,13 +205,15 @@ async def test_a_partition_made_after_the_last_run_begins_with_its_first_message
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.send("others", b"x")
     archive_here(data, to, now=True)
+    archived = len(frames_of(data, "message"))
     async with EmbeddedBroker(data) as broker, broker.connect() as client:
         await client.send(SUBJECT, b"first")
         await client.send(SUBJECT, b"second")
     copied(data, tmp_path / "bad")
     shutil.rmtree(tmp_path / "bad" / "message")
-    frames = [f for f in frames_of(data, "message") if not f.partition or f.binary(Column.BODY)[0].as_py() != b"first"]
-    write(tmp_path / "bad", "message", undurable(frames))
+    frames = frames_of(data, "message")
+    later = [f for f in frames[archived:] if not f.partition or f.binary(Column.BODY)[0].as_py() != b"first"]
+    write(tmp_path / "bad", "message", [*map(whole, frames[:archived]), *undurable(later)])
     archive_here(tmp_path / "bad", to, now=True)
     (subject,) = audit(archive=to, subjects=[SUBJECT]).subjects
     assert (subject.messages, subject.missing, [each.sequence for each in subject.examples]) == (1, 1, [0])
