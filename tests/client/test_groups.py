@@ -181,7 +181,7 @@ async def test_a_reset_group_goes_on_from_there(client: plait.Client) -> None:
     await send(client, 10)
     async with client.consumer("s", group="g") as consumer:
         await (await consumer.fetch(10)).ack()
-        with pytest.raises(plait.GroupBusy, match="stop them first"):
+        with pytest.raises(plait.GroupBusy, match="stop it first"):
             await client.admin.reset_group("s", "g", "earliest")
     assert await client.admin.reset_group("s", "g", 7) == 7
     async with client.consumer("s", group="g") as consumer:

@@ -75,9 +75,9 @@ async def test_a_deleted_group_begins_again(client: plait.Client, ordered: bool)
     await send(client, 10)
     async with client.consumer("s", group="g", ordered=ordered) as consumer:
         assert len(await fetch_all(consumer, 10)) == 10
-        with pytest.raises(plait.GroupBusy, match="stop them first"):
+        with pytest.raises(plait.GroupBusy, match="stop it first"):
             await client.admin.delete_group("s", "g")
-        with pytest.raises(plait.GroupBusy, match="stop them first"):
+        with pytest.raises(plait.GroupBusy, match="stop it first"):
             await client.admin.set_group("s", "g", retry=plait.Retry(attempts=3))
     await client.admin.delete_group("s", "g")
     assert await client.admin.groups("s") == []

@@ -105,7 +105,7 @@ def test_damage_that_is_left_out_is_told(call: Call, data: Path, tmp_path: Path)
     assert "--skip-damage" in failed.stderr
     done = call("--data", str(data), "--to", str(to), "--now", "--skip-damage")
     assert done.returncode == 0
-    assert "warning: 1 gaps in sequences and 1 damaged" in done.stderr
+    assert "warning: 1 gap in sequences, damaged or lost stretches: 1" in done.stderr
 
 
 def test_following_goes_on_after_another_archiver_was_faster(
