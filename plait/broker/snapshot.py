@@ -209,7 +209,7 @@ class Snapshots:
         """A checkpoint of everything that is committed now, and of some that follows."""
         broker = self._broker
         if self.work is not None:
-            # Whoever ran it did not come back to say so. Nobody waits for its sync.
+            # It was given up: its end was never reported, and no commit waits for its sync.
             if self.work.sync is not None:
                 self._broker.syncs.pop(self.work.sync, None)
             self._finish(self.work)

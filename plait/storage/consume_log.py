@@ -33,7 +33,7 @@ class Record(NamedTuple):
     offset: int
     time: int
     size: int
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
 
     @property
     def end(self) -> int:

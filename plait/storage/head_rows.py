@@ -14,7 +14,7 @@ COMPRESSION: Final = "lz4"
 class HeadRows(NamedTuple):
     """The rows of one frame, which has yet to be numbered and stamped."""
 
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     column: Encoded
 
     @property

@@ -265,7 +265,7 @@ async def test_who_waits_is_told_once_of_groups_that_change_together(
     server: MetaServer, monkeypatch: pytest.MonkeyPatch
 ):
     """A client that is told asks again at once, with all its groups: not once for each that changed."""
-    # However slowly the allocations are written: nobody is told in between.
+    # Long enough that no notification goes out while the allocations are still being written.
     monkeypatch.setattr(meta_host, "TELL_SECONDS", 60.0)
     await server.meta.call(lambda service: service.register_broker("g1", "b", "plait://127.0.0.1:1"))
     await server.meta.call(lambda service: service.create_subject("s"))

@@ -433,7 +433,7 @@ class Members:
             begun = self.simulation.now
             if draw.random() < 0.5:
                 seconds = draw.uniform(0.0, 3 * TIMEOUT_SECONDS)
-                # Near the end of its time nobody but the app can tell whether it counts.
+                # Close to the time-out only the app knows whether the handler returned in time.
                 process.block(3 * timeout if 0.9 * timeout < seconds < 1.1 * timeout else seconds)
             if self.simulation.now - begun > timeout:
                 # It has failed by then, whatever it returns.
