@@ -20,7 +20,7 @@ import tempfile
 import time
 from asyncio.events import Handle
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -30,7 +30,7 @@ from plait.broker.group import Consumer, Delivery
 from plait.broker.partition import Partition
 from plait.frame.builder import build_one
 from plait.frame.view import FrameView
-from plait.limits import MIB, ServerLimits
+from plait.limits import KIB, MIB, ServerLimits
 from plait.server import Server
 from plait.storage.disk import RealDisk
 
@@ -43,6 +43,20 @@ SEGMENT_SIZE = 2 * MIB
 BARS = ((10_000, 50.0), (100_000, 100.0))
 #: Consumers that a broker takes by default; with more subjects not all groups have one.
 CONSUMERS = 100_000
+
+
+class Size(NamedTuple):
+    """How much to measure."""
+
+    subjects: int = 10_000
+    #: How often each thing is made to happen.
+    rounds: int = 1
+    segment_size: int = SEGMENT_SIZE
+    #: Turns in which nothing but sends, pulls and acks happens.
+    busy_turns: int = 2_000
+
+
+SMOKE = Size(50, 1, 16 * KIB, 50)
 
 
 class Turns:
@@ -134,7 +148,7 @@ async def _until(done: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-async def _phases(server: Server, turns: Turns, busy: Busy, rounds: int) -> None:
+async def _phases(server: Server, turns: Turns, busy: Busy, size: Size) -> None:
     broker = server.broker
 
     async def busy_turns(count: int) -> None:
@@ -157,27 +171,27 @@ async def _phases(server: Server, turns: Turns, busy: Busy, rounds: int) -> None
             await asyncio.sleep(0)
 
     phases: list[tuple[str, Callable[[], Awaitable[None]]]] = [
-        ("busy", lambda: busy_turns(2_000)),
+        ("busy", lambda: busy_turns(size.busy_turns)),
         ("checkpoint", checkpoint),
         ("message segment", lambda: roll(broker.message_log)),
         ("action segment", lambda: roll(broker.action_log)),
         ("retention", lambda: retention(1e9)),
         ("expiry", lambda: retention(1.0)),
     ]
-    for _ in range(rounds):
+    for _ in range(size.rounds):
         for name, phase in phases:
             turns.phase = name
             await phase()
             turns.phase = "busy"
-            await busy_turns(200)
+            await busy_turns(size.busy_turns // 10)
 
 
-async def _measure(subjects: int, rounds: int, segment_size: int) -> Turns:
+async def _measure(size: Size) -> Turns:
     turns = Turns()
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as directory:
         config = BrokerConfig(
-            message_segment_size=4 * segment_size,
-            action_segment_size=segment_size,
+            message_segment_size=4 * size.segment_size,
+            action_segment_size=size.segment_size,
             disk_free_min=0,
             disk_used_max=1.0,
             # Only when it is asked for.
@@ -188,7 +202,7 @@ async def _measure(subjects: int, rounds: int, segment_size: int) -> Turns:
         server = Server(RealDisk(directory), config, port=0)
         await server.start()
         try:
-            partitions, consumers = await _create(server, subjects)
+            partitions, consumers = await _create(server, size.subjects)
             # What was made above stays: no collection looks at it in a turn that is measured.
             gc.collect()
             gc.freeze()
@@ -196,7 +210,7 @@ async def _measure(subjects: int, rounds: int, segment_size: int) -> Turns:
             with turns:
                 running = asyncio.create_task(busy.run())
                 try:
-                    await _phases(server, turns, busy, rounds)
+                    await _phases(server, turns, busy, size)
                 finally:
                     running.cancel()
                     await asyncio.gather(running, return_exceptions=True)
@@ -208,26 +222,26 @@ async def _measure(subjects: int, rounds: int, segment_size: int) -> Turns:
 
 def longest_turn(smoke: bool) -> Iterator[Result]:
     """The suite of ``python -m benchmarks``."""
-    return results(200, 1, 64 * 1024) if smoke else results(10_000, 2, SEGMENT_SIZE)
+    return results(SMOKE if smoke else Size())
 
 
-def results(subjects: int, rounds: int, segment_size: int) -> Iterator[Result]:
-    bar = next(bar for limit, bar in BARS if subjects <= limit)
-    turns = asyncio.run(_measure(subjects, rounds, segment_size))
+def results(size: Size) -> Iterator[Result]:
+    bar = next(bar for limit, bar in BARS if size.subjects <= limit)
+    turns = asyncio.run(_measure(size))
     for phase, (cpu, wall) in turns.longest.items():
         if phase:
-            name = f"longest turn, {subjects} subjects x {GROUPS} groups, {phase}"
+            name = f"longest turn, {size.subjects} subjects x {GROUPS} groups, {phase}"
             details = {"wall_milliseconds": wall * 1000}
             yield Result(name, cpu * 1000, bar, "ms", at_most=True, details=details)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.turns", description=__doc__)
-    parser.add_argument("--subjects", type=int, default=10_000)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--subjects", type=int, default=Size().subjects)
+    parser.add_argument("--rounds", type=int, default=Size().rounds)
     arguments = parser.parse_args()
     met = True
-    for result in results(arguments.subjects, arguments.rounds, SEGMENT_SIZE):
+    for result in results(Size(arguments.subjects, arguments.rounds)):
         met &= result.met
         wall = result.details["wall_milliseconds"]
         state = "met" if result.met else "MISSED"

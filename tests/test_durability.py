@@ -25,7 +25,7 @@ TIGHT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("settings", "count"), [(None, 5), (TIGHT, 2)], ids=["serve", "tight"])
+@pytest.mark.parametrize(("settings", "count"), [(None, 3), (TIGHT, 2)], ids=["serve", "tight"])
 async def test_a_killed_server_keeps_its_promises(
     tmp_path: Path, seed: int, settings: dict[str, Any] | None, count: int
 ):

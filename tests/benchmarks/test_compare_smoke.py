@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 
 # Servers and programs of both sides are started, one after the other.
-@pytest.mark.timeout(400)
+@pytest.mark.deep("benchmarks")
 def test_a_workload_is_compared_with_the_last_commit():
     require((ROOT / ".git").exists(), "there is no repository here to take an earlier commit from")
     command = [sys.executable, "-m", "benchmarks.compare", "HEAD", "--rounds", "1", "--share", "0.001"]

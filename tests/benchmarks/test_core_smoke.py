@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 #: They start Spark, which takes longer than all others together.
 SPARK = ("spark", "archive", "audit", "history", "sink")
 #: Another suite of the same module is run by the ordinary tests.
-BESIDE = ("batches", "sync", "storm", "scheduled", "owners")
+BESIDE = ("batches", "sync", "latency", "subjects", "restart", "idle", "storm", "scheduled", "owners")
 
 
 def marked(suite: str) -> object:

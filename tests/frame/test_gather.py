@@ -108,8 +108,8 @@ def test_long_rows_are_copied_whole_and_the_largest_is_still_a_frame() -> None:
 def test_many_short_rows_from_many_frames() -> None:
     rng = Random(3)
     frames = [
-        Draft([bytes([i % 256]) * rng.randrange(40) for _ in range(20)], producer=i + 1).view() for i in range(3_000)
+        Draft([bytes([i % 256]) * rng.randrange(40) for _ in range(20)], producer=i + 1).view() for i in range(1_000)
     ]
-    chosen = [(f, r) for f in range(3_000) for r in range(20)]
+    chosen = [(f, r) for f in range(1_000) for r in range(20)]
     rng.shuffle(chosen)
     check(frames, chosen, 1 << 20, row_by_row=False)

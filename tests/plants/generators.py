@@ -73,7 +73,7 @@ def _ordered_model(seed: int) -> None:
 
 def _schedule_model(seed: int) -> None:
     drawn = settings(
-        max_examples=100,
+        max_examples=30,
         stateful_step_count=50,
         deadline=None,
         database=None,
@@ -117,7 +117,7 @@ SHARED_CLUSTER = Generator("shared cluster", _shared_cluster, 16)
 SINK_CLUSTER = Generator("sink cluster", _sink_cluster, 20)
 CRASH_POINTS = Generator("crash explorer", _crash_points, 16)
 ORDERED_MODEL = Generator("model of ordered groups", _ordered_model, 80)
-SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 6)
+SCHEDULE_MODEL = Generator("model of delayed messages", _schedule_model, 20)
 BROKER_LIVES = Generator("lives of a broker", _lives, 20)
 REMOVED_FILES = Generator("lives whose files are removed", _removed_files, 8)
 OVERWRITTEN_FILES = Generator("lives whose files are overwritten", _overwritten_files, 8)

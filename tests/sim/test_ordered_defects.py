@@ -107,10 +107,11 @@ def test_a_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch):
         make(found).run()
 
 
-#: Without a defect all of them are fine.
+#: Without a defect all of them are fine. So are those that the ordinary tests of the same cluster run.
 FINE = dict.fromkeys((make, seed) for make, seeds in SHOWN_BY.values() for seed in seeds)
 
 
+@pytest.mark.deep("plants")
 @pytest.mark.parametrize("number", range(len(FINE)))
 def test_the_same_seeds_pass_without_a_defect(number: int):
     make, seed = list(FINE)[number]

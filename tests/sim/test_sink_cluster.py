@@ -16,7 +16,7 @@ from tests.sim.sink_cluster import SinkCluster
 from tests.sim.sink_defects import forget_decisions_by_the_wall_clock
 
 #: Seeds that one test runs.
-SEEDS = 5
+SEEDS = 3
 
 
 @pytest.mark.timeout(600)
@@ -39,7 +39,7 @@ def test_without_faults_partitions_may_change_at_any_moment():
 
 def dying_driver() -> SinkCluster:
     """It is killed every few batches, at any moment of them."""
-    script = [Fault("kill", 0.5 + 0.037 * n, 0.001, "driver-0") for n in range(150)]
+    script = [Fault("kill", 0.5 + 0.037 * n, 0.001, "driver-0") for n in range(60)]
     return SinkCluster(2, script=script, changes=[], drivers=1, pause_seconds=0.001, forgetful=0.0)
 
 

@@ -16,7 +16,7 @@ from plait.testing.sim import Process, Simulation
 from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG
 
-MINUTES = 10
+MINUTES = 4
 #: Messages of each key in a second: 32 in all.
 BATCHES = 2
 KEYS = [f"k{n}" for n in range(16)]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from plait.errors import DataDirError
 from plait.storage import disk as disk_module
-from plait.storage.disk import IOV_MAX, WRITE_SIZE, Buffer, RealDisk
+from plait.storage.disk import IOV_MAX, WRITE_SIZE, Buffer, RealDisk, RealFile
 
 
 @contextmanager
@@ -174,13 +174,21 @@ def in_memory(path: Path, offset: int) -> bool:
         os.close(fd)
 
 
+def left_memory(file: RealFile, path: Path, size: int) -> bool:
+    """Whether the beginning of a file leaves the memory; the kernel keeps a page that another CPU has just used."""
+    for _ in range(20):
+        file.forget(0, size)
+        if not in_memory(path, size // 2):
+            return True
+    return False
+
+
 def test_what_is_forgotten_leaves_the_memory_though_it_was_read_through_a_view(tmp_path: Path):
     size = 1 << 20
     plain = RealDisk(tmp_path).open("plain", create=True)
     plain.write([b"x" * size], 0)
     plain.sync()
-    plain.forget(0, size)
-    if in_memory(tmp_path / "plain", size // 2):
+    if not left_memory(plain, tmp_path / "plain", size):
         pytest.skip("this file system keeps everything in memory")
     file = RealDisk(tmp_path).open("a", create=True)
     # Two writes: what is let go of whole was written whole.
@@ -188,8 +196,7 @@ def test_what_is_forgotten_leaves_the_memory_though_it_was_read_through_a_view(t
     file.write([b"b" * size], size)
     file.sync()
     assert bytes(file.view()) == b"a" * size + b"b" * size
-    file.forget(0, size)
-    assert not in_memory(tmp_path / "a", size // 2)
+    assert left_memory(file, tmp_path / "a", size)
     assert in_memory(tmp_path / "a", size + size // 2)
     file.close()
     plain.close()

@@ -86,6 +86,8 @@ class World:
         sim.process("operator").start(self.operator.resume(self.drained))
         self._drain()
         sim.run_for(SHOW_SECONDS if self.plan.calm else SHOW_SECONDS + LEASE_SECONDS)
+        # A nack that was confirmed meanwhile makes a message one that has to be handled.
+        self._drain()
         sends = (send for history in self.ledger.histories.values() for send in history.sends)
         undecoded = {str(send.key) for send in sends if send.value in self.members.undecoded}
         found = judge(self.ledger, self.members.moved | undecoded)

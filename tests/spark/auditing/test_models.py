@@ -44,7 +44,7 @@ def audit_simulated(disk: SimulatedDisk, *, archived: bool = False) -> AuditRepo
         return report
 
 
-@pytest.mark.parametrize(("seed", "flush"), [(0, "async"), (1, "sync"), (2, "sync"), (3, "async"), (4, "sync")])
+@pytest.mark.parametrize(("seed", "flush"), [(0, "async"), (1, "sync"), (2, "sync")])
 def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes(seed: int, flush: str):
     # What expired is in neither log: nothing could be proved of it.
     world = World(seed, flush, expires=False)
@@ -64,7 +64,7 @@ def test_an_ordered_group_whose_owners_come_go_and_fail_and_whose_broker_crashes
     assert group.acked == group.messages == world.number
 
 
-@pytest.mark.parametrize("seed", [1, 3, 4])
+@pytest.mark.parametrize("seed", [1, 4])
 def test_a_simulated_broker_with_shared_groups_through_faults_and_losses_of_power(seed: int):
     cluster = Cluster(seed, flush="sync" if seed % 2 else "async")
     cluster.run()
@@ -101,4 +101,4 @@ class Audited(Retrying):
 
 
 TestAudited = Audited.TestCase
-TestAudited.settings = settings(max_examples=15, stateful_step_count=40, deadline=None, phases=[Phase.generate])
+TestAudited.settings = settings(max_examples=10, stateful_step_count=40, deadline=None, phases=[Phase.generate])

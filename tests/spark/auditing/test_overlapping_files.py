@@ -52,9 +52,10 @@ async def in_runs(data: Path, to: Path, *, ordered: bool, runs: int = 5) -> None
             await broker.start()
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("kind", ["messages", "actions"])
-@pytest.mark.parametrize("block", [1 << 20, 30])
+@pytest.mark.parametrize(
+    ("ordered", "kind", "block"),
+    [(False, "messages", 1 << 20), (True, "messages", 30), (False, "actions", 30), (True, "actions", 1 << 20)],
+)
 async def test_files_that_were_merged_over_others_are_one_log(
     tmp_path: Path, audit: Audit, monkeypatch: pytest.MonkeyPatch, kind: str, ordered: bool, block: int
 ):
