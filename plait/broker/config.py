@@ -32,6 +32,8 @@ class BrokerConfig(msgspec.Struct, frozen=True, kw_only=True):
     #: What a subject that says nothing else keeps: three days, any size.
     retention_seconds: float | None = 72 * 3600.0
     retention_bytes: int | None = None
+    #: Retention, dead letters that expired and idle groups are looked at so often.
+    housekeeping_seconds: float = 60.0
     #: Retention deletes nothing of the message log and the action log that no archive has, whatever the limits say.
     archive_before_delete: bool = False
     #: How long dead letters are kept: 30 days; None: until they are purged.

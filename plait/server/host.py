@@ -33,8 +33,6 @@ log = logging.getLogger("plait.server")
 
 #: How often consumers, half-open connections and disk space are looked at.
 TICK_SECONDS = 1.0
-#: How often retention and forgetting run.
-HOUSEKEEPING_SECONDS = 60.0
 
 
 class Server(Listener):
@@ -395,14 +393,14 @@ class Server(Listener):
             self._next_segments.end()
 
     async def _housekeeping_loop(self) -> None:
-        """Every minute, and within a second where a subject was deleted or keeps less than before."""
+        """Every ``housekeeping_seconds``, and within a second where a subject was deleted or keeps less than before."""
         passed = 0.0
         while True:
             await asyncio.sleep(TICK_SECONDS)
             passed += TICK_SECONDS
             for _ in self.broker.heads.refresh_steps():
                 await asyncio.sleep(0)
-            if passed < HOUSEKEEPING_SECONDS and not self.broker.retention_wanted:
+            if passed < self.broker.config.housekeeping_seconds and not self.broker.retention_wanted:
                 continue
             passed = 0.0
             try:
@@ -414,7 +412,7 @@ class Server(Listener):
                 self._removing.end()
 
     def housekeep(self) -> None:
-        """What is looked at every minute; tests on a manual clock call it themselves."""
+        """What is done every ``housekeeping_seconds``; tests on a manual clock call it themselves."""
         for _ in self._housekeeping():
             pass
 

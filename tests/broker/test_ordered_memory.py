@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import plait
 from plait.broker.group import Consumer
 from plait.broker.steps import ZEROS, Steps
 from plait.limits import LOGICAL_PARTITIONS
@@ -17,6 +19,7 @@ from tests.support.broker_node import Node
 
 GROUPS = 100
 KIB = 1024
+PACKAGE = Path(plait.__file__).parent
 
 
 def bytes_of_each(make: Callable[[], None]) -> float:
@@ -27,7 +30,7 @@ def bytes_of_each(make: Callable[[], None]) -> float:
         make()
         gc.collect()
         found = tracemalloc.take_snapshot().filter_traces(
-            [tracemalloc.Filter(True, "*/plait/*"), tracemalloc.Filter(False, "*/plait/testing/*")]
+            [tracemalloc.Filter(True, f"{PACKAGE}/*"), tracemalloc.Filter(False, f"{PACKAGE}/testing/*")]
         )
     finally:
         tracemalloc.stop()

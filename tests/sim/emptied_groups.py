@@ -8,10 +8,12 @@ told; what is sent then has to be handled without the broker.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+import plait
 from plait.errors import PlaitError
-from plait.testing.sim import Fault
+from plait.testing.sim import Fault, Simulation
 
 if TYPE_CHECKING:
     from tests.sim.ordered_cluster import OrderedCluster
@@ -32,7 +34,8 @@ def is_chosen(seed: int) -> bool:
 def switch_off(cluster: OrderedCluster, subjects: list[str], addresses: list[str]) -> None:
     """Empty the broker group, end its broker, and send and handle more."""
     sim = cluster.simulation
-    sim.run(_empty(cluster, subjects, addresses), seconds=120.0)
+    test = sim.process("test")
+    sim.run(empty(sim, test.connect(addresses), subjects, EMPTIED, OTHERS), seconds=120.0)
     for process in (*cluster.consumers, *cluster.producers, sim.process(EMPTIED)):
         cluster._fault(Fault("kill", sim.now, 0.0, process.name))
         process.kill()
@@ -43,20 +46,22 @@ def switch_off(cluster: OrderedCluster, subjects: list[str], addresses: list[str
     cluster.senders.sending = False
 
 
-async def _empty(cluster: OrderedCluster, subjects: list[str], addresses: list[str]) -> None:
-    sim = cluster.simulation
-    async with sim.process("test").connect(addresses) as client:
+async def empty(
+    sim: Simulation, client: plait.Client, subjects: Iterable[str], emptied: str, others: Sequence[str]
+) -> None:
+    """Lead the subjects to other broker groups, and wait until nothing is taken by or draining at the emptied one."""
+    async with client:
         for subject in subjects:
-            places = [f"{subject}@{group}" for group in OTHERS]
+            places = [f"{subject}@{group}" for group in others]
             await client.admin._run("subject.expand", dict, subject=subject, partitions=places)
-            while not await _is_empty(client, subject):
+            while not await _is_empty(client, subject, emptied):
                 await sim.sleep(0.5)
 
 
-async def _is_empty(client: object, subject: str) -> bool:
+async def _is_empty(client: plait.Client, subject: str, emptied: str) -> bool:
     try:
-        route = await client.admin.route(subject)  # type: ignore[attr-defined]
+        route = await client.admin.route(subject)
     except PlaitError:
         return False
-    mine = [share for share in route.partitions if str(share.partition).endswith(f"@{EMPTIED}")]
+    mine = [share for share in route.partitions if str(share.partition).partition("@")[2] == emptied]
     return route.reached and not any(share.takes or share.draining for share in mine)

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sim.ordered_defects import ask_brokers_that_hold_nothing
 from tests.sim.world.plan import Plan, draw_plan
 from tests.sim.world.world import World
+from tests.sim.world_defects import Defect, delete_what_is_not_archived
 
 #: Worlds that one test runs: a hundred in all.
 SEEDS = 5
 SECONDS = 4.0
+#: Nothing is handled for so long: a world that a defect has brought to a stop.
+QUIET_SECONDS = 12.0
 
 
 @pytest.mark.timeout(600)
@@ -53,8 +57,27 @@ def test_plans_have_everything_somewhere():
         lambda plan: any(group.away for group in plan.groups),
         lambda plan: bool(plan.outages),
         lambda plan: plan.skew > 3600.0,
+        lambda plan: plan.archived,
+        lambda plan: plan.emptied is not None and plan.forgotten,
+        lambda plan: plan.emptied is not None and not plan.forgotten,
     ):
         assert 0.05 < share([bool(part(plan)) for plan in plans]) < 0.95
+
+
+@pytest.mark.parametrize(
+    ("defect", "seed"),
+    [(delete_what_is_not_archived, 24), (ask_brokers_that_hold_nothing, 22)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_worlds_notice_a_defect_of_archives_and_of_brokers_that_are_switched_off(
+    defect: Defect, seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    defect(monkeypatch)
+    world = World(seed, seconds=SECONDS, quiet_seconds=QUIET_SECONDS)
+    with pytest.raises(AssertionError):
+        world.run()
+    monkeypatch.undo()
+    World(seed, seconds=SECONDS).run()
 
 
 def test_a_calm_world_handles_everything_once():

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from plait.broker.forwards import Forwards
+from plait.broker.retention import Retention
 from plait.client import consumer as client_consumer
 from plait.client.closing import Closing
 from plait.client.producer import Producer
 from plait.client.subscription import Subscription
 from plait.errors import CodecError
+from plait.storage.archived import Archived
 
 Patch = pytest.MonkeyPatch
 Defect = Callable[[Patch], None]
@@ -26,6 +28,12 @@ Defect = Callable[[Patch], None]
 def deliver_behind_the_fence(patch: Patch) -> None:
     """Delayed rows enter the partition that they were sent to, whether or not it still takes their keys."""
     patch.setattr(Forwards, "ways", lambda self, target, hashes, numbers: [(target, np.arange(len(numbers)))])
+
+
+def delete_what_is_not_archived(patch: Patch) -> None:
+    """Retention does not wait for archives."""
+    everything = Archived(1 << 62, 1 << 62, kept_offset=1 << 62)
+    patch.setattr(Retention, "_archived", lambda self: everything)
 
 
 def interrupt_closing(patch: Patch) -> None:

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,6 +17,7 @@ from plait.limits import KIB, MIB, MetaLimits, ServerLimits
 from plait.meta.database import Database, file_url
 from plait.server import Server
 from plait.server.meta_server import MetaServer
+from plait.storage.archived import Archived, read_archived, write_archived
 from plait.testing.embedded import empty_database
 from plait.testing.sim import Process, Simulation
 from tests.sim.world.plan import LEASE_SECONDS, METAS, DiskFault, Plan
@@ -29,16 +30,19 @@ META_LIMITS = MetaLimits(
 )
 CONFIG = BrokerConfig(
     copy_partitions=1,
-    message_segment_size=64 * KIB,
-    action_segment_size=32 * KIB,
-    kept_segment_size=16 * KIB,
-    checkpoint_seconds=2.0,
+    message_segment_size=32 * KIB,
+    action_segment_size=16 * KIB,
+    kept_segment_size=8 * KIB,
+    checkpoint_seconds=0.7,
+    housekeeping_seconds=0.5,
     disk_used_max=1.0,
     disk_free_min=1 * MIB,
     limits=LIMITS,
 )
 #: A broker that ended is started again after this long.
 RESTART_SECONDS = 0.2
+#: An archiver runs so often.
+ARCHIVE_SECONDS = 1.5
 
 
 class Machines:
@@ -67,6 +71,9 @@ class Machines:
         """Let the plan's failures of disks and of the database happen."""
         for fault in self.plan.disk_faults:
             self.simulation.call_later(fault.at, self._begin, fault)
+        if self.plan.archived:
+            for name in self.brokers:
+                self.simulation.call_later(ARCHIVE_SECONDS, self._archive, name)
         for outage in self.plan.outages:
             self.simulation.call_later(outage.at, self._database, True)
             self.simulation.call_later(outage.at + outage.seconds, self._database, False)
@@ -103,7 +110,9 @@ class Machines:
         self._let_fail(server.meta._store.database)
 
     async def _broker(self, process: Process) -> None:
-        config = msgspec.structs.replace(CONFIG, flush=self.plan.flush, group=process.name)
+        config = msgspec.structs.replace(
+            CONFIG, flush=self.plan.flush, group=process.name, archive_before_delete=self.plan.archived
+        )
         port = BROKER_PORT + self.plan.brokers.index(process.name)
         server = Server(process.disk, config, port=port, clock=process.clock, metas=ADDRESSES)
         self.servers[process.name] = server
@@ -128,6 +137,42 @@ class Machines:
         process.kill(power_loss=True)
         self.simulation.call_later(RESTART_SECONDS, _start, process)
 
+    # --- archives -------------------------------------------------------------------------------
+
+    def _archive(self, name: str) -> None:
+        """A slow archiver notes now and then that it has one more segment of a log, if that is durable."""
+        self.simulation.call_later(ARCHIVE_SECONDS, self._archive, name)
+        process = self.brokers[name]
+        if not process.alive or name not in self.servers:
+            return
+        if wrong := self._deleted_too_early(name):
+            self.simulation.fail(wrong)
+        noted = read_archived(process.disk)
+        offsets = [noted.message_offset, noted.kept_offset, noted.action_offset]
+        number = process.random.randrange(len(offsets))
+        log = self.servers[name].broker.logs[number]
+        ends = [segment.base for segment in log.segments if offsets[number] < segment.base <= log.durable]
+        offsets[number] = min(ends, default=offsets[number])
+        # On a full disk it tries again later.
+        with suppress(OSError):
+            write_archived(process.disk, Archived(offsets[0], offsets[2], kept_offset=offsets[1]))
+
+    def deleted_too_early(self) -> list[str]:
+        """What brokers deleted that is in no archive."""
+        if not self.plan.archived:
+            return []
+        alive = [name for name in self.servers if self.brokers[name].alive]
+        return [wrong for name in alive if (wrong := self._deleted_too_early(name))]
+
+    def _deleted_too_early(self, name: str) -> str:
+        noted = read_archived(self.brokers[name].disk)
+        offsets = noted.message_offset, noted.kept_offset, noted.action_offset
+        for log, offset in zip(self.servers[name].broker.logs, offsets, strict=True):
+            first = log.segments[0].base if log.segments else 0
+            if first > offset:
+                return f"{name} deleted {log.directory} up to {first}, and only {offset} is archived"
+        return ""
+
     # --- failures -------------------------------------------------------------------------------
 
     def _begin(self, fault: DiskFault) -> None:
@@ -138,7 +183,7 @@ class Machines:
         match fault.kind:
             case "sync":
                 self._sync_fails[fault.broker] = fault
-                process.disk.fail("sync", path=process.random.choice(("messages*", "action*", "kept*", "*")))
+                process.disk.fail("sync", path=process.random.choice(("message/*", "action/*", "kept/*", "*")))
             case "full":
                 free, capacity = process.disk.space()
                 process.disk.capacity = capacity - free

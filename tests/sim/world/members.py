@@ -378,17 +378,25 @@ class Members:
 
     async def _app_of(self, process: Process, group: GroupPlan, draw: random.Random) -> None:
         """Run an app for the group again and again."""
+        ends = random.Random(f"{self.plan.seed} {process.name}.{process.lives} {group.name} ends")
         while True:
             await self._back(group)
             app = self._app(process, group, draw)
+            running = asyncio.ensure_future(app.run())
+            cancelled = ends.random() < self.plan.cancels
             stop = asyncio.ensure_future(self._stay(group, draw))
-            stop.add_done_callback(lambda _, app=app: app.stop())
+            stop.add_done_callback(running.cancel if cancelled else lambda _, app=app: app.stop())
             try:
-                await app.run()
+                await asyncio.wait([running])
+                if cancelled:
+                    self._excuse(process, group)
+                if not running.cancelled():
+                    running.result()
             except PlaitError:
                 await self.simulation.sleep(0.5)
             finally:
                 stop.cancel()
+                running.cancel()
             await self.simulation.sleep(draw.uniform(0.0, 0.5))
 
     def _app(self, process: Process, group: GroupPlan, draw: random.Random) -> plait.App:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import plait
 from plait.errors import PlaitError, SubjectExists
 from plait.testing.sim import Process, Simulation
+from tests.sim.emptied_groups import empty
 from tests.sim.world.plan import DOOMED, Change, Plan
 
 
@@ -70,6 +71,26 @@ class Operator:
             except PlaitError as error:
                 self.simulation.log("operator", f"not deleted: {error}")
                 await self.simulation.sleep(0.5)
+
+    async def empty(self, group: str) -> None:
+        """Lead all subjects away from a broker group; it may be switched off then."""
+        self.simulation.log("operator", f"{group} is emptied")
+        others = [broker for broker in self.plan.brokers if broker != group]
+        subjects = [subject.name for subject in self.plan.subjects]
+        await empty(self.simulation, self._connect(), subjects, group, others)
+
+    async def forget(self, group: str) -> None:
+        """Remove a broker group that was emptied and switched off from the routes, as soon as it counts as lost."""
+        while True:
+            try:
+                async with self._connect() as client:
+                    left = await client.admin.forget_broker(group)
+                if left:
+                    self.simulation.fail(f"{group} was emptied, and yet it has {left}")
+                return
+            except PlaitError as error:
+                self.simulation.log("operator", f"{group} is not forgotten: {error}")
+                await self.simulation.sleep(1.0)
 
     async def resume(self, drained: Callable[[], bool]) -> None:
         """Resend dead letters and resume parked keys until everything is handled."""

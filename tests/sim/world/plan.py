@@ -122,6 +122,12 @@ class Plan(NamedTuple):
     auto_create: bool = True
     #: What a producer buffers before its sends wait.
     buffer_bytes: int = 64 * MIB
+    #: Retention waits for an archiver, which notes now and then how far it is.
+    archived: bool = False
+    #: The broker group that is emptied and switched off in the end; None: all stay.
+    emptied: str | None = None
+    #: The broker group that is switched off is removed from the routes, too.
+    forgotten: bool = True
 
     @property
     def calm(self) -> bool:
@@ -170,6 +176,7 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
         auto_create=draw.random() < 0.5,
         buffer_bytes=draw.choice((64 * MIB, 5_000)),
     )
+    plan = _with_what_came_later(plan)
     if draw.random() < 0.3:
         return plan
     return plan._replace(
@@ -177,6 +184,22 @@ def draw_plan(seed: int, seconds: float = 6.0) -> Plan:
         disk_faults=tuple(_disk_faults(draw, plan)),
         outages=tuple(_outages(draw, seconds)),
     )
+
+
+def _with_what_came_later(plan: Plan) -> Plan:
+    """Drawn apart, so that the rest of a seed's plan stays as it was."""
+    draw = random.Random(f"{plan.seed} later")
+    # A deleted subject that is sent to again may be made at any broker.
+    may_be_emptied = len(plan.brokers) > 1 and plan.deleted_at is None
+    plan = plan._replace(
+        archived=any(subject.retention for subject in plan.subjects) and draw.random() < 0.5,
+        emptied=draw.choice(plan.brokers) if may_be_emptied and draw.random() < 0.5 else None,
+    )
+    if plan.emptied is None or draw.random() < 0.5:
+        return plan
+    # Dead letters and parked keys are listed at all brokers of the routes.
+    groups = tuple(group._replace(attempts=10_000) for group in plan.groups)
+    return plan._replace(groups=groups, forgotten=False)
 
 
 def _partitions(draw: random.Random) -> int:

@@ -38,6 +38,10 @@ class Reading:
         for calls in self._calls:
             calls.probability = 0.0
 
+    def end(self) -> None:
+        """Ask no more of the reader: a broker that has rows is switched off."""
+        self.subject = None
+
     async def run(self, process: Process) -> None:
         """Read until the end of the world; a reader that fails is followed by one that begins again."""
         draw = random.Random(f"{self.plan.seed} {process.name}.{process.lives}")

@@ -28,6 +28,8 @@ DRAIN_SECONDS = 120.0
 QUIET_SECONDS = 30.0
 #: After the end: a consumer that was held up shows what it still takes for its own.
 SHOW_SECONDS = 0.5
+#: How long is sent when a broker group was switched off.
+SEND_SECONDS = 1.5
 
 
 class World:
@@ -47,7 +49,7 @@ class World:
         self._quiet_seconds = quiet_seconds
         self.users = [sim.process(name, self.senders.run) for name in PRODUCERS]
         self.users += [sim.process(name, self.members.main(name)) for name in CLIENTS]
-        self.users.append(sim.process(READER, self.reading.run))
+        self._reader = sim.process(READER, self.reading.run)
         self._skew()
 
     def _skew(self) -> None:
@@ -72,7 +74,7 @@ class World:
         sim = self.simulation
         self.machines.start()
         sim.run(self.operator.create(), seconds=60.0)
-        for user in self.users:
+        for user in (*self.users, self._reader):
             user.start()
         self.machines.play()
         self.operator.play()
@@ -84,14 +86,37 @@ class World:
         self.members.settle()
         self.reading.settle()
         sim.process("operator").start(self.operator.resume(self.drained))
-        self._drain()
-        sim.run_for(SHOW_SECONDS if self.plan.calm else SHOW_SECONDS + LEASE_SECONDS)
-        # A nack that was confirmed meanwhile makes a message one that has to be handled.
-        self._drain()
+        self._finish()
+        if self.plan.emptied is not None:
+            self._switch_off(self.plan.emptied)
+            self._finish()
         sends = (send for history in self.ledger.histories.values() for send in history.sends)
         undecoded = {str(send.key) for send in sends if send.value in self.members.undecoded}
-        found = judge(self.ledger, self.members.moved | undecoded)
+        found = judge(self.ledger, self.members.moved | undecoded) + self.machines.deleted_too_early()
         assert not found, "\n".join(found[:10])
+
+    def _finish(self) -> None:
+        self._drain()
+        self.simulation.run_for(SHOW_SECONDS if self.plan.calm else SHOW_SECONDS + LEASE_SECONDS)
+        # A nack that was confirmed meanwhile makes a message one that has to be handled.
+        self._drain()
+
+    def _switch_off(self, group: str) -> None:
+        """Empty a broker group as the documentation says and end its broker; start all clients again and send more."""
+        sim = self.simulation
+        sim.run(self.operator.empty(group), seconds=120.0)
+        self.reading.end()
+        for process in (*self.users, self._reader, self.machines.brokers[group]):
+            self._fault(Fault("kill", sim.now, 0.0, process.name))
+            process.kill()
+        self.senders.sending = True
+        for user in self.users:
+            user.start()
+        sim.run_for(SEND_SECONDS)
+        self.senders.sending = False
+        if self.plan.forgotten:
+            sim.process("operator").start(self.operator.forget(group))
+            sim.process("operator").start(self.operator.resume(self.drained))
 
     def drained(self) -> bool:
         """Everything is handled that must be."""
