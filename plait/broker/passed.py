@@ -64,8 +64,25 @@ def gone_below(broker: Broker, partition: Partition) -> int:
     fences, accepts = partition.fences, partition.accepts
     if fences is None or accepts is None or (not accepts.any() and _holds(broker, partition)):
         return -1
-    below = int(fences[fences <= partition.start].max(initial=0))
+    below = int(fences[fences <= min(partition.start, _kept_from(partition))].max(initial=0))
     return -1 if not below and accepts.any() else below
+
+
+def _kept_from(partition: Partition) -> int:
+    """The first row that an ordered group has not finished though retention took it; the next row: there is none.
+
+    A message that failed is kept beyond retention, and its key's rows in other partitions wait for it. They would
+    not if the route left out that the key was here before.
+    """
+    kept = partition.next
+    for group in partition.groups.values():
+        if isinstance(group, OrderedGroup):
+            for strand in group.strands:
+                if strand.parked and strand.letter >= 0:
+                    kept = min(kept, strand.letter)
+                elif strand.parked or strand.returned or strand.waiting or strand.held:
+                    kept = min(kept, strand.floor)
+    return kept
 
 
 def _holds(broker: Broker, partition: Partition) -> bool:

@@ -2,8 +2,8 @@
 
 ``start=`` says where a group begins that no partition of the subject knows. What went to a partition that was added
 since belongs to the group from the first message on, also if no member was there meanwhile. So an opening consumer asks
-the brokers, and a meta server, which remembers the groups of partitions that have left the route; and tells each
-partition the version of the route that the group began with.
+the brokers, and a meta server, which remembers the groups of partitions that have left the route or been emptied; and
+tells each partition the version of the route that the group began with.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EARLIEST: Final = "earliest"
 
 
 class _Remembered(msgspec.Struct):
-    """What a meta server knows of a group that partitions knew which have left the route."""
+    """What a meta server knows of a group that partitions knew which have left the route or been emptied."""
 
     version: int
     began: int | None

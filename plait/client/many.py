@@ -182,6 +182,8 @@ def _push(producer: Producer, pieces: Pieces, columns: Columns, batch: PendingBa
     batch.count = len(columns.bodies)
     batches = [batch] if len(pieces) == 1 else split_batch(batch, [rows for _, rows in pieces])
     for (queue, rows), part in zip(pieces, batches, strict=True):
+        # Rows that were added while this call waited for room come first, as their calls did.
+        queue.seal()
         bodies, keys, hashes, dues, tags, headers = columns if rows is None else columns.take(rows)
         count = len(bodies)
         parts = build_frame(

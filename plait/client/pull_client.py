@@ -195,8 +195,10 @@ class PullClient:
                     if self.detaches:
                         await link.request(m.Detach(self._session))
             except (PlaitError, TimeoutError):
-                # The broker notices by itself.
-                pass
+                if self.detaches and not link.closed:
+                    # The connection keeps the session alive. A broker that stood still reads this before the attach of
+                    # this consumer's successor, which would find its name taken.
+                    link.call(m.Detach(self._session), _ignore)
         self.attached = False
 
     async def _give_back(self, link: Link) -> None:

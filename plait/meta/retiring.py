@@ -80,12 +80,17 @@ class Retiring:
     # --- groups of partitions that have left ------------------------------------------------------
 
     def remembered(self, subject: str, name: str) -> Remembered:
-        """Whether partitions that have left the subject's route knew a group."""
+        """Whether partitions knew a group that have left the subject's route, or that take less than they did.
+
+        The broker of the latter may be switched off.
+        """
         mirror = self._core.mirror
         if mirror.subject(subject) is None:
             return Remembered(0, None)
         route = mirror.route(subject)
-        return Remembered(route.version, route.began.get(name))
+        reports = (progress_of(mirror.partitions[place]) for place in mirror.partitions_of.get(subject, ()))
+        known = [report.began.get(name) for report in reports if report is not None] + [route.began.get(name)]
+        return Remembered(route.version, min((began for began in known if began is not None), default=None))
 
     def forget_group(self, subject: str, name: str) -> bool:
         """A group was deleted: it is remembered no longer; whether it was."""
