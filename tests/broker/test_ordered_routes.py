@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.broker import sealing
+from plait.broker.passed import gone_below
 from plait.frame.lp import lp_of_key, lp_set
 from plait.retry import Retry
 from plait.storage.catalog import SubjectSettings
@@ -172,3 +173,34 @@ def test_what_a_loss_of_power_took_back_is_told_to_who_has_moved_on():
     node = owner.node = node.power_lost()
     owner.attach()
     assert owner.lease([]).again == [(0, 1024)]
+
+
+@pytest.mark.parametrize("attempts", [1, None], ids=["parked", "waiting"])
+def test_a_route_keeps_where_a_key_was_while_its_failed_message_is_kept_beyond_retention(attempts: int | None):
+    """R21: its rows in other partitions wait for that message, also when retention took the rows around it."""
+    moving = Moving(retention_seconds=20.0)
+    node = moving.node
+    owner = Owner(node, "c1", retry=Retry(first=500.0, factor=1.0, jitter=0.0, attempts=attempts))
+    owner.lease(ALL)
+    owner.pull()
+    owner.nack(owner.first_of("a"), None)
+    moving.leave()
+    moving.come_back()
+    moving.leave(lp_of_key("b"))
+    node.clock.advance(60.0)
+    for _ in range(2):
+        node.retention.run()
+        node.turn()
+        node.sync()
+    partition = node.partition(SUBJECT)
+    assert partition.start == partition.next
+    assert gone_below(node.broker, partition) == -1
+    if attempts:
+        [strand] = owner.group.parked()
+        assert owner.group.resume(strand.key, node.broker, skip=True)
+    else:
+        node.later(500.0)
+        owner.lease(ALL)
+        owner.ack(*owner.pull_all())
+    node.turn()
+    assert gone_below(node.broker, partition) == partition.next

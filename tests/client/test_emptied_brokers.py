@@ -153,6 +153,26 @@ async def test_a_broker_that_is_emptied_and_finished_is_forgotten_with_nothing_l
         assert await handle(client, 20) == [b"new"] * 20
 
 
+async def test_a_broadcast_that_returns_while_its_emptied_broker_is_off_misses_nothing(
+    nodes: list[EmbeddedBroker],
+) -> None:
+    first, second = nodes
+    async with first.connect(limits=EAGER, client_id="screen-1") as client:
+        await client.admin.create_subject("s", partitions=1, groups=["g2"])
+        async with client.consumer("s", broadcast=True) as screen:
+            await client.send("s", b"old")
+            await (await fetch_all(screen, 1))[0].ack()
+        await moved(client, ["s@g1"])
+        await drained(client)
+        await second.stop()
+        await client.send("s", b"new")
+    async with (
+        first.connect(limits=EAGER, client_id="screen-1") as client,
+        client.consumer("s", broadcast=True) as screen,
+    ):
+        assert [message.body for message in await fetch_all(screen, 1)] == [b"new"]
+
+
 async def partitions(client: plait.Client) -> list[str]:
     return sorted(str(share.partition) for share in (await client.admin.route("s")).partitions)
 

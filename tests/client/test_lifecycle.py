@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
 
 import plait
+from plait.server.connection import Connection
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PATIENCE_SECONDS, fetch_all, numbers, send, until
 
@@ -85,6 +87,27 @@ async def test_a_flush_that_a_close_overtakes_says_that_the_consumer_is_closed(
         with pytest.raises(plait.Closed, match="the consumer is closed"):
             await flushing
         link.abort()
+
+
+async def test_a_consumer_that_closes_while_its_broker_stands_still_leaves_its_name(
+    broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = msgspec.structs.replace(EAGER, request_seconds=0.1)
+    async with broker.connect(limits=limits, client_id="screen-1") as client:
+        await send(client, 2)
+        consumer = await client.consumer("s", broadcast=True, start="earliest").__aenter__()
+        await fetch_all(consumer, 1)
+        with monkeypatch.context() as patch:
+            # What the server reads while it stands still it reads afterwards.
+            serving: list[Callable[[], None]] = []
+            serve = Connection._serve
+            patch.setattr(Connection, "_serve", lambda self, *rest: serving.append(partial(serve, self, *rest)))
+            await consumer.close()
+        for each in serving:
+            each()
+        async with client.consumer("s", broadcast=True) as successor:
+            assert successor.client_id == "screen-1"
+            assert len(await fetch_all(successor, 2)) == 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -86,6 +86,17 @@ async def test_no_send_overtakes_one_that_waits_for_room(broker: EmbeddedBroker)
     assert sequences == sorted(sequences)
 
 
+async def test_send_many_does_not_overtake_sends_that_waited_for_room_before_it(broker: EmbeddedBroker) -> None:
+    async with broker.connect(limits=plait.ClientLimits(buffer_bytes=2_000)) as client:
+        await client.admin.create_subject("order.book", order="strict")
+        client.post("order.book", bytes(3_000), key="k")
+        sends = [asyncio.ensure_future(client.send("order.book", b"%d" % number, key="k")) for number in range(3)]
+        await asyncio.sleep(0)
+        many = asyncio.ensure_future(client.send_many("order.book", [b"3", b"4"], keys=["k", "k"]))
+        receipts = [*await asyncio.gather(*sends), *await many]
+    assert [receipt.sequence for receipt in receipts] == [1, 2, 3, 4, 5]
+
+
 async def test_a_send_that_finds_no_room_in_time_says_so_and_lets_the_next_go(broker: EmbeddedBroker) -> None:
     async with broker.connect(limits=plait.ClientLimits(buffer_bytes=2_000)) as client:
         await client.send("order.book", b"")

@@ -243,6 +243,17 @@ def test_a_group_that_is_deleted_before_its_partition_leaves_is_not_remembered(s
     assert [spread.remembered("s", name).began for name in "ab"] == [None, 1]
 
 
+def test_the_groups_of_a_partition_that_was_emptied_are_known_without_its_broker(spread: MetaService) -> None:
+    spread.expand("s", [place("s@g1")])
+    converge(spread, fence=10)
+    # Its rows stay: so does the partition, in the route.
+    knows(spread, "s@g2", {"a": 2, "b": 1}, 0)
+    assert "s@g2" in places(spread, "s")
+    assert [spread.remembered("s", name).began for name in "abc"] == [2, 1, None]
+    assert not spread.forget_group("s", "a")
+    assert [spread.remembered("s", name).began for name in "ab"] == [None, 1]
+
+
 def test_the_groups_of_a_broker_group_that_is_given_up_are_remembered(spread: MetaService, clock: ManualClock) -> None:
     knows(spread, "s@g2", {"a": 3})
     lose(spread, clock, "g1", "g3")
