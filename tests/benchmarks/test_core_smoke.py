@@ -19,8 +19,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 #: They start Spark, which takes longer than all others together.
 SPARK = ("spark", "archive", "audit", "history", "sink")
-#: Another suite of the same module is run by the ordinary tests.
-BESIDE = ("batches", "sync", "latency", "subjects", "restart", "idle", "storm", "scheduled", "owners")
+#: Another suite of the same module is run by the ordinary tests, or the same is measured in a cluster.
+BESIDE = (
+    "batches", "sync", "latency", "subjects", "restart", "idle", "storm", "scheduled", "lateness", "owners", "handover"
+)  # fmt: skip
 
 
 def marked(suite: str) -> object:

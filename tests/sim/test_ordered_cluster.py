@@ -11,9 +11,9 @@ from plait.testing.sim import Fault
 from tests.sim.ordered_changes import Change
 from tests.sim.ordered_cluster import STRICT, OrderedCluster, Outage
 
-#: Seeds that one test runs: eight in all, and four with affinity. ``test_world.py`` runs a hundred worlds, and
+#: Seeds that one test runs: four in all, and two with affinity. ``test_world.py`` runs a hundred worlds, and
 #: ``make test-deep SUITE=sim`` 2,000 seeds of this.
-SEEDS = 4
+SEEDS = 2
 
 
 def survive(seed: int, *, affinity: bool = False) -> None:

@@ -96,7 +96,22 @@ def fails(cluster: OrderedCluster) -> bool:
     return False
 
 
-@pytest.mark.parametrize("defect", SHOWN_BY, ids=lambda defect: defect.__name__)
+#: These take longest.
+SLOW = (
+    defects.overtake_rows_that_are_sent_again,
+    defects.ask_all_spans_at_once,
+    defects.report_drained_too_early,
+    defects.use_an_epoch_again,
+    defects.grant_right_after_a_start,
+    defects.accept_a_lower_epoch,
+)
+
+
+def marked(defect: Defect) -> object:
+    return pytest.param(defect, marks=pytest.mark.deep("plants")) if defect in SLOW else defect
+
+
+@pytest.mark.parametrize("defect", [marked(defect) for defect in SHOWN_BY], ids=lambda defect: defect.__name__)
 def test_a_defect_is_found(defect: Defect, monkeypatch: pytest.MonkeyPatch):
     make, seeds = SHOWN_BY[defect]
     defect(monkeypatch)

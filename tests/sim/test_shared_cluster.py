@@ -12,7 +12,7 @@ from plait.testing.sim import Fault, Process, Simulation
 from tests.sim.cluster import ADDRESS, CONFIG, Cluster, serve
 
 
-@pytest.mark.parametrize("number", range(12))
+@pytest.mark.parametrize("number", range(8))
 def test_nothing_is_lost_or_invented_through_faults(seed: int, number: int):
     cluster = Cluster(seed, flush="sync" if number % 2 else "async")
     cluster.run()

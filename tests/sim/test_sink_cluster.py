@@ -16,7 +16,7 @@ from tests.sim.sink_cluster import SinkCluster
 from tests.sim.sink_defects import forget_decisions_by_the_wall_clock
 
 #: Seeds that one test runs.
-SEEDS = 3
+SEEDS = 2
 
 
 @pytest.mark.timeout(600)
@@ -40,7 +40,7 @@ def test_without_faults_partitions_may_change_at_any_moment():
 def dying_driver() -> SinkCluster:
     """It is killed every few batches, at any moment of them."""
     script = [Fault("kill", 0.5 + 0.037 * n, 0.001, "driver-0") for n in range(60)]
-    return SinkCluster(2, script=script, changes=[], drivers=1, pause_seconds=0.001, forgetful=0.0)
+    return SinkCluster(2, script=script, changes=[], drivers=1, pause_seconds=0.001, forgetful=0.0, seconds=4.0)
 
 
 def test_a_driver_that_dies_again_and_again_finds_what_it_had_decided():
@@ -78,7 +78,7 @@ def test_forgetting_decisions_by_the_wall_clock_is_found_out(monkeypatch: pytest
     forget_decisions_by_the_wall_clock(monkeypatch)
 
     def explore() -> None:
-        for each in range(seed, seed + 2 * SEEDS):
+        for each in range(seed, seed + 5 * SEEDS):
             SinkCluster(each).run()
 
     with pytest.raises(AssertionError, match=r"out of order|several attempts|missing"):

@@ -67,7 +67,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     state = config.stash.get(_STATE, None)
     if state is None:
-        items.sort(key=_is_short)
+        items[:] = _arranged(items)
         return
     suite = str(config.getoption("--suite"))
     suites = {item.nodeid: _suite_of(item) for item in items}
@@ -172,12 +172,21 @@ def _run_seed(config: pytest.Config) -> int:
     return state.seed if state else int(os.environ.get("PLAIT_SEED", ORDINARY_SEED))
 
 
-def _is_short(item: pytest.Item) -> bool:
+def _arranged(items: list[pytest.Item]) -> list[pytest.Item]:
     """Long tests come first, so that no worker ends long after the others.
 
-    What needs the session's Spark stays together, as a worker that starts one keeps it.
+    Each worker gets an equal part of the list, and one that is done takes from the ends of others' parts. What needs
+    the session's Spark is where the last part begins, so that one worker does all of it: each would start its own.
     """
-    return item.get_closest_marker("timeout") is None or "spark" in getattr(item, "fixturenames", ())
+    spark = [item for item in items if "spark" in getattr(item, "fixturenames", ())]
+    others = sorted((item for item in items if "spark" not in getattr(item, "fixturenames", ())), key=_is_short)
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    at = len(items) * (workers - 1) // workers + workers
+    return [*others[:at], *spark, *others[at:]]
+
+
+def _is_short(item: pytest.Item) -> bool:
+    return item.get_closest_marker("timeout") is None
 
 
 def _suite_of(item: pytest.Item) -> str | None:
