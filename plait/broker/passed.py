@@ -72,11 +72,14 @@ def _kept_from(partition: Partition) -> int:
     """The first row that an ordered group has not finished though retention took it; the next row: there is none.
 
     A message that failed is kept beyond retention, and its key's rows in other partitions wait for it. They would
-    not if the route left out that the key was here before.
+    not if the route left out that the key was here before; nor would a consumer ask here for a dead letter that is
+    sent again.
     """
     kept = partition.next
     for group in partition.groups.values():
         if isinstance(group, OrderedGroup):
+            if group.pull_log.dead:
+                kept = min(kept, group.pull_log.dead.first)
             for strand in group.strands:
                 if strand.parked and strand.letter >= 0:
                     kept = min(kept, strand.letter)

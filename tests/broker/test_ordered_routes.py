@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.broker import sealing
+from plait.broker.dead_letters import Choice
 from plait.broker.passed import gone_below
 from plait.frame.lp import lp_of_key, lp_set
 from plait.retry import Retry
@@ -175,6 +176,13 @@ def test_what_a_loss_of_power_took_back_is_told_to_who_has_moved_on():
     assert owner.lease([]).again == [(0, 1024)]
 
 
+def purge(node: Node, owner: Owner) -> None:
+    letters = node.broker.dead_letters
+    found, _ = letters.page(owner.group, Choice(), -1, 10)
+    assert letters.purge(owner.group, found) == 1
+    node.turn()
+
+
 @pytest.mark.parametrize("attempts", [1, None], ids=["parked", "waiting"])
 def test_a_route_keeps_where_a_key_was_while_its_failed_message_is_kept_beyond_retention(attempts: int | None):
     """R21: its rows in other partitions wait for that message, also when retention took the rows around it."""
@@ -198,9 +206,36 @@ def test_a_route_keeps_where_a_key_was_while_its_failed_message_is_kept_beyond_r
     if attempts:
         [strand] = owner.group.parked()
         assert owner.group.resume(strand.key, node.broker, skip=True)
+        node.turn()
+        assert gone_below(node.broker, partition) == -1, "the letter can be sent again"
+        purge(node, owner)
     else:
         node.later(500.0)
         owner.lease(ALL)
         owner.ack(*owner.pull_all())
     node.turn()
+    assert gone_below(node.broker, partition) == partition.next
+
+
+def test_a_route_keeps_where_a_dead_letter_was_while_it_can_be_sent_again():
+    """Its key went on elsewhere; the partition takes other keys, so it stays without that as well."""
+    node = Node(retention_seconds=20.0)
+    make_subject(node, order="best_tried")
+    keyed(node, Producer(5), [("a", b"1"), ("b", b"2")])
+    owner = Owner(node, "c1", retry=Retry(attempts=1))
+    owner.lease(ALL)
+    owner.pull_all()
+    owner.nack(owner.first_of("a"), None)
+    owner.ack(*(row for row in owner.rows if row.body == b"2"))
+    sealing.seal(node.broker, SUBJECT, [(LP, LP + 1)], 2, lambda _: None)
+    node.turn()
+    node.clock.advance(60.0)
+    for _ in range(2):
+        node.retention.run()
+        node.turn()
+        node.sync()
+    partition = node.partition(SUBJECT)
+    assert partition.start == partition.next
+    assert gone_below(node.broker, partition) == -1
+    purge(node, owner)
     assert gone_below(node.broker, partition) == partition.next

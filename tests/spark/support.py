@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ class Stream:
         reader = source.streamReader(source.schema())
         assert isinstance(reader, PlaitStreamReader)
         self.reader = reader
+        # As Spark does with a query that ends: a reader has a connection.
+        weakref.finalize(self, reader.stop).atexit = False
         #: How far it is.
         self.offset = reader.initialOffset() if start is None else start
 
