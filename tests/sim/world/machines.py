@@ -18,6 +18,7 @@ from plait.meta.database import Database, file_url
 from plait.server import Server
 from plait.server.meta_server import MetaServer
 from plait.storage.archived import Archived, read_archived, write_archived
+from plait.testing.disk import SimulatedCrash
 from plait.testing.embedded import empty_database
 from plait.testing.sim import Process, Simulation
 from tests.sim.world.plan import LEASE_SECONDS, METAS, DiskFault, Plan
@@ -153,8 +154,8 @@ class Machines:
         log = self.servers[name].broker.logs[number]
         ends = [segment.base for segment in log.segments if offsets[number] < segment.base <= log.durable]
         offsets[number] = min(ends, default=offsets[number])
-        # On a full disk it tries again later.
-        with suppress(OSError):
+        # On a full disk it tries again later, as it does when the machine fails.
+        with suppress(OSError, SimulatedCrash):
             write_archived(process.disk, Archived(offsets[0], offsets[2], kept_offset=offsets[1]))
 
     def deleted_too_early(self) -> list[str]:
