@@ -15,17 +15,16 @@ from tests.sim.ordered_cluster import STRICT, Change
 from tests.sim.sink_cluster import SinkCluster
 from tests.sim.sink_defects import forget_decisions_by_the_wall_clock
 
-#: Seeds that one test runs.
-SEEDS = 2
+#: Seeds among which one meets a planted defect.
+SEEDS = 10
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(2))
 def test_each_batch_is_there_once_through_faults_and_changes(seed: int, number: int):
-    for each in range(seed, seed + SEEDS):
-        cluster = SinkCluster(each)
-        cluster.run()
-        assert min(cluster.noted.values()) > 2
+    cluster = SinkCluster(seed)
+    cluster.run()
+    assert min(cluster.noted.values()) > 2
 
 
 def test_without_faults_partitions_may_change_at_any_moment():
@@ -78,7 +77,7 @@ def test_forgetting_decisions_by_the_wall_clock_is_found_out(monkeypatch: pytest
     forget_decisions_by_the_wall_clock(monkeypatch)
 
     def explore() -> None:
-        for each in range(seed, seed + 5 * SEEDS):
+        for each in range(seed, seed + SEEDS):
             SinkCluster(each).run()
 
     with pytest.raises(AssertionError, match=r"out of order|several attempts|missing"):

@@ -16,7 +16,7 @@ from plait.testing.sim import Process, Simulation
 from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG
 
-MINUTES = 4
+MINUTES = 3
 #: Messages of each key in a second: 32 in all.
 BATCHES = 2
 KEYS = [f"k{n}" for n in range(16)]
@@ -95,7 +95,7 @@ def test_other_keys_keep_their_pace_and_memory_stays_flat_beside_a_stuck_one(tmp
 
 
 def test_a_consumer_that_has_more_to_do_than_it_can_does_as_much_beside_a_stuck_key(tmp_path: Path):
-    busy, minutes = 1.25 / (BATCHES * len(KEYS)), 3
+    busy, minutes = 1.25 / (BATCHES * len(KEYS)), 2
     usual, _ = handled_others(tmp_path / "usual.db", stuck=False, seconds=busy, minutes=minutes)
     beside, _ = handled_others(tmp_path / "beside.db", stuck=True, seconds=busy, minutes=minutes)
     assert usual <= 0.85 * minutes * 60 * BATCHES * (len(KEYS) - 1)
