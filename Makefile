@@ -24,7 +24,7 @@ CRASHES := tests/broker/test_crash_points.py tests/broker/test_explorer.py
 # Hundreds of processes are started; each would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo check test test-deep bench lint servers clean
+.PHONY: setup demo check test tests test-deep bench lint servers clean
 
 setup: $(STAMP)
 
@@ -64,7 +64,11 @@ servers:
 check: lint
 	$(PYTEST) -m "not deep and not bench" $(UNITS) $(CRASHES:%=--ignore %) $(ARGS)
 
-test: lint servers
+# Side by side: checking types takes one core a minute, and tests wait now and then.
+test: setup servers
+	@$(MAKE) --no-print-directory --jobs 2 lint tests
+
+tests:
 	$(PYTEST) -m "not deep and not bench" $(ARGS)
 
 # SUITE names what a test says in @pytest.mark.deep("..."); an interrupted run goes on where it stopped
