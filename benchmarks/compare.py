@@ -30,7 +30,7 @@ WORKLOADS = {
     "fetch_arrow": (500_000, True),
     "ack_messages": (200_000, True),
 }
-BAR = 1.05
+BAR = 1.03
 
 
 @contextmanager
