@@ -10,8 +10,8 @@ PIP    := $(PY) -m pip install --disable-pip-version-check --constraint constrai
 STAMP  := $(VENV)/.plait-setup
 EXTRAS := spark,postgres,dev
 SUITE  ?= all
-# Processes that share the tests: one more than two cores, as some of them wait.
-WORKERS ?= 3
+# Processes that share the tests: more than two cores, as many tests wait for others.
+WORKERS ?= 4
 ARGS   ?=
 PYTEST := $(PY) -m pytest --durations 40 --durations-min 5 --numprocesses $(WORKERS) --dist worksteal
 # What starts no server, browser or Spark: the units of the storage, the broker and the formats, and their models.

@@ -16,7 +16,7 @@ from plait.clock import ManualClock
 from plait.errors import Unavailable
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
-from plait.limits import KIB, MIB, ServerLimits
+from plait.limits import KIB, MIB
 from plait.testing import EmbeddedBroker
 from plait.testing.disk import SimulatedDisk
 from plait.testing.embedded import TEST_CONFIG
@@ -24,10 +24,6 @@ from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw, until
 
-#: A sync that is under way while virtual time passes is not a busy disk.
-PATIENT = msgspec.structs.replace(
-    TEST_CONFIG, limits=ServerLimits(log_busy_seconds=float("inf"), queue_head_seconds=float("inf"))
-)
 LIMITS = plait.ClientLimits(reconnect_max_seconds=0.05)
 
 
@@ -228,7 +224,7 @@ async def test_after_a_stop_nothing_is_committed(serve: Serve):
 
 
 async def test_retention_runs_by_itself_on_the_servers_clock():
-    async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
+    async with EmbeddedBroker(config=TEST_CONFIG, clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("short", retention=60)
         for subject in ("short", "long"):
             await client.send(subject, b"old")
@@ -245,7 +241,7 @@ async def test_retention_runs_by_itself_on_the_servers_clock():
 
 
 async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
-    async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
+    async with EmbeddedBroker(config=TEST_CONFIG, clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("short", retention=60)
         async with client.consumer("short", group="g") as consumer:
             await client.send("short", b"seen")
@@ -261,7 +257,7 @@ async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
 
 
 async def test_a_lost_consumer_is_forgotten():
-    async with EmbeddedBroker(config=PATIENT, clock=ManualClock()) as broker, broker.connect() as client:
+    async with EmbeddedBroker(config=TEST_CONFIG, clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("orders")
         async with Raw(broker.server) as raw:
             await raw.hello("gone")
@@ -276,7 +272,7 @@ async def test_a_lost_consumer_is_forgotten():
 
 
 async def test_the_default_retention_is_the_brokers():
-    config = msgspec.structs.replace(PATIENT, retention_seconds=10.0)
+    config = msgspec.structs.replace(TEST_CONFIG, retention_seconds=10.0)
     async with EmbeddedBroker(config=config, clock=ManualClock()) as broker, broker.connect() as client:
         await client.send("orders", b"old")
         await broker.advance(11)
