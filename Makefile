@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.plait-setup
 EXTRAS := spark,postgres,dev
 SUITE  ?= all
 # Processes that share the tests: more than two cores, as many tests wait for others.
-WORKERS ?= 4
+WORKERS ?= 3
 ARGS   ?=
 PYTEST := $(PY) -m pytest --durations 40 --durations-min 5 --numprocesses $(WORKERS) --dist worksteal
 # What starts no server, browser or Spark: the units of the storage, the broker and the formats, and their models.

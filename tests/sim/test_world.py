@@ -10,13 +10,11 @@ import pytest
 from tests.sim.ordered_defects import ask_brokers_that_hold_nothing
 from tests.sim.world.plan import Plan, draw_plan
 from tests.sim.world.world import World
-from tests.sim.world_defects import Defect, delete_what_is_not_archived
+from tests.sim.world_defects import Defect, delete_what_is_not_archived, leave_out_where_failed_messages_are
 
 #: Worlds that one test runs: a hundred in all.
 SEEDS = 5
 SECONDS = 3.0
-#: How long the plans last whose seeds meet the planted defects.
-DEFECT_SECONDS = 4.0
 #: Nothing is handled for so long: a world that a defect has brought to a stop.
 QUIET_SECONDS = 12.0
 
@@ -67,19 +65,23 @@ def test_plans_have_everything_somewhere():
 
 
 @pytest.mark.parametrize(
-    ("defect", "seed"),
-    [(delete_what_is_not_archived, 24), (ask_brokers_that_hold_nothing, 22)],
+    ("defect", "seed", "seconds"),
+    [
+        (delete_what_is_not_archived, 24, 4.0),
+        (ask_brokers_that_hold_nothing, 22, 4.0),
+        (leave_out_where_failed_messages_are, 20980, 3.0),
+    ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_worlds_notice_a_defect_of_archives_and_of_brokers_that_are_switched_off(
-    defect: Defect, seed: int, monkeypatch: pytest.MonkeyPatch
+def test_worlds_notice_a_defect_of_archives_of_retention_and_of_brokers_that_are_switched_off(
+    defect: Defect, seed: int, seconds: float, monkeypatch: pytest.MonkeyPatch
 ):
     defect(monkeypatch)
-    world = World(seed, seconds=DEFECT_SECONDS, quiet_seconds=QUIET_SECONDS)
+    world = World(seed, seconds=seconds, quiet_seconds=QUIET_SECONDS)
     with pytest.raises(AssertionError):
         world.run()
     monkeypatch.undo()
-    World(seed, seconds=DEFECT_SECONDS).run()
+    World(seed, seconds=seconds).run()
 
 
 def test_a_calm_world_handles_everything_once():

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from plait.broker import passed
 from plait.broker.forwards import Forwards
 from plait.broker.retention import Retention
 from plait.client import consumer as client_consumer
@@ -34,6 +35,11 @@ def delete_what_is_not_archived(patch: Patch) -> None:
     """Retention does not wait for archives."""
     everything = Archived(1 << 62, 1 << 62, kept_offset=1 << 62)
     patch.setattr(Retention, "_archived", lambda self: everything)
+
+
+def leave_out_where_failed_messages_are(patch: Patch) -> None:
+    """A route forgets that a key was where its failed message is kept beyond retention."""
+    patch.setattr(passed, "_kept_from", lambda partition: partition.next)
 
 
 def interrupt_closing(patch: Patch) -> None:
