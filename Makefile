@@ -13,6 +13,8 @@ SUITE  ?= all
 # Processes that share the tests: more than two cores, as many tests wait for others.
 WORKERS ?= 3
 ARGS   ?=
+# Memory that the tests' files may take.
+ROOM_KIB := 8388608
 PYTEST := $(PY) -m pytest --durations 40 --durations-min 5 --numprocesses $(WORKERS) --dist worksteal
 # What starts no server, browser or Spark: the units of the storage, the broker and the formats, and their models.
 UNITS  := tests/broker tests/frame tests/golden tests/storage tests/testing tests/wire \
@@ -68,7 +70,12 @@ check: lint
 test: setup servers
 	@$(MAKE) --no-print-directory --jobs 2 lint tests
 
+# Temporary files are in memory where there is room for them: thousands of tests wait for a disk otherwise.
 tests:
+	@if [ -w /dev/shm ] && [ "$$(df -Pk /dev/shm | awk 'NR == 2 { print $$4 }')" -gt $(ROOM_KIB) ]; then \
+		TMPDIR=$$(mktemp -d /dev/shm/plait-tests-XXXXXX) && export TMPDIR && chmod 755 "$$TMPDIR" || exit 1; \
+		trap 'rm -rf "$$TMPDIR"' EXIT; \
+	fi; \
 	$(PYTEST) -m "not deep and not bench" $(ARGS)
 
 # SUITE names what a test says in @pytest.mark.deep("..."); an interrupted run goes on where it stopped

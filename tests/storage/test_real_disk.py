@@ -183,20 +183,29 @@ def left_memory(file: RealFile, path: Path, size: int) -> bool:
     return False
 
 
-def test_what_is_forgotten_leaves_the_memory_though_it_was_read_through_a_view(tmp_path: Path):
+@pytest.fixture
+def on_disk() -> Iterator[Path]:
+    """A directory beside the sources: temporary files may be in memory alone."""
+    state = Path(__file__).parents[2] / ".plait"
+    state.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=state) as directory:
+        yield Path(directory)
+
+
+def test_what_is_forgotten_leaves_the_memory_though_it_was_read_through_a_view(on_disk: Path):
     size = 1 << 20
-    plain = RealDisk(tmp_path).open("plain", create=True)
+    plain = RealDisk(on_disk).open("plain", create=True)
     plain.write([b"x" * size], 0)
     plain.sync()
-    if not left_memory(plain, tmp_path / "plain", size):
+    if not left_memory(plain, on_disk / "plain", size):
         pytest.skip("this file system keeps everything in memory")
-    file = RealDisk(tmp_path).open("a", create=True)
+    file = RealDisk(on_disk).open("a", create=True)
     # Two writes: what is let go of whole was written whole.
     file.write([b"a" * size], 0)
     file.write([b"b" * size], size)
     file.sync()
     assert bytes(file.view()) == b"a" * size + b"b" * size
-    assert left_memory(file, tmp_path / "a", size)
-    assert in_memory(tmp_path / "a", size + size // 2)
+    assert left_memory(file, on_disk / "a", size)
+    assert in_memory(on_disk / "a", size + size // 2)
     file.close()
     plain.close()
