@@ -37,6 +37,7 @@ def bytes_of_each(make: Callable[[], None]) -> float:
         )
     finally:
         tracemalloc.stop()
+    # Shown when a test fails.
     print(*found.statistics("lineno")[:10], sep="\n")
     return sum(trace.size for trace in found.traces) / GROUPS
 

@@ -6,6 +6,7 @@ import pytest
 
 from plait.broker import sealing
 from plait.broker.dead_letters import Choice
+from plait.broker.partition import Partition
 from plait.broker.passed import gone_below
 from plait.frame.lp import lp_of_key, lp_set
 from plait.retry import Retry
@@ -176,6 +177,18 @@ def test_what_a_loss_of_power_took_back_is_told_to_who_has_moved_on():
     assert owner.lease([]).again == [(0, 1024)]
 
 
+def expired(node: Node) -> Partition:
+    """The partition once retention has taken all its rows."""
+    node.clock.advance(60.0)
+    for _ in range(2):
+        node.retention.run()
+        node.turn()
+        node.sync()
+    partition = node.partition(SUBJECT)
+    assert partition.start == partition.next
+    return partition
+
+
 def purge(node: Node, owner: Owner) -> None:
     letters = node.broker.dead_letters
     found, _ = letters.page(owner.group, Choice(), -1, 10)
@@ -195,13 +208,7 @@ def test_a_route_keeps_where_a_key_was_while_its_failed_message_is_kept_beyond_r
     moving.leave()
     moving.come_back()
     moving.leave(lp_of_key("b"))
-    node.clock.advance(60.0)
-    for _ in range(2):
-        node.retention.run()
-        node.turn()
-        node.sync()
-    partition = node.partition(SUBJECT)
-    assert partition.start == partition.next
+    partition = expired(node)
     assert gone_below(node.broker, partition) == -1
     if attempts:
         [strand] = owner.group.parked()
@@ -229,13 +236,7 @@ def test_a_route_keeps_where_a_dead_letter_was_while_it_can_be_sent_again():
     owner.ack(*(row for row in owner.rows if row.body == b"2"))
     sealing.seal(node.broker, SUBJECT, [(LP, LP + 1)], 2, lambda _: None)
     node.turn()
-    node.clock.advance(60.0)
-    for _ in range(2):
-        node.retention.run()
-        node.turn()
-        node.sync()
-    partition = node.partition(SUBJECT)
-    assert partition.start == partition.next
+    partition = expired(node)
     assert gone_below(node.broker, partition) == -1
     purge(node, owner)
     assert gone_below(node.broker, partition) == partition.next

@@ -224,7 +224,7 @@ async def test_after_a_stop_nothing_is_committed(serve: Serve):
 
 
 async def test_retention_runs_by_itself_on_the_servers_clock():
-    async with EmbeddedBroker(config=TEST_CONFIG, clock=ManualClock()) as broker, broker.connect() as client:
+    async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("short", retention=60)
         for subject in ("short", "long"):
             await client.send(subject, b"old")
@@ -241,7 +241,7 @@ async def test_retention_runs_by_itself_on_the_servers_clock():
 
 
 async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
-    async with EmbeddedBroker(config=TEST_CONFIG, clock=ManualClock()) as broker, broker.connect() as client:
+    async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("short", retention=60)
         async with client.consumer("short", group="g") as consumer:
             await client.send("short", b"seen")
@@ -257,7 +257,7 @@ async def test_a_group_overtaken_by_retention_goes_on_and_shows_its_loss():
 
 
 async def test_a_lost_consumer_is_forgotten():
-    async with EmbeddedBroker(config=TEST_CONFIG, clock=ManualClock()) as broker, broker.connect() as client:
+    async with EmbeddedBroker(clock=ManualClock()) as broker, broker.connect() as client:
         await client.admin.create_subject("orders")
         async with Raw(broker.server) as raw:
             await raw.hello("gone")

@@ -11,7 +11,7 @@ from plait.testing.sim import Fault
 from tests.sim.ordered_changes import Change
 from tests.sim.ordered_cluster import STRICT, OrderedCluster, Outage
 
-#: Seeds that one test runs: four in all, and two with affinity. ``test_world.py`` runs a hundred worlds, and
+#: Seeds that one test runs: two in all, and one with affinity. ``test_world.py`` runs a hundred worlds, and
 #: ``make test-deep SUITE=sim`` 2,000 seeds of this.
 SEEDS = 1
 
