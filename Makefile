@@ -47,7 +47,7 @@ $(STAMP): pyproject.toml constraints.txt tools/find-python
 	@echo "setup: done"
 
 demo: setup
-	@$(PY) -m plait.demo $(ARGS)
+	@$(PY) -m examples.demo $(ARGS)
 
 lint: setup
 	$(PY) -m ruff format --check .

@@ -24,7 +24,7 @@ from benchmarks.plait_server import PlaitServer
 from benchmarks.result import Result
 from plait.errors import PlaitError
 from plait.wire import messages as m
-from plait.wire.dial import Link, dial
+from plait.wire.link import Link, dial
 
 #: Rounds, each with other clients that leave; the median counts.
 ROUNDS = 5
@@ -73,7 +73,7 @@ async def _measure(address: str, size: Size) -> tuple[list[float], _Clients]:
     """Seconds until members of all groups had heard of their new shares, and the clients with what they measured."""
     link = await dial(address, "beating", WAIT_SECONDS)
     for number in range(size.subjects):
-        await link.request(m.Admin("subject.create", {"subject": f"s{number}", "partitions": 1}))
+        await link.request(m.AdminRequest("subject.create", {"subject": f"s{number}", "partitions": 1}))
     clients = _Clients(link, size)
     for number in range(size.members * size.classes):
         clients.heard(number, await link.request(clients.beat(number)))
@@ -142,16 +142,16 @@ class _Clients:
             for which in range(size.classes)
         ]
 
-    def beat(self, number: int, seen: int = 0, wait: float = 0.0) -> m.Beat:
-        return m.Beat(f"c{number}", self.classes[number % self.size.classes], seen, wait)
+    def beat(self, number: int, seen: int = 0, wait: float = 0.0) -> m.MemberHeartbeatRequest:
+        return m.MemberHeartbeatRequest(f"c{number}", self.classes[number % self.size.classes], seen, wait)
 
-    def heard(self, number: int, answer: m.Beaten) -> None:
+    def heard(self, number: int, answer: m.MemberHeartbeatReply) -> None:
         """It asks for what is newer from now on."""
         self._seen[number] = answer.seen
 
     async def leave(self, number: int) -> None:
         self._online.remove(number)
-        await self._link.request(m.Beat(f"c{number}", [], leaving=True))
+        await self._link.request(m.MemberHeartbeatRequest(f"c{number}", [], leaving=True))
 
     async def run(self) -> None:
         """One heartbeat after another, whatever becomes of them."""

@@ -55,7 +55,7 @@ class Wire:
         self._writer.close()
         await self._writer.wait_closed()
 
-    def _write(self, message: m.Message, payload: bytes = b"") -> None:
+    def _write(self, message: m.PacketHead, payload: bytes = b"") -> None:
         self._correlation += 1
         self._writer.write(pack(message.KIND, self._correlation, m.encode(message), len(payload)) + payload)
 
@@ -63,26 +63,26 @@ class Wire:
         size, kind, _, _, head_size = HEADER.unpack(await self._reader.readexactly(HEADER_SIZE))
         body = memoryview(await self._reader.readexactly(size - HEADER_SIZE))
         message = m.decode(kind, body[:head_size])
-        if isinstance(message, m.Failure):
+        if isinstance(message, m.ErrorReply):
             raise m.error_of(message)
         return message, body[head_size + (-head_size & 7) :]
 
-    async def ask(self, message: m.Message) -> Any:
+    async def ask(self, message: m.PacketHead) -> Any:
         self._write(message)
         return (await self._answer())[0]
 
     async def read(self, position: int | str) -> tuple[int, memoryview]:
         """(where to go on, frames) of what stands from a position on, when there is something."""
         start = position if isinstance(position, str) else ("sequence", position)
-        self._write(m.Read(SUBJECT, start, 1_000_000, 8 * MIB, 1.0))
+        self._write(m.ReadRequest(SUBJECT, start, 1_000_000, 8 * MIB, 1.0))
         head, payload = await self._answer()
         return head.next, payload
 
     async def schedule(self, due: Times, rows: int) -> None:
         """Delay messages until these times, in frames of ``rows``."""
         # The meta server makes the subject.
-        await self.ask(m.FindRoute(SUBJECT))
-        partition = (await self.ask(m.Route(SUBJECT, delayed=True))).partition
+        await self.ask(m.RouteRequest(SUBJECT))
+        partition = (await self.ask(m.PartitionNumberRequest(SUBJECT, delayed=True))).partition
         body = np.random.default_rng(1).bytes(BODY_SIZE * rows)
         offsets = np.arange(0, BODY_SIZE * rows + 1, BODY_SIZE, dtype=np.int32)
         for start in range(0, len(due), rows):
@@ -98,7 +98,7 @@ class Wire:
                 deliver_at=times,
             )
             self._sent += len(times)
-            self._write(m.Send(partition), frame.tobytes())
+            self._write(m.SendRequest(partition), frame.tobytes())
             self._waiting.append(0)
             await self._writer.drain()
             if len(self._waiting) >= IN_FLIGHT:
@@ -110,7 +110,7 @@ class Wire:
 
     async def scheduled(self) -> int:
         """How many wait."""
-        answer = await self.ask(m.Admin("server.describe", {}))
+        answer = await self.ask(m.AdminRequest("server.describe", {}))
         return int(msgspec.msgpack.decode(answer.result)["scheduled"])
 
 

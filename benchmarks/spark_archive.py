@@ -30,11 +30,11 @@ import plait.spark
 from benchmarks.plait_server import PlaitServer
 from benchmarks.result import Result, median_ratio
 from benchmarks.spark_scan import bodies_and_keys
-from plait.spark import files
-from plait.spark.columns import record_batches
-from plait.spark.manifest import Archive
-from plait.storage.chunks import Wanted, plan, read_chunk
-from plait.storage.reader import open_log
+from plait.spark.archiving import file_writer as files
+from plait.spark.archiving.manifest import Archive
+from plait.spark.source.spark_columns import record_batches
+from plait.storage.reading.log_chunks import WantedRows, plan, read_chunk
+from plait.storage.reading.log_reader import open_log
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -58,7 +58,7 @@ async def _send(address: str, count: int, body_size: int) -> None:
 def _write_ipc(data: Path, to: Path) -> list[Path]:
     """The rows of each chunk, in log order."""
     reader = open_log(str(data))
-    wanted = Wanted(frozenset((SUBJECT,)))
+    wanted = WantedRows(frozenset((SUBJECT,)))
     to.mkdir()
     paths = []
     for number, chunk in enumerate(plan(reader, wanted, chunks_min=2, expired=True).chunks):
@@ -149,7 +149,7 @@ class Archiving:
 def run(body_size: int, count: int, pairs: int = 5) -> dict[str, Any]:
     """Measure one size; a ratio above one means that the archiver is faster."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root:
-        spark = plait.spark.session("plait-bench", master="local[2]")
+        spark = plait.spark.runtime.session("plait-bench", master="local[2]")
         try:
             with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
                 return {

@@ -22,15 +22,15 @@ import pyarrow as pa
 
 import plait.spark
 from benchmarks.result import Result
-from plait.client.rows import hash_keys
+from plait.client.send.open_rows import hash_keys
 from plait.frame.builder import FrameParts, build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.view import wrap_binary
 from plait.limits import GIB, MIB
-from plait.storage.action_log import Action, ActionBuffer, GroupDefinition
 from plait.storage.catalog import PartitionRow, SubjectSettings, catalog_frame
 from plait.storage.disk import RealDisk
-from plait.storage.log import Log
+from plait.storage.logs.action_log import Action, ActionBuffer, GroupDefinition
+from plait.storage.logs.log import Log
 
 SUBJECT = "order.book"
 COUNT = 10_000_000
@@ -141,7 +141,7 @@ def run(count: int = COUNT) -> dict[str, Any]:
     """Write the logs, and audit them."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root:
         LogWriter(Path(root)).write(count)
-        spark = plait.spark.session("plait-bench", master="local[2]")
+        spark = plait.spark.runtime.session("plait-bench", master="local[2]")
         try:
             with PeakMemory() as memory:
                 started = time.perf_counter()

@@ -28,7 +28,7 @@ import plait.spark
 from benchmarks.plait_server import PlaitServer
 from benchmarks.result import Result
 from benchmarks.spark_scan import KEYS, bodies_and_keys
-from plait.spark.history import History
+from plait.spark.history.lookup import History
 
 SUBJECT = "order.book"
 OPEN_BAR_MILLISECONDS = 50.0
@@ -64,7 +64,7 @@ def run(count: int = 10_000_000, lookups: int = 50, commands: int = 7) -> dict[s
         data, archive = Path(root, "data"), Path(root, "archive")
         with PlaitServer(data=data) as server:
             uvloop.run(_send(server.address, count))
-        spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
+        spark = plait.spark.runtime.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
         try:
             report = plait.spark.archive(data, archive, spark=spark, now=True)
         finally:

@@ -237,7 +237,7 @@ def run(count: int = 4_000_000, pairs: int = 7, size: int = BODY_SIZE) -> dict[s
     """Measure all of them; ratios above one mean that the first side is faster."""
     with tempfile.TemporaryDirectory(prefix="plait-bench-") as root, PlaitServer(data=Path(root, "data")) as server:
         uvloop.run(_send(server.address, count, size))
-        spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
+        spark = plait.spark.runtime.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
         try:
             scans = Scans(spark, server, Path(root, "parquet"), count, size)
             figures = {

@@ -95,7 +95,7 @@ class Writes:
 
 def run(count: int = 2_000_000, pairs: int = 7) -> dict[str, Any]:
     """Measure, by where the rows come from."""
-    spark = plait.spark.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
+    spark = plait.spark.runtime.session("plait-bench", master="local[2]", config={"spark.driver.memory": "2g"})
     try:
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as directory, PlaitServer() as server:
             register_nothing(spark)

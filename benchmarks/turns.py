@@ -27,9 +27,9 @@ import msgspec
 
 from benchmarks.result import Result
 from plait.broker import BrokerConfig
-from plait.broker.group import Consumer, Delivery
-from plait.broker.partition import Partition
-from plait.cli.pauses import keep_pauses_short
+from plait.broker.groups.shared_group import AttachedConsumer, Delivery
+from plait.broker.partitions.partition import Partition
+from plait.cli.serving.interpreter_pauses import keep_pauses_short
 from plait.frame.builder import build_one
 from plait.frame.view import FrameView
 from plait.limits import KIB, MIB, ServerLimits
@@ -92,7 +92,7 @@ class Turns:
 class Busy:
     """Sends, pulls and acks, a few a turn, as long as it is told to."""
 
-    def __init__(self, server: Server, partitions: list[Partition], consumers: list[Consumer]) -> None:
+    def __init__(self, server: Server, partitions: list[Partition], consumers: list[AttachedConsumer]) -> None:
         self._broker = server.broker
         self._partitions = partitions
         self._consumers = consumers
@@ -118,13 +118,13 @@ class Busy:
             consumer.heard = broker.clock.monotonic()
             broker.pull(consumer, 10, MIB, 0, lambda delivery, consumer=consumer: self._ack(consumer, delivery))
 
-    def _ack(self, consumer: Consumer, delivery: Delivery | None) -> None:
+    def _ack(self, consumer: AttachedConsumer, delivery: Delivery | None) -> None:
         if delivery is not None:
             ranges = [(start, end, self._broker.epoch) for start, end, _ in delivery.ranges]
             self._broker.ack(consumer, ranges, None)
 
 
-async def _create(server: Server, subjects: int) -> tuple[list[Partition], list[Consumer]]:
+async def _create(server: Server, subjects: int) -> tuple[list[Partition], list[AttachedConsumer]]:
     """Subjects, each with three groups, and as many consumers as there may be."""
     broker, membership = server.broker, server.membership
     partitions, consumers = [], []

@@ -15,7 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 
 import plait.sync
-from plait.spark import session
+from plait.spark.runtime import session
 
 LETTER = "hour timestamp, type string, handler string, key string, attempts int"
 KEYS_SHOWN = 3

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
 from pyspark.sql.streaming.query import StreamingQuery
 
-from plait.spark import session
+from plait.spark.runtime import session
 
 EVENT = "city string, amount double, at timestamp"
 #: Events that are later than this are left out.

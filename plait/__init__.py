@@ -46,8 +46,8 @@ from plait.errors import (
     VersionMismatch,
 )
 from plait.limits import ClientLimits
-from plait.reason import Reason
-from plait.retry import Retry
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
 from plait.version import VERSION as __version__
 
 __all__ = [
@@ -132,36 +132,45 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from plait.client.admin import Admin, ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
-    from plait.client.app import App
-    from plait.client.batch import ArrowBatch, Batch
+    from plait.client.admin.admin import Admin, ConsumerInfo, GroupInfo, SubjectDetails, SubjectInfo
+    from plait.client.admin.cluster_admin import (
+        AllocationInfo,
+        BrokerInfo,
+        LostPartition,
+        MemberShare,
+        PartitionShare,
+        RouteInfo,
+    )
+    from plait.client.admin.dead_letter_admin import DeadHistory, DeadLetter, DeadQueue, DeadReason
+    from plait.client.admin.parked_key_admin import ParkedKey
+    from plait.client.admin.schedule_admin import ScheduleCount, ScheduledMessage
+    from plait.client.app.app import App
+    from plait.client.app.outcomes import Reject, RetryLater, Suspend
     from plait.client.client import Client, connect
-    from plait.client.cluster import AllocationInfo, BrokerInfo, LostPartition, MemberShare, PartitionShare, RouteInfo
-    from plait.client.consumer import Consumer
-    from plait.client.dead import DeadHistory, DeadLetter, DeadQueue, DeadReason
-    from plait.client.delay import DelayLevel
-    from plait.client.outcomes import Reject, RetryLater, Suspend
-    from plait.client.outgoing import Outgoing
-    from plait.client.parked import ParkedKey
-    from plait.client.reader import Reader
-    from plait.client.schedule import ScheduleCount, ScheduledMessage
+    from plait.client.consume.batch import ArrowBatch, Batch
+    from plait.client.consume.consumer import Consumer
+    from plait.client.read.reader import Reader
+    from plait.client.send.due_time import DelayLevel
+    from plait.client.send.outgoing import Outgoing
     from plait.client.types import Message, MessageId, PartitionName, Receipt, Receipts, Ticket
 else:
     # NumPy and Arrow take most of the time of an import: what needs them is loaded when it is first asked for.
     _LATER = {
-        "plait.client.admin": "Admin ConsumerInfo GroupInfo SubjectDetails SubjectInfo",
-        "plait.client.app": "App",
-        "plait.client.batch": "ArrowBatch Batch",
+        "plait.client.admin.admin": "Admin ConsumerInfo GroupInfo SubjectDetails SubjectInfo",
+        "plait.client.app.app": "App",
+        "plait.client.consume.batch": "ArrowBatch Batch",
         "plait.client.client": "Client connect",
-        "plait.client.cluster": "AllocationInfo BrokerInfo LostPartition MemberShare PartitionShare RouteInfo",
-        "plait.client.consumer": "Consumer",
-        "plait.client.dead": "DeadHistory DeadLetter DeadQueue DeadReason",
-        "plait.client.delay": "DelayLevel",
-        "plait.client.outcomes": "Reject RetryLater Suspend",
-        "plait.client.outgoing": "Outgoing",
-        "plait.client.parked": "ParkedKey",
-        "plait.client.reader": "Reader",
-        "plait.client.schedule": "ScheduleCount ScheduledMessage",
+        "plait.client.admin.cluster_admin": (
+            "AllocationInfo BrokerInfo LostPartition MemberShare PartitionShare RouteInfo"
+        ),
+        "plait.client.consume.consumer": "Consumer",
+        "plait.client.admin.dead_letter_admin": "DeadHistory DeadLetter DeadQueue DeadReason",
+        "plait.client.send.due_time": "DelayLevel",
+        "plait.client.app.outcomes": "Reject RetryLater Suspend",
+        "plait.client.send.outgoing": "Outgoing",
+        "plait.client.admin.parked_key_admin": "ParkedKey",
+        "plait.client.read.reader": "Reader",
+        "plait.client.admin.schedule_admin": "ScheduleCount ScheduledMessage",
         "plait.client.types": "Message MessageId PartitionName Receipt Receipts Ticket",
     }
     _MODULES = {name: module for module, names in _LATER.items() for name in names.split()}

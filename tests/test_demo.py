@@ -14,11 +14,11 @@ import numpy as np
 import psutil
 import pytest
 
-from plait.demo.delayed import Delayed
-from plait.demo.desk import Desk
-from plait.demo.ledger import Ledger
-from plait.demo.orders import HANDLED, STEPS, Event, events
-from plait.demo.processes import DemoFailed
+from examples.demo.delayed import Delayed
+from examples.demo.desk import Desk
+from examples.demo.ledger import Ledger
+from examples.demo.orders import HANDLED, STEPS, Event, events
+from examples.demo.processes import DemoFailed
 
 SECONDS = 100.0
 HAS_SPARK = find_spec("pyspark") is not None
@@ -26,7 +26,7 @@ HAS_SPARK = find_spec("pyspark") is not None
 
 def demo(directory: Path, *arguments: str, spark: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "plait.demo", *([] if spark else ["--no-spark"]), *arguments],
+        [sys.executable, "-m", "examples.demo", *([] if spark else ["--no-spark"]), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "plait"
 
 #: The top of the package, ``plait/__init__.py``: what users import.
 FACADE = "plait"
-BASE = {"errors", "limits", "clock", "chance", "names", "reason", "retry", "version", "memory"}
+BASE = {"errors", "limits", "clock", "chance", "model", "version", "memory"}
 SERVER_SIDE = BASE | {"frame", "storage", "broker", "wire", "meta"}
 
 #: Part → the parts of ours it may import.
@@ -28,11 +28,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": {"errors", "limits"},
     "chance": set(),
     "version": set(),
-    "names": {"errors", "limits"},
+    "model": {"errors", "limits", "version"},
     "memory": {"limits"},
-    "reason": {"errors"},
-    "retry": {"errors", "limits"},
-    "frame": {"errors", "limits"},
+    "frame": {"errors", "limits", "model"},
     "storage": BASE | {"frame"},
     "broker": BASE | {"frame", "storage"},
     "meta": BASE,
@@ -41,9 +39,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sync": BASE | {"client"},
     "spark": BASE | {"frame", "storage", "client"},
     "server": SERVER_SIDE | {"tasks"},
-    "console": SERVER_SIDE | {"client", "server"},
-    "cli": SERVER_SIDE | {"tasks", FACADE, "client", "sync", "server", "spark", "console"},
-    "demo": SERVER_SIDE | {FACADE, "client", "sync", "server", "spark", "cli", "testing"},
+    "doctor": BASE | {"frame", "storage", "broker", "meta"},
+    "cli": SERVER_SIDE | {"tasks", FACADE, "client", "sync", "server", "spark", "doctor"},
     "testing": SERVER_SIDE | {FACADE, "client", "sync", "server"},
     "__main__": {"cli"},
     FACADE: BASE | {"client"},
@@ -71,11 +68,11 @@ MUST_NOT_IMPORT: dict[str, set[str]] = {
 DOORS: dict[str, set[str]] = {
     "storage.disk": DISK,
     # A segment may be made by a thread while the loop needs it.
-    "storage.log": {"threading"},
+    "storage.logs.log": {"threading"},
     # Allocations are written by a thread while another one writes what heartbeats say.
-    "meta.database": {"threading"},
+    "meta.database.connection": {"threading"},
     # Heartbeats are answered by the loop while another thread decides.
-    "meta.mirror": {"threading"},
+    "meta.database.mirror": {"threading"},
 }
 
 
@@ -162,9 +159,9 @@ ALLOWED = [
     ("frame/view.py", "from plait import limits"),
     ("frame/view.py", "from .header import Header"),
     ("frame/view.py", "import numpy as np"),
-    ("storage/log.py", "from plait.frame import FrameView"),
+    ("storage/logs/log.py", "from plait.frame import FrameView"),
     ("storage/disk.py", "import os"),
-    ("client/producer.py", "import asyncio"),
+    ("client/send/producer.py", "import asyncio"),
     ("wire/server.py", "import socket"),
     ("testing/broker.py", "from plait.broker import Broker"),
     ("__init__.py", "from plait.client import connect"),
@@ -172,7 +169,7 @@ ALLOWED = [
 
 FORBIDDEN = [
     ("frame/view.py", "from plait.storage import log"),
-    ("frame/view.py", "import plait.storage.log"),
+    ("frame/view.py", "import plait.storage.logs.log"),
     ("frame/view.py", "from plait import storage"),
     ("frame/view.py", "from .. import storage"),
     ("frame/view.py", "from ..storage.log import Log"),
@@ -180,18 +177,18 @@ FORBIDDEN = [
     ("frame/view.py", "import plait"),
     ("frame/view.py", "from plait import Message"),
     ("frame/view.py", "def f():\n    from plait.client import Client"),
-    ("storage/log.py", "import os.path"),
-    ("storage/log.py", "from plait.broker import dispatch"),
+    ("storage/logs/log.py", "import os.path"),
+    ("storage/logs/log.py", "from plait.broker import dispatch"),
     ("broker/dispatch.py", "import asyncio"),
     ("broker/dispatch.py", "from time import monotonic"),
     ("broker/dispatch.py", "import socket as s"),
     ("broker/dispatch.py", "from random import random"),
     ("broker/dispatch.py", "if True:\n    import threading"),
-    ("client/producer.py", "from plait.broker import dispatch"),
-    ("client/producer.py", "from plait.storage import log"),
-    ("client/producer.py", "from plait.testing import broker"),
+    ("client/send/producer.py", "from plait.broker import dispatch"),
+    ("client/send/producer.py", "from plait.storage import log"),
+    ("client/send/producer.py", "from plait.testing import broker"),
     ("wire/server.py", "from plait.broker import dispatch"),
-    ("client/producer.py", "import random"),
+    ("client/send/producer.py", "import random"),
     ("wire/server.py", "from secrets import token_hex"),
     ("novelty.py", "import json"),
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.names import counted
+from plait.model.names import counted
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def sleeps(name: str, source: str) -> list[str]:
 
 
 #: The one way to start tasks; the simulation, whose tasks are its processes; and what is written as a user would.
-OWN_TASKS = ("plait/tasks.py", "plait/testing/", "plait/demo/")
+OWN_TASKS = ("plait/tasks.py", "plait/testing/", "examples/")
 
 
 def bare_tasks(name: str, source: str) -> list[str]:

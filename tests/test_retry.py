@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plait
-from plait.retry import GRAIN, WAIT_SECONDS_MAX, due_time
+from plait.model.retry_policy import GRAIN, WAIT_SECONDS_MAX, due_time
 
 SHARES = st.floats(0, 1)
 

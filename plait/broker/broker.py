@@ -15,25 +15,28 @@ import errno
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from plait.broker import flow, sealing, state, subjects
+from plait.broker import flow_control as flow
+from plait.broker import subjects
+from plait.broker.appender import Appended, Appender, SendReply, Submission
 from plait.broker.commit import Commit, SyncWork
 from plait.broker.config import BrokerConfig
-from plait.broker.dead_letters import DeadLetters
-from plait.broker.forwards import Forwards
-from plait.broker.group import FAILURE, Consumer, Delivery, Failure, Group
-from plait.broker.heads import Heads
-from plait.broker.keys import KnownRows
-from plait.broker.leases import Leases
-from plait.broker.numbers import Numbers
-from plait.broker.partition import Partition, Position
-from plait.broker.recover import Recovery, RecoveryReport
-from plait.broker.retries import Retries
-from plait.broker.schedule import Schedules
-from plait.broker.sends import Appended, Appender, SendReply, Submission
-from plait.broker.snapshot import CheckpointWork, Snapshots
-from plait.broker.staging import Stages
-from plait.broker.waiting import Deadlines, Waiter
-from plait.broker.waking import Waking
+from plait.broker.granted_numbers import GrantedNumbers
+from plait.broker.groups.dead_letters import DeadLetters
+from plait.broker.groups.lease_grants import LeaseGrants
+from plait.broker.groups.retries import Retries
+from plait.broker.groups.shared_group import FAILURE, AttachedConsumer, Delivery, Group, NackOutcome
+from plait.broker.partitions import sealing
+from plait.broker.partitions.key_cache import KnownRows
+from plait.broker.partitions.partition import LogPositions, Partition
+from plait.broker.partitions.suspended import Deadlines, Waiter
+from plait.broker.partitions.waking import WaiterWaking
+from plait.broker.recovery import shards as state
+from plait.broker.recovery.checkpointer import CheckpointWork, Snapshots
+from plait.broker.recovery.segment_headers import SegmentHeaders
+from plait.broker.recovery.start_up import Recovery, RecoveryReport
+from plait.broker.schedule.forwards import Forwards
+from plait.broker.schedule.schedules import Schedules
+from plait.broker.staging.stages import Stages
 from plait.clock import Clock
 from plait.errors import DiskFull, FrameError, PlaitError, ReadOnly, StorageFailed
 from plait.frame.builder import FrameParts
@@ -41,16 +44,16 @@ from plait.frame.columns import Column
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
 from plait.frame.view import FrameView
 from plait.limits import MIB
-from plait.reason import Reason
-from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
-from plait.storage.action_log import FLAG_DUE, Action, ActionBuffer, Definition
+from plait.model.reason import Reason
 from plait.storage.catalog import STAGE, SubjectSettings
 from plait.storage.checkpoint import Checkpoints
-from plait.storage.consume_log import DIRECTORY as CONSUME_DIRECTORY
-from plait.storage.consume_log import OpenMaps
 from plait.storage.disk import Disk
-from plait.storage.kept import DIRECTORY as KEPT_DIRECTORY
-from plait.storage.log import Log
+from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
+from plait.storage.logs.action_log import FLAG_DUE, Action, ActionBuffer, Definition
+from plait.storage.logs.consume_log import DIRECTORY as CONSUME_DIRECTORY
+from plait.storage.logs.consume_log import OpenMaps
+from plait.storage.logs.log import Log
+from plait.storage.logs.retained_log import DIRECTORY as KEPT_DIRECTORY
 from plait.storage.producers import ProducerTable
 from plait.storage.ranges import Range
 
@@ -78,7 +81,7 @@ class Broker:
         #: By partition name; a plain subject's partition is named as the subject.
         self.subjects: dict[str, Partition] = {}
         self.dropped = sealing.Dropped()
-        self.numbers = Numbers()
+        self.numbers = GrantedNumbers()
         self.group_count = 0
         self.next_partition = 1
         self.next_group = 1
@@ -103,7 +106,7 @@ class Broker:
         self.retention_wanted = False
         self._dirty = False
         #: Attached consumers by session number.
-        self.sessions: dict[int, Consumer] = {}
+        self.sessions: dict[int, AttachedConsumer] = {}
         self._next_session = 1
         disk.make_directory(CONSUME_DIRECTORY)
         # Zeroed ahead of what is written, where sends wait for syncs.
@@ -127,10 +130,10 @@ class Broker:
         self.schedules = Schedules(self)
         self.forwards = Forwards(self)
         self.stages = Stages(self)
-        self.heads = Heads(self)
+        self.heads = SegmentHeaders(self)
         self.dead_letters = DeadLetters(self)
-        self.leases = Leases(self)
-        self.waking = Waking(self)
+        self.leases = LeaseGrants(self)
+        self.waking = WaiterWaking(self)
 
     # --- start and stop -------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class Broker:
         """Begin one: copy it with ``copy_some``, call ``run`` where blocking is fine, then ``end_checkpoint``."""
         return self.snapshots.begin(clean=clean, waited_for=waited_for)
 
-    def settled_position(self) -> Position:
+    def settled_position(self) -> LogPositions:
         """Commit: the state is what the logs say up to here."""
         self.commit()
         if self.failed is not None:
@@ -197,7 +200,7 @@ class Broker:
         if self._actions_stalled:
             # The state has these events, and the log will have them behind this position: their numbers say so.
             self._seal_actions(self.clock.now())
-        return Position(self.message_log.written, self.kept_log.written, self.action_index)
+        return LogPositions(self.message_log.written, self.kept_log.written, self.action_index)
 
     def end_checkpoint(self, work: CheckpointWork) -> None:
         """The work is done. Where it could not be written (``work.error``), the next checkpoint makes up for it."""
@@ -432,7 +435,7 @@ class Broker:
 
     def pull(
         self,
-        consumer: Consumer,
+        consumer: AttachedConsumer,
         count: int,
         size: int,
         wait: float,
@@ -498,7 +501,7 @@ class Broker:
 
     def ack(
         self,
-        consumer: Consumer,
+        consumer: AttachedConsumer,
         ranges: list[tuple[int, int, int]],
         reply: Callable[[], None] | None,
         tags: Sequence[int] = (),
@@ -512,10 +515,10 @@ class Broker:
 
     def nack(
         self,
-        consumer: Consumer,
+        consumer: AttachedConsumer,
         ranges: list[tuple[int, int, int]],
         reply: Callable[[], None] | None,
-        failure: Failure = FAILURE,
+        failure: NackOutcome = FAILURE,
         tags: Sequence[int] = (),
     ) -> None:
         """(start, end, epoch) ranges failed; the group gets them again, or they are dead letters."""
@@ -569,7 +572,7 @@ class Broker:
         self._actions.define(definition)
         self._mark()
 
-    def new_session(self, consumer: Consumer) -> int:
+    def new_session(self, consumer: AttachedConsumer) -> int:
         """A number for one attachment of a consumer."""
         self.sessions.pop(consumer.session, None)
         consumer.session = self._next_session

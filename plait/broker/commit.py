@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from plait.broker.sends import Appended
-from plait.storage.log import SyncJob
+from plait.broker.appender import Appended
+from plait.storage.logs.log import SyncJob
 
 
 class Commit:

@@ -14,11 +14,11 @@ from collections.abc import Generator
 import numpy as np
 
 from plait.broker.broker import Broker
-from plait.broker.group import Group
-from plait.broker.partition import Partition
+from plait.broker.groups.shared_group import Group
+from plait.broker.partitions.partition import Partition
 from plait.errors import DiskFull, FlowControl
 from plait.limits import MIB
-from plait.storage.archived import Archived, read_archived
+from plait.storage.archive_mark import ArchiveMark, read_archived
 from plait.storage.ranges import Range
 
 log = logging.getLogger("plait.broker")
@@ -155,13 +155,13 @@ class Retention:
                 broker.answer_after_commit(None)
                 broker.retention_wanted = True
 
-    def _archived(self) -> Archived:
+    def _archived(self) -> ArchiveMark:
         """The first-hand logs may go up to here, as far as archives are waited for."""
         broker = self._broker
         if broker.config.archive_before_delete:
             return read_archived(broker.disk)
         message, kept, action = (log.end for log in broker.logs)
-        return Archived(message, action, kept_offset=kept)
+        return ArchiveMark(message, action, kept_offset=kept)
 
     def _certain(self, needed: int) -> int:
         """What the message log is needed from, as far as what was copied from it is durable where it is now.

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from plait.broker.partition import Partition
+from plait.broker.partitions.partition import Partition
 from plait.errors import InvalidArgument, LimitExceeded, StaleRoute, SubjectExists, SubjectNotFound
 from plait.limits import AGE_SECONDS_MAX, RETENTION_BYTES_MAX
 from plait.storage.catalog import FORWARD, SCHEDULE, STAGE, PartitionRow, SubjectSettings
-from plait.storage.consume_log import ConsumeLog
+from plait.storage.logs.consume_log import ConsumeLog
 
 if TYPE_CHECKING:
     from plait.broker.broker import Broker

@@ -6,11 +6,11 @@ import msgspec
 import numpy as np
 
 from plait.broker.broker import Broker
-from plait.broker.group import Group, Journal
-from plait.broker.ordered import OrderedGroup
-from plait.broker.partition import Partition
-from plait.broker.row_counts import LAG_COUNTED_MAX, RowCounter
-from plait.retry import Retry
+from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.row_counts import LAG_COUNTED_MAX, RowCounter
+from plait.broker.groups.shared_group import Group, Journal
+from plait.broker.partitions.partition import Partition
+from plait.model.retry_policy import Retry
 
 
 class SubjectView(msgspec.Struct, frozen=True):

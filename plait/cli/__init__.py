@@ -11,6 +11,6 @@ import sys
 
 def main() -> None:
     """The ``plait`` command."""
-    from plait.cli.run import run
+    from plait.cli.entry import run
 
     sys.exit(run(sys.argv[1:]))

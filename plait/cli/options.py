@@ -84,7 +84,7 @@ def lease_of(text: str) -> float:
 
 def delay_of(text: str) -> Any:
     """A delay in words: as ``duration_of``, or one of RocketMQ's levels, as in ``level3``."""
-    from plait.client.delay import DelayLevel
+    from plait.client.send.due_time import DelayLevel
 
     match = _LEVEL.fullmatch(text.strip())
     if match is None:

@@ -19,14 +19,14 @@ LINE_SECONDS = 5.0
 _CALLS_PER_LOOK = 16
 
 
-class _Done(ProgressColumn):
+class _DoneColumn(ProgressColumn):
     """How much, in the task's unit."""
 
     def render(self, task: Task) -> Text:
         return Text(_words(int(task.completed), task.fields["unit"]))
 
 
-class Steps:
+class ProgressSteps:
     """The progress of a few steps one after another; ``update`` is cheap enough for inner loops."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Steps:
 
     def _draw(self, done: int) -> None:
         if self._bars is None:
-            columns = (TextColumn("{task.description}"), BarColumn(), _Done(), TimeRemainingColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), _DoneColumn(), TimeRemainingColumn())
             self._bars = Progress(*columns, console=self._console, transient=True)
             self._bars.start()
         if self._task is None:

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from plait.errors import InvalidArgument
 from plait.frame.header import SEQUENCE_MAX, TIME_MAX
-from plait.retry import WAIT_SECONDS_MAX
+from plait.model.retry_policy import WAIT_SECONDS_MAX
 
 #: Seconds, a timedelta, or text such as "5m".
 Duration = float | timedelta | str

@@ -17,28 +17,29 @@ from typing import Any, Literal, Self
 import msgspec
 import pyarrow as pa
 
-from plait import chance, names
-from plait.client.admin import Admin
+from plait import chance
+from plait.client.admin.admin import Admin
+from plait.client.admin.schedule_admin import ScheduledMessage, place_of
 from plait.client.arguments import Duration, Start, seconds_of, start_of, to_datetime
 from plait.client.closing import Closing, all_of
-from plait.client.consumer import Consumer
-from plait.client.delay import Delay, Delays, DeliverAts, due_of, dues_of
-from plait.client.keeper import Background, BackgroundThread, Keeper
-from plait.client.many import Headers, Tags, send_many
-from plait.client.membership import Membership
-from plait.client.node import Node
-from plait.client.ordered_consumer import OrderedConsumer, check_ordered
-from plait.client.producer import Producer
-from plait.client.pull_client import Terms
-from plait.client.reader import Reader
-from plait.client.router import Router
-from plait.client.schedule import ScheduledMessage, place_of
-from plait.client.spool import Spool, spool_directory
+from plait.client.consume.ack_spool import AckSpool, spool_directory
+from plait.client.consume.consumer import Consumer
+from plait.client.consume.ordered.lease_renewer import Background, BackgroundThread, LeaseRenewer
+from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
+from plait.client.consume.ordered.ordered_consumer import OrderedConsumer, check_ordered
+from plait.client.consume.pull_client import Terms
+from plait.client.net.node import Node
+from plait.client.net.router import Router
+from plait.client.read.reader import Reader
+from plait.client.send.due_time import Delay, Delays, DeliverAts, due_of, dues_of
+from plait.client.send.producer import Producer
+from plait.client.send.send_many import Headers, Tags, send_many
 from plait.client.types import PartitionName, Receipt, Receipts, Ticket
 from plait.clock import Clock, SystemClock, virtual_clock
 from plait.errors import Closed, ForkedClient, InvalidArgument, PlaitError
 from plait.limits import ClientLimits
-from plait.retry import Retry
+from plait.model import names
+from plait.model.retry_policy import Retry
 
 log = logging.getLogger("plait.client")
 
@@ -114,10 +115,10 @@ class Client:
         self._consumers: weakref.WeakKeyDictionary[Consumer, None] = weakref.WeakKeyDictionary()
         #: What leases are measured with.
         self._clock: Clock = SystemClock()
-        self._membership = Membership(self._router, self.limits, lambda: self._clock.monotonic())
+        self._membership = MemberHeartbeats(self._router, self.limits, lambda: self._clock.monotonic())
         #: Where leases are renewed, beside the user's loop.
         self._background: Callable[[], Background] = BackgroundThread
-        self._keeper: Keeper | None = None
+        self._keeper: LeaseRenewer | None = None
         self._opened = False
         #: Several tasks may open a client: the second waits for the first.
         self._open_lock = asyncio.Lock()
@@ -440,15 +441,15 @@ class Client:
         self._consumers[consumer] = None
         return consumer
 
-    def _own_keeper(self) -> Keeper:
+    def _own_keeper(self) -> LeaseRenewer:
         if self._keeper is None:
-            self._keeper = Keeper(self.client_id, self.limits, self._clock, self._membership, self._background)
+            self._keeper = LeaseRenewer(self.client_id, self.limits, self._clock, self._membership, self._background)
         return self._keeper
 
-    def _spool_of(self, terms: Terms, partition: PartitionName) -> Spool | None:
+    def _spool_of(self, terms: Terms, partition: PartitionName) -> AckSpool | None:
         if self._spool is None:
             return None
-        return Spool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
+        return AckSpool(self._spool, terms.subject, terms.group or "", terms.client, str(partition))
 
     def _member_id(self, subject: str, group: str | None) -> str:
         """The client id; a second consumer of the same group in one client is a member of its own.

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 import msgspec
 
 from plait.client.arguments import Duration, to_datetime
-from plait.client.words import failed_of, rejected_of
+from plait.client.consume.failure import failed_of, rejected_of
 from plait.errors import PlaitError
-from plait.reason import Reason
+from plait.model.reason import Reason
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from plait.client.delivered import Delivered
+    from plait.client.consume.delivered import DeliveredFrame
 else:
     # Its module needs this one. A name that type hints can be made of: ``help`` and frameworks look at them.
-    Delivered = Any
+    DeliveredFrame = Any
 
 HeaderValue = str | int | float | bool
 #: Why a message failed, as users say it.
@@ -220,7 +220,7 @@ class Message(msgspec.Struct, gc=False):
     body: bytes
     key: str | None
     sequence: int
-    _delivered: Delivered
+    _delivered: DeliveredFrame
     _row: int
 
     @property

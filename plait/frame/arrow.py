@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from plait.frame import check
+from plait.frame import validation as check
 from plait.frame.columns import TAG_SEPARATOR, Column
 from plait.frame.view import FrameView
 

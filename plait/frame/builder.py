@@ -14,7 +14,6 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from plait.errors import InvalidArgument, TooLarge
-from plait.frame.codec import codec_named, deflate
 from plait.frame.columns import (
     COMPRESSIBLE,
     ENTRY_SIZE,
@@ -25,6 +24,7 @@ from plait.frame.columns import (
     Column,
     label,
 )
+from plait.frame.compression import codec_named, deflate
 from plait.frame.header import (
     CLIENT,
     HEADER_SIZE,

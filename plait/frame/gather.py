@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.compute  # Taking rows needs it: from the start, not when the first message is due.
 
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
-from plait.frame.codec import deflate
 from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, RUN_SIZE, VARIABLE, Codec, Column
+from plait.frame.compression import deflate
 from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, pad
-from plait.frame.lp import NO_KEY_HASH
-from plait.frame.tables import RUN, Runs, expand_runs
+from plait.frame.run_tables import RUN, Runs, expand_runs
 from plait.frame.view import FrameView
+from plait.model.logical_partitions import NO_KEY_HASH
 
 Int64s = npt.NDArray[np.int64]
 UInt64s = npt.NDArray[np.uint64]
@@ -120,7 +120,7 @@ def flatten(frame: FrameView) -> tuple[bytes, Places]:
     return b"".join(pieces), np.frombuffer(record, PLACE)
 
 
-class Rows:
+class RowPicks:
     """Rows of frames that stand in one buffer: ``index`` says whose place is each one's, ``rows`` which row it is."""
 
     def __init__(
@@ -221,21 +221,21 @@ def column_of(buffer: Buffer, place: Any, column: int) -> npt.NDArray[Any]:
 
 def row_sets(
     buffer: Buffer, places: Places, index: Int64s, rows: Int64s, flat_of: FlatOf | None = None
-) -> tuple[list[Rows], Int64s]:
+) -> tuple[list[RowPicks], Int64s]:
     """Rows ``rows`` of the frames ``places[index]``, as sets, and which of them each row of the sets is.
 
     ``flat_of`` flattens a frame, in place of ``flatten``: it may remember what comes out.
     """
     flat = (places["bits"][index] & FLATTEN_BIT) != 0
     if not flat.any():
-        return [Rows(buffer, places, index, rows)], np.arange(len(rows))
+        return [RowPicks(buffer, places, index, rows)], np.arange(len(rows))
     plain = np.flatnonzero(~flat)
-    sets, which = [Rows(buffer, places, index[plain], rows[plain])], [plain]
+    sets, which = [RowPicks(buffer, places, index[plain], rows[plain])], [plain]
     for number in np.unique(index[flat]).tolist():
         mine = np.flatnonzero(index == number)
         frame = FrameView(buffer, int(places["at"][number]))
         memory, place = (flat_of or flatten)(frame)
-        sets.append(Rows(memory, place, np.zeros(len(mine), np.int64), rows[mine], packed=frame.compressed))
+        sets.append(RowPicks(memory, place, np.zeros(len(mine), np.int64), rows[mine], packed=frame.compressed))
         which.append(mine)
     return sets, np.concatenate(which)
 
@@ -266,9 +266,9 @@ def take_spans(source: npt.NDArray[np.uint8], starts: Int64s, lengths: Int64s) -
 
 
 class Gathered:
-    """The rows of several ``Rows`` in an order of their own, column by column."""
+    """The rows of several ``RowPicks`` in an order of their own, column by column."""
 
-    def __init__(self, sets: Sequence[Rows], order: Int64s | None = None) -> None:
+    def __init__(self, sets: Sequence[RowPicks], order: Int64s | None = None) -> None:
         """``order``: which of all rows, counted through the sets, comes at each place; None: as they stand."""
         self.count = sum(map(len, sets)) if order is None else len(order)
         #: Some were compressed, and may be many times as long as they were.
@@ -392,7 +392,7 @@ def _joined(arrays: Sequence[npt.NDArray[Any]], order: Int64s | None) -> npt.NDA
     return values if order is None else values[order]
 
 
-def _variable(sets: Sequence[Rows], column: int, order: Int64s | None) -> tuple[Int64s, bytes]:
+def _variable(sets: Sequence[RowPicks], column: int, order: Int64s | None) -> tuple[Int64s, bytes]:
     if len(sets) == 1:
         starts, lengths = sets[0].spans(column)
         if order is not None:

@@ -14,7 +14,7 @@ from plait.errors import FrameError
 from plait.frame.builder import Buffer, Encoded, FrameParts, assemble
 from plait.frame.columns import COMPRESSIBLE, FIXED_TYPES, FIXED_WIDTHS, VARIABLE, Codec, Column, label
 from plait.frame.header import U32, pack_stamp
-from plait.frame.tables import runs_of_rows, slice_runs
+from plait.frame.run_tables import runs_of_rows, slice_runs
 from plait.frame.view import FrameView, select_rows
 
 #: With more separate row ranges than this the rows are gathered: many tiny buffers cost more than one copy.

@@ -15,8 +15,7 @@ import pyarrow as pa
 from crc32c import crc32c
 
 from plait.errors import FrameError
-from plait.frame import check
-from plait.frame.codec import inflate
+from plait.frame import validation as check
 from plait.frame.columns import (
     COMPRESSIBLE,
     ENTRY_SIZE,
@@ -33,6 +32,7 @@ from plait.frame.columns import (
     Column,
     label,
 )
+from plait.frame.compression import inflate
 from plait.frame.header import (
     CRC_OFFSET,
     FLAGS_KNOWN,
@@ -49,7 +49,7 @@ from plait.frame.header import (
     VERSION,
     pad,
 )
-from plait.frame.tables import RUN, Runs, Selection, UInt64s, expand_runs, read_runs, read_selection
+from plait.frame.run_tables import RUN, RowSelection, Runs, UInt64s, expand_runs, read_runs, read_selection
 from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
 
 Offsets = npt.NDArray[np.int32]
@@ -179,7 +179,7 @@ class FrameView:
         self.column_bits = bits
         self.buffer = memoryview(buffer)[offset : offset + size]
         self._inflated: dict[int, memoryview] | None = None
-        self._selection: Selection | None = None
+        self._selection: RowSelection | None = None
         numbers, directory, start = _LAYOUTS.get(bits) or _layout(bits)
         if start > size:
             raise FrameError(f"frame of {size} bytes has no room for {len(numbers)} columns")
@@ -296,7 +296,7 @@ class FrameView:
         buffer = self.buffer
         return [(number, Stored(codec, buffer[start:end])) for number, (codec, start, end) in self.places.items()]
 
-    def selection(self) -> Selection | None:
+    def selection(self) -> RowSelection | None:
         """The rows of the original frame that this one holds; None: it is an original."""
         if _SELECTION not in self.places:
             return None

@@ -36,7 +36,7 @@ _24, _28, _32, _35, _37, _49 = (np.uint64(bits) for bits in (24, 28, 32, 35, 37,
 _15, _40 = np.uint64(15), np.uint64(40)
 
 
-class _Rows:
+class _HashRows:
     """Some rows, as words of them: 8 bytes from a position on, or so many before the end."""
 
     def __init__(self, data: pa.Buffer, starts: _Int64s, lengths: _Int64s) -> None:
@@ -74,16 +74,16 @@ def hash_rows(rows: pa.Array) -> _U64s:
     for shortest, longest, way in ((4, 8, _up_to_8), (9, 16, _up_to_16), (17, 32, _up_to_32), (33, 64, _up_to_64)):
         chosen = (lengths >= shortest) & (lengths <= longest)
         if chosen.all():
-            return way(_Rows(data, starts, lengths))
+            return way(_HashRows(data, starts, lengths))
         if chosen.any():
-            hashes[chosen] = way(_Rows(data, starts[chosen], lengths[chosen]))
+            hashes[chosen] = way(_HashRows(data, starts[chosen], lengths[chosen]))
             left &= ~chosen
     some = rows.filter(pa.array(left)).cast(pa.binary()).fill_null(b"").to_pylist()
     hashes[left] = np.fromiter(map(xxh3_64_intdigest, some), np.uint64, len(some))
     return hashes
 
 
-def _up_to_8(rows: _Rows) -> _U64s:
+def _up_to_8(rows: _HashRows) -> _U64s:
     value: _U64s = (rows.word(-4, np.uint32) + (rows.word(0, np.uint32) << _32)) ^ _8
     value ^= (value << _49 | value >> _15) ^ (value << _24 | value >> _40)
     value *= _MIX
@@ -93,20 +93,20 @@ def _up_to_8(rows: _Rows) -> _U64s:
     return value
 
 
-def _up_to_16(rows: _Rows) -> _U64s:
+def _up_to_16(rows: _HashRows) -> _U64s:
     low, high = rows.word(0) ^ _16_LOW, rows.word(-8) ^ _16_HIGH
     return _avalanche(rows.lengths + low.byteswap() + high + _fold(low, high))
 
 
-def _up_to_32(rows: _Rows) -> _U64s:
+def _up_to_32(rows: _HashRows) -> _U64s:
     return _avalanche(rows.lengths * _PRIME + _ends(rows, 0))
 
 
-def _up_to_64(rows: _Rows) -> _U64s:
+def _up_to_64(rows: _HashRows) -> _U64s:
     return _avalanche(rows.lengths * _PRIME + _ends(rows, 0) + _ends(rows, 1))
 
 
-def _ends(rows: _Rows, depth: int) -> _U64s:
+def _ends(rows: _HashRows, depth: int) -> _U64s:
     """16 bytes of each end, so many times 16 bytes further in."""
     secret, front, back = _SECRET[4 * depth :], 16 * depth, -16 * (depth + 1)
     return _fold(rows.word(front) ^ secret[0], rows.word(front + 8) ^ secret[1]) + _fold(

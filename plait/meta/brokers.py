@@ -7,13 +7,13 @@ from typing import NoReturn, get_args
 
 import msgspec
 
-from plait import names
 from plait.errors import DiskFull, InvalidArgument, NoBroker
 from plait.meta.core import Core
-from plait.meta.database import Lost
-from plait.meta.schema import Broker
+from plait.meta.database.connection import ConcurrentChange
+from plait.meta.database.schema import BrokerRow
+from plait.meta.members.liveness import Liveness
 from plait.meta.views import BrokerView, State
-from plait.meta.watch import Watch
+from plait.model import names
 
 _STATES = get_args(State)
 #: Characters of the reason that a broker gives for its state.
@@ -30,7 +30,7 @@ class Brokers:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._watch = Watch(core.limits.broker_lost_seconds)
+        self._watch = Liveness(core.limits.broker_lost_seconds)
         #: Heard of since their counters were written.
         self._heard: set[str] = set()
         self._states: dict[str, State] = {}
@@ -65,12 +65,12 @@ class Brokers:
         if before is not None and before.reported == state and bool(before.reason) == bool(reason):
             # Figures in it change all the time; the first report stands until the state changes.
             reason = before.reason
-        row = Broker(group, broker, address, wished, state, epoch, reason)
+        row = BrokerRow(group, broker, address, wished, state, epoch, reason)
         if before is not None and msgspec.structs.replace(before, changed=0) == row:
             return
         with self._core.change() as change:
             if before is None and not self._core.mirror.follows(change):
-                raise Lost("others changed something, perhaps this very group")
+                raise ConcurrentChange("others changed something, perhaps this very group")
             if others:
                 change.remove(*others)
             if before is None:
@@ -219,7 +219,7 @@ class Brokers:
         more = f"; and {len(causes) - CAUSES_MAX} more" if len(causes) > CAUSES_MAX else ""
         raise kind(f"no broker group is available for {what}: {listed}{more}", brokers=sorted(causes)[:CAUSES_MAX])
 
-    def _cause(self, row: Broker) -> str:
+    def _cause(self, row: BrokerRow) -> str:
         """Why nothing new can go to a broker."""
         if not self._lives(row):
             return f"the broker at {row.address} is lost (no heartbeat)"
@@ -238,18 +238,18 @@ class Brokers:
         rows = [row for rows in self._core.mirror.brokers.values() for row in rows.values()]
         return all(self._watch.is_certain(_who(row)) or not self._lives(row) for row in rows)
 
-    def _lives(self, row: Broker) -> bool:
+    def _lives(self, row: BrokerRow) -> bool:
         who = _who(row)
         return who not in self._watch or self._watch.lives(who)
 
-    def _state_of(self, row: Broker) -> State:
+    def _state_of(self, row: BrokerRow) -> State:
         if not self._lives(row):
             return "NRW"
         both = set(row.wished.replace("NRW", "")) & set(row.reported.replace("NRW", ""))
         return _state("".join(letter for letter in "RW" if letter in both))
 
 
-def _who(row: Broker) -> str:
+def _who(row: BrokerRow) -> str:
     return f"{_PREFIX}{row.broker_group}/{row.broker}"
 
 

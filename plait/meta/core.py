@@ -9,9 +9,9 @@ from typing import Final, TypeVar
 from plait.clock import Clock
 from plait.errors import MetaBusy, MetaUnavailable
 from plait.limits import MetaLimits
-from plait.meta.database import Lost
-from plait.meta.mirror import GroupKey, Mirror, Packed
-from plait.meta.store import Change, Store
+from plait.meta.database.connection import ConcurrentChange
+from plait.meta.database.mirror import GroupKey, Mirror, Packed
+from plait.meta.database.store import Store, StoreChange
 
 _T = TypeVar("_T")
 
@@ -47,13 +47,13 @@ class Core:
             self.mirror.take(news, packed)
 
     @contextmanager
-    def change(self) -> Iterator[Change]:
-        """Write rows; the mirror has them afterwards. ``Lost``: look again."""
+    def change(self) -> Iterator[StoreChange]:
+        """Write rows; the mirror has them afterwards. ``ConcurrentChange``: look again."""
         with self.noted(), self.store.change() as change:
             yield change
         self.take_in(change)
 
-    def take_in(self, change: Change, packed: Mapping[GroupKey, Packed] = _NOTHING) -> None:
+    def take_in(self, change: StoreChange, packed: Mapping[GroupKey, Packed] = _NOTHING) -> None:
         """It is in the database; the mirror has it afterwards, and what was packed for heartbeats before."""
         if self.mirror.follows(change):
             self.mirror.take_own(change, packed)
@@ -66,7 +66,7 @@ class Core:
             self.refresh()
             try:
                 return decision()
-            except Lost:
+            except ConcurrentChange:
                 continue
         raise MetaBusy(f"others changed the same thing {self.limits.attempts} times; ask again")
 

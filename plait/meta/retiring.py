@@ -16,15 +16,15 @@ import numpy as np
 
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta import routes
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
-from plait.meta.lps import Numbers, spread
-from plait.meta.remembered import Progress, forgetting, progress_of
-from plait.meta.routes import Place, Route
-from plait.meta.schema import Partition
+from plait.meta.database.schema import PartitionAssignment
+from plait.meta.known_groups import ReportedProgress, forgetting, progress_of
 from plait.meta.subjects import Subjects, new_places
-from plait.meta.views import Lost, PartitionProgress, Remembered
+from plait.meta.views import LostPartitionView, PartitionProgress, Remembered
+from plait.model import route as routes
+from plait.model.lp_runs import Numbers, spread
+from plait.model.route import PartitionId, Route
 
 log = logging.getLogger("plait.meta")
 
@@ -46,11 +46,11 @@ class Retiring:
     def _note(self, group: str, reports: Sequence[PartitionProgress]) -> None:
         pairs = []
         for report in reports:
-            row = self._core.mirror.partitions.get(Place(report.name, group))
+            row = self._core.mirror.partitions.get(PartitionId(report.name, group))
             # One of an earlier partition of that name has heard of older routes only.
             if row is None or row.subject != report.subject or row.state != "kept" or not 0 < row.told <= report.route:
                 continue
-            body = msgspec.msgpack.encode(Progress(report.passed, report.gone_below, report.began))
+            body = msgspec.msgpack.encode(ReportedProgress(report.passed, report.gone_below, report.began))
             if body != row.progress:
                 pairs.append((row, msgspec.structs.replace(row, progress=body)))
         if pairs:
@@ -120,13 +120,13 @@ class Retiring:
 
     # --- a broker group that is lost --------------------------------------------------------------
 
-    def forget(self, group: str, *, lost: bool) -> list[Lost]:
+    def forget(self, group: str, *, lost: bool) -> list[LostPartitionView]:
         """A broker group will not come back: routes lead elsewhere, and what it had is lost; what that is.
 
         ``InvalidArgument`` unless ``lost`` allows it, where groups have not passed what is there.
         """
 
-        def decision() -> list[Lost]:
+        def decision() -> list[LostPartitionView]:
             mirror = self._core.mirror
             if group not in mirror.brokers:
                 raise InvalidArgument(
@@ -152,7 +152,7 @@ class Retiring:
         log.warning("broker group %s was given up, and with it %s", group, lost_text)
         return missed
 
-    def _lost(self, place: Place) -> Lost:
+    def _lost(self, place: PartitionId) -> LostPartitionView:
         """What is lost with a partition."""
         mirror = self._core.mirror
         row = mirror.partitions[place]
@@ -168,9 +168,9 @@ class Retiring:
                 for name, runs in sorted(progress.passed.items())
                 if (count := int(((fences > 0) & (spread(runs) < fences)).sum()))
             }
-        return Lost(row.subject, str(place), takes, behind)
+        return LostPartitionView(row.subject, str(place), takes, behind)
 
-    def _forget(self, group: str, places: Sequence[Place]) -> None:
+    def _forget(self, group: str, places: Sequence[PartitionId]) -> None:
         mirror = self._core.mirror
         with self._core.change() as change:
             for subject in sorted({mirror.partitions[place].subject for place in places}):
@@ -180,19 +180,19 @@ class Retiring:
                 targets = [each for each in rest if each in named] or self._others(subject, group)
                 self._subjects.publish(change, routes.give_up(route, group, targets))
             # Their broker cannot be told to drop them.
-            gone = [row for row in change.rows if isinstance(row, Partition) and row.broker_group == group]
+            gone = [row for row in change.rows if isinstance(row, PartitionAssignment) and row.broker_group == group]
             change.replace(*((row, msgspec.structs.replace(row, state="gone", progress=b"")) for row in gone))
             change.remove(*mirror.brokers[group].values())
         self._brokers.forgotten(group)
 
-    def _others(self, subject: str, group: str) -> list[Place]:
+    def _others(self, subject: str, group: str) -> list[PartitionId]:
         fit = [each for each in self._brokers.available() if each != group]
         if not fit:
             raise NoBroker(f"no other broker group is available for subject {subject!r}")
         return new_places(subject, islice(cycle(fit), 1), self._core.mirror.is_taken)
 
 
-def closed_fences(route: Route, place: Place) -> Numbers:
+def closed_fences(route: Route, place: PartitionId) -> Numbers:
     """For each logical partition the highest fence that it has in a partition; 0: none."""
     index = route.partitions.index(place)
     fences = np.zeros(LOGICAL_PARTITIONS, np.int64)

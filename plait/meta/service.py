@@ -16,38 +16,38 @@ import msgspec
 from plait.clock import Clock
 from plait.errors import MetaUnavailable
 from plait.limits import NUMBER_STEP_MAX, MetaLimits
-from plait.meta.allocating import Allocating, Writing
+from plait.meta.batch_commits import Commits
 from plait.meta.brokers import Brokers
-from plait.meta.commits import Commits
 from plait.meta.core import Core
-from plait.meta.leaving import Leave
-from plait.meta.lps import NumberedRun
-from plait.meta.membership import Members, Membership
-from plait.meta.mirror import Changes
-from plait.meta.peers import Peers
+from plait.meta.database.mirror import Changes
+from plait.meta.database.store import Store
+from plait.meta.database.sweep import Sweep
+from plait.meta.members.allocator import AllocationWrite, Allocator
+from plait.meta.members.leaving import Leave
+from plait.meta.members.membership import Members, Membership
+from plait.meta.members.peers import Peers
 from plait.meta.retiring import Retiring
-from plait.meta.routes import Place, Route
-from plait.meta.routing import Routing
-from plait.meta.settings import SubjectSettings
-from plait.meta.store import Store
+from plait.meta.route_changes import RouteChanges
 from plait.meta.subjects import Subjects
-from plait.meta.sweep import Sweep
 from plait.meta.views import (
     AllocationView,
-    Beaten,
     BrokerView,
     Drop,
-    Lost,
+    HeartbeatView,
+    LostPartitionView,
     Make,
     Move,
-    PartitionFacts,
     PartitionProgress,
     Registered,
+    RegisteredPartition,
     Remembered,
+    RoutedSubjectView,
     RouteView,
     State,
-    SubjectView,
 )
+from plait.model.lp_runs import NumberedRun
+from plait.model.route import PartitionId, Route
+from plait.model.settings import SubjectSettings
 
 log = logging.getLogger("plait.meta")
 
@@ -60,10 +60,10 @@ class MetaService:
         self._core = Core(store, clock, limits or MetaLimits())
         self._brokers = Brokers(self._core)
         self._subjects = Subjects(self._core, self._brokers)
-        self._routing = Routing(self._core, self._brokers, self._subjects)
+        self._routing = RouteChanges(self._core, self._brokers, self._subjects)
         self._retiring = Retiring(self._core, self._brokers, self._subjects)
         self._members = Members(self._core)
-        self._allocating = Allocating(self._core)
+        self._allocating = Allocator(self._core)
         self._peers = Peers(self._core, address)
         self._sweep = Sweep(self._core)
         #: Batches of Spark's sinks.
@@ -116,7 +116,7 @@ class MetaService:
         return bool(mirror.stale or mirror.unsettled or mirror.new_subjects or mirror.new_groups or mirror.new_brokers)
 
     @property
-    def writing(self) -> Writing | None:
+    def writing(self) -> AllocationWrite | None:
         """To be carried out before the next ``step``, by any thread: then no heartbeat waits for the database."""
         return self._allocating.writing
 
@@ -139,7 +139,7 @@ class MetaService:
         *,
         state: State = "RW",
         epoch: int = 0,
-        partitions: Sequence[PartitionFacts] = (),
+        partitions: Sequence[RegisteredPartition] = (),
         reason: str = "",
     ) -> Registered:
         """A broker has started: it says what it has, and learns what it may have missed."""
@@ -202,7 +202,7 @@ class MetaService:
         name: str,
         settings: SubjectSettings | None = None,
         *,
-        partitions: int | Sequence[Place] | None = None,
+        partitions: int | Sequence[PartitionId] | None = None,
         groups: Sequence[str] | None = None,
     ) -> None:
         """A new subject; ``SubjectExists``, or ``NoBroker`` while no broker group is there to take it."""
@@ -233,11 +233,11 @@ class MetaService:
     def delete_subject(self, name: str) -> None:
         self._subjects.delete(name)
 
-    def subjects(self) -> list[SubjectView]:
+    def subjects(self) -> list[RoutedSubjectView]:
         self._core.refresh()
         return self._subjects.views()
 
-    def subject(self, name: str) -> SubjectView:
+    def subject(self, name: str) -> RoutedSubjectView:
         self._core.refresh()
         return self._subjects.view(name)
 
@@ -266,7 +266,7 @@ class MetaService:
         except MetaUnavailable as error:
             log.warning("routes are answered as they were known last: %s", error)
 
-    def expand(self, subject: str, partitions: int | Sequence[Place]) -> Route:
+    def expand(self, subject: str, partitions: int | Sequence[PartitionId]) -> Route:
         """So many partitions, or these, are to take the subject's messages; more or fewer than now.
 
         What follows is carried out order by order: ``pending_makes``, ``pending_moves``.
@@ -308,7 +308,7 @@ class MetaService:
         self._retiring.report(group, reports)
         return True
 
-    def forget_broker(self, group: str, *, lost: bool = False) -> list[Lost]:
+    def forget_broker(self, group: str, *, lost: bool = False) -> list[LostPartitionView]:
         """Give up a broker group that will not come back; what is lost with it, if ``lost`` allows that."""
         self._core.refresh()
         return self._retiring.forget(group, lost=lost)
@@ -323,7 +323,7 @@ class MetaService:
         seen: int = 0,
         leaving: bool = False,
         affinity: Collection[tuple[str, str]] = (),
-    ) -> Beaten:
+    ) -> HeartbeatView:
         """A client lives and is a member of these (subject, group, ordered), and of no others.
 
         It hears what is newer than ``seen``, the number of an earlier answer to the same members; 0: all there is.
@@ -334,7 +334,7 @@ class MetaService:
 
     def repeat_client(
         self, client: str, members: Sequence[Membership], affinity: Collection[tuple[str, str]], seen: int
-    ) -> Beaten | None:
+    ) -> HeartbeatView | None:
         """The answer to a heartbeat that says nothing new, where it can be given at once; None: ``beat_client``.
 
         From any thread, whatever else this server does. What has changed by then and not come out of ``step`` or
@@ -353,15 +353,15 @@ class MetaService:
         """
         self._members.carry_out(leave)
 
-    def left_client(self, leave: Leave) -> Beaten:
+    def left_client(self, leave: Leave) -> HeartbeatView:
         """The third part: the client is out, or why not."""
         return self._members.left(leave)
 
-    def client(self, client: str, seen: int = 0) -> Beaten:
+    def client(self, client: str, seen: int = 0) -> HeartbeatView:
         """The same answer for a client that has said nothing new."""
         return self._members.known(client, seen)
 
-    def client_news(self, client: str, seen: int) -> Beaten | None:
+    def client_news(self, client: str, seen: int) -> HeartbeatView | None:
         """The same from any thread, where it can be given at once; None: ``client``."""
         return self._members.news(client, seen)
 

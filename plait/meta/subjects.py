@@ -7,18 +7,18 @@ from itertools import cycle, islice
 
 import msgspec
 
-from plait import names
 from plait.errors import InvalidArgument, LimitExceeded, NoBroker, SubjectExists, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS
 from plait.meta.brokers import Brokers
 from plait.meta.core import Core
-from plait.meta.rebuild import check, missing, rebuilt
-from plait.meta.remembered import remembering
-from plait.meta.routes import Place, Route, announced, check_places, default_route
-from plait.meta.schema import Partition, StoredRoute, Subject
-from plait.meta.settings import SubjectSettings, group_settings, subject_settings, text_of
-from plait.meta.store import Change
-from plait.meta.views import PartitionFacts, SubjectView
+from plait.meta.database.schema import PartitionAssignment, RouteRow, SubjectRow
+from plait.meta.database.store import StoreChange
+from plait.meta.known_groups import remembering
+from plait.meta.route_rebuild import check, missing, rebuilt
+from plait.meta.views import RegisteredPartition, RoutedSubjectView
+from plait.model import names
+from plait.model.route import PartitionId, Route, announced, check_places, default_route
+from plait.model.settings import SubjectSettings, group_settings, subject_settings, text_of
 
 #: Broker groups that a subject is spread over if nobody says more.
 DEFAULT_GROUPS = 2
@@ -33,13 +33,13 @@ class Subjects:
         self._core = core
         self._brokers = brokers
         #: Partitions that brokers have of subjects that are not known, until they take all logical partitions.
-        self._found: dict[str, dict[Place, PartitionFacts]] = {}
+        self._found: dict[str, dict[PartitionId, RegisteredPartition]] = {}
 
     def create(
         self,
         name: str,
         settings: SubjectSettings,
-        partitions: int | Sequence[Place] | None = None,
+        partitions: int | Sequence[PartitionId] | None = None,
         groups: Sequence[str] | None = None,
         *,
         may_exist: bool = False,
@@ -72,8 +72,8 @@ class Subjects:
             )
 
     def _places(
-        self, subject: str, partitions: int | Sequence[Place] | None, groups: Sequence[str] | None
-    ) -> list[Place]:
+        self, subject: str, partitions: int | Sequence[PartitionId] | None, groups: Sequence[str] | None
+    ) -> list[PartitionId]:
         if partitions is not None and not isinstance(partitions, int):
             check_groups(self._core, partitions)
             return list(partitions)
@@ -84,14 +84,14 @@ class Subjects:
         check_count(count)
         return new_places(subject, islice(cycle(fit), count), self._core.mirror.is_taken)
 
-    def _create(self, name: str, settings: SubjectSettings, places: Sequence[Place], created: int) -> None:
+    def _create(self, name: str, settings: SubjectSettings, places: Sequence[PartitionId], created: int) -> None:
         mirror, limit = self._core.mirror, self._core.limits.subjects
         if len(mirror.subjects) >= limit:
             raise LimitExceeded(
                 f"this cluster has its {limit} subjects; delete some or raise the limit", limit="subjects", value=limit
             )
         check_places(places)
-        row, before = Subject(name, text_of(settings), created), mirror.subjects.get(name)
+        row, before = SubjectRow(name, text_of(settings), created), mirror.subjects.get(name)
         with self._core.change() as change:
             if before is None:
                 change.insert(row)
@@ -100,7 +100,7 @@ class Subjects:
             # Above every version that a subject of this name has had.
             self.publish(change, default_route(name, places, change.number))
 
-    def publish(self, change: Change, route: Route) -> None:
+    def publish(self, change: StoreChange, route: Route) -> None:
         """Write a route, define its new partitions, and give up those that it has no more.
 
         The groups that those knew are remembered.
@@ -117,9 +117,9 @@ class Subjects:
         self._define(change, route.subject, [place for place in route.partitions if place not in known])
         give_up(change, leaving)
 
-    def _define(self, change: Change, subject: str, places: Sequence[Place]) -> None:
+    def _define(self, change: StoreChange, subject: str, places: Sequence[PartitionId]) -> None:
         known = self._core.mirror.partitions
-        new = {place: Partition(place.group, place.name, subject) for place in places}
+        new = {place: PartitionAssignment(place.group, place.name, subject) for place in places}
         for place in places:
             before = known.get(place)
             if before is not None and before.state != "gone":
@@ -157,7 +157,7 @@ class Subjects:
 
         self._core.decide(decision)
 
-    def adopt(self, group: str, partitions: Sequence[PartitionFacts]) -> list[str]:
+    def adopt(self, group: str, partitions: Sequence[RegisteredPartition]) -> list[str]:
         """Take over subjects that are not known, with the routes that their partitions' brokers know.
 
         A data directory may be older than the meta database, or the database was lost. A subject is taken over once
@@ -171,13 +171,15 @@ class Subjects:
         for first in range(0, len(partitions), ADOPTED_AT_ONCE):
             some = partitions[first : first + ADOPTED_AT_ONCE]
             self._core.decide(lambda some=some: self._adopt(group, some))  # type: ignore[misc]
-        return [facts.name for facts in partitions if Place(facts.name, group) not in self._core.mirror.partitions]
+        return [
+            facts.name for facts in partitions if PartitionId(facts.name, group) not in self._core.mirror.partitions
+        ]
 
-    def _adopt(self, group: str, partitions: Sequence[PartitionFacts]) -> None:
+    def _adopt(self, group: str, partitions: Sequence[RegisteredPartition]) -> None:
         mirror = self._core.mirror
         touched = set()
         for facts in partitions:
-            place = Place(facts.name, group)
+            place = PartitionId(facts.name, group)
             if place not in mirror.partitions and mirror.subject(facts.subject) is None:
                 if len(self._found) < self._core.limits.subjects:
                     self._found.setdefault(facts.subject, {})[place] = facts
@@ -187,7 +189,7 @@ class Subjects:
             return
         first = {name: min(found.values(), key=lambda facts: facts.created) for name, found in whole.items()}
         rows = [
-            Subject(name, text_of(facts.settings), facts.created or self._core.clock.now())
+            SubjectRow(name, text_of(facts.settings), facts.created or self._core.clock.now())
             for name, facts in first.items()
         ]
         again = [(mirror.subjects[row.name], row) for row in rows if row.name in mirror.subjects]
@@ -197,7 +199,7 @@ class Subjects:
             for name, found in whole.items():
                 route = rebuilt(name, found, change.number)
                 change.put(_stored(route))
-                change.insert(*(Partition(place.group, place.name, name) for place in route.partitions))
+                change.insert(*(PartitionAssignment(place.group, place.name, name) for place in route.partitions))
         for name in whole:
             del self._found[name]
 
@@ -206,7 +208,7 @@ class Subjects:
 
     # --- views ----------------------------------------------------------------------------------
 
-    def row(self, name: str) -> Subject:
+    def row(self, name: str) -> SubjectRow:
         """The subject, or ``SubjectNotFound``."""
         row = self._core.mirror.subject(name)
         if row is None:
@@ -218,13 +220,13 @@ class Subjects:
     def settings(self, name: str) -> SubjectSettings:
         return subject_settings(self.row(name).settings)
 
-    def views(self) -> list[SubjectView]:
+    def views(self) -> list[RoutedSubjectView]:
         return [self.view(name) for name, row in sorted(self._core.mirror.subjects.items()) if not row.deleted]
 
-    def view(self, name: str) -> SubjectView:
+    def view(self, name: str) -> RoutedSubjectView:
         row, mirror = self.row(name), self._core.mirror
         groups = {group: mirror.groups[name, group] for group in sorted(mirror.groups_of.get(name, ()))}
-        return SubjectView(
+        return RoutedSubjectView(
             name,
             subject_settings(row.settings),
             row.created,
@@ -233,11 +235,11 @@ class Subjects:
         )
 
 
-def _stored(route: Route) -> StoredRoute:
-    return StoredRoute(route.subject, route.version, msgspec.msgpack.encode(route))
+def _stored(route: Route) -> RouteRow:
+    return RouteRow(route.subject, route.version, msgspec.msgpack.encode(route))
 
 
-def give_up(change: Change, partitions: Sequence[Partition]) -> None:
+def give_up(change: StoreChange, partitions: Sequence[PartitionAssignment]) -> None:
     """Nothing leads to these any more."""
     change.replace(*((row, msgspec.structs.replace(row, state="dropping")) for row in partitions))
 
@@ -248,7 +250,7 @@ def check_count(count: object) -> None:
         raise InvalidArgument(f"{count!r} partitions: a subject has 1 to {LOGICAL_PARTITIONS}")
 
 
-def check_groups(core: Core, places: Sequence[Place]) -> None:
+def check_groups(core: Core, places: Sequence[PartitionId]) -> None:
     """Named partitions have names that are allowed, on broker groups that there are."""
     for place in places:
         names.check_partition(place.name)
@@ -256,13 +258,13 @@ def check_groups(core: Core, places: Sequence[Place]) -> None:
             raise InvalidArgument(f"there is no broker group {place.group!r}")
 
 
-def new_places(subject: str, groups: Iterator[str], taken: Callable[[Place], bool]) -> list[Place]:
+def new_places(subject: str, groups: Iterator[str], taken: Callable[[PartitionId], bool]) -> list[PartitionId]:
     """A partition on each of the groups: named as the subject, or with the next number that is free there."""
-    places: list[Place] = []
+    places: list[PartitionId] = []
     next_number: dict[str, int] = {}
     for group in groups:
         number = next_number.get(group, 0)
-        while taken(place := Place(f"{subject}#{number}" if number else subject, group)):
+        while taken(place := PartitionId(f"{subject}#{number}" if number else subject, group)):
             number += 1
         next_number[group] = number + 1
         places.append(place)

@@ -8,18 +8,18 @@ import msgspec
 
 from plait.errors import PlaitError
 from plait.limits import Int64, Number
-from plait.meta.lps import NumberedRun, Run
-from plait.meta.mirror import GroupKey
-from plait.meta.routes import Place, Route
-from plait.meta.settings import SubjectSettings
-from plait.meta.shares import Share, split
+from plait.meta.database.mirror import GroupKey
+from plait.meta.members.shares import Share, split
+from plait.model.lp_runs import NumberedRun, Run
+from plait.model.route import PartitionId, Route
+from plait.model.settings import SubjectSettings
 
 #: Whether a broker, or a broker group, can be sent to (W) and consumed from (R).
 State = Literal["RW", "R", "W", "NRW"]
 Strategy = Literal["exclusive", "shared"]
 
 
-class PartitionFacts(msgspec.Struct, frozen=True):
+class RegisteredPartition(msgspec.Struct, frozen=True):
     """A partition that a broker has, as it says when it registers."""
 
     name: str
@@ -63,7 +63,7 @@ class Remembered(msgspec.Struct, frozen=True):
     began: int | None
 
 
-class Lost(msgspec.Struct, frozen=True):
+class LostPartitionView(msgspec.Struct, frozen=True):
     """What is lost with a partition of a broker group that is given up."""
 
     subject: str
@@ -108,13 +108,13 @@ class BrokerView(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class SubjectView(msgspec.Struct, frozen=True):
+class RoutedSubjectView(msgspec.Struct, frozen=True):
     """A subject and how far it is spread."""
 
     name: str
     settings: SubjectSettings
     created: int
-    partitions: list[Place]
+    partitions: list[PartitionId]
     #: The groups that consume it, and whether they are ordered.
     groups: dict[str, bool]
 
@@ -137,7 +137,7 @@ class Make(NamedTuple):
 
     subject: str
     version: int
-    place: Place
+    place: PartitionId
     lps: list[Run]
     settings: SubjectSettings
 
@@ -147,7 +147,7 @@ class Move(NamedTuple):
 
     subject: str
     version: int
-    place: Place
+    place: PartitionId
     lps: list[Run]
 
 
@@ -157,12 +157,12 @@ class Drop(NamedTuple):
     subject: str
     #: One that is made anew later has heard of a higher one, and stays.
     version: int
-    place: Place
+    place: PartitionId
     #: The change that gave it up.
     change: int
 
 
-class Beaten(NamedTuple):
+class HeartbeatView(NamedTuple):
     """The answer to a client's heartbeat."""
 
     #: Another number than before: there is something new.

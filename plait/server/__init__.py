@@ -1,5 +1,5 @@
 """A broker behind sockets: connections, requests, timers and threads."""
 
-from plait.server.host import Server
+from plait.server.broker_server import Server
 
 __all__ = ["Server"]

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
-from plait.broker.group import Consumer
+from plait.broker.groups.shared_group import AttachedConsumer
 from plait.errors import InternalError, LimitExceeded, PlaitError, ProtocolError, StaleSession, TooLarge
 from plait.limits import KIB
 from plait.wire import messages as m
@@ -51,7 +51,7 @@ class Connection(asyncio.BufferedProtocol):
         #: Said hello; nothing else is served before.
         self.client = ""
         #: Its attached consumers by session.
-        self.consumers: dict[int, Consumer] = {}
+        self.consumers: dict[int, AttachedConsumer] = {}
         self._polls: dict[Poll, None] = {}
         self.born = self.heard = server.clock.monotonic()
         #: Bytes of received frames whose fate is open.
@@ -170,7 +170,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _delay(self, packet: Packet) -> None:
         """A reader that does not read gets no more until it does."""
-        if packet.kind == m.Heartbeat.KIND:
+        if packet.kind == m.HeartbeatRequest.KIND:
             self.hear_consumers()
         self._delayed.append(packet)
         self._delayed_size += len(packet.head) + len(packet.payload) + DELAYED_OVERHEAD
@@ -198,7 +198,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- sessions and polls ---------------------------------------------------------------------
 
-    def consumer(self, session: int) -> Consumer:
+    def consumer(self, session: int) -> AttachedConsumer:
         """The consumer that attached here under that session; nobody else's, and not one that was given up."""
         if session not in self.consumers:
             raise StaleSession("this consumer was given up (out of contact or attached elsewhere); attach again")
@@ -210,7 +210,7 @@ class Connection(asyncio.BufferedProtocol):
         for consumer in self.consumers.values():
             consumer.heard = now
 
-    def attached(self, consumer: Consumer) -> None:
+    def attached(self, consumer: AttachedConsumer) -> None:
         """A consumer has a new session here; wherever it was attached before, it is no more."""
         session = consumer.session
         before = self.server.holders.get(consumer)
@@ -251,7 +251,7 @@ class Connection(asyncio.BufferedProtocol):
 
     # --- answers --------------------------------------------------------------------------------
 
-    def answer(self, correlation: int, message: m.Message, payload: Sequence[Buffer] = (), size: int = 0) -> None:
+    def answer(self, correlation: int, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> None:
         """Write a packet; nothing when the client is gone."""
         transport = self._transport
         if self.closed or transport is None or transport.is_closing():

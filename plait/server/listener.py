@@ -12,7 +12,7 @@ from plait.server.connection import Connection
 from plait.wire.packets import SHARED_SIZE, Packet
 
 if TYPE_CHECKING:
-    from plait.broker.group import Consumer
+    from plait.broker.groups.shared_group import AttachedConsumer
 
 #: How long connections may take to fetch their last answers when the server stops.
 HANG_UP_SECONDS = 2.0
@@ -44,7 +44,7 @@ class Listener:
         #: In the order they came, so that whatever is done to all of them has one order too.
         self.connections: dict[Connection, None] = {}
         #: Where each attached consumer is: its connection and its session there.
-        self.holders: dict[Consumer, tuple[Connection, int]] = {}
+        self.holders: dict[AttachedConsumer, tuple[Connection, int]] = {}
         #: Bytes of unfinished packets on all connections.
         self.partial_bytes = 0
         #: Bytes of answers that are not taken, on connections that have many.
@@ -108,11 +108,11 @@ class Listener:
         if self._emptied is not None and not self.connections and not self._emptied.done():
             self._emptied.set_result(None)
 
-    def session(self, number: int) -> Consumer:
+    def session(self, number: int) -> AttachedConsumer:
         """The consumer of a session, heard from just now."""
         raise StaleSession("there are no consumers here; attach to a broker")
 
-    def lost(self, consumer: Consumer, session: int) -> None:
+    def lost(self, consumer: AttachedConsumer, session: int) -> None:
         """The connection of a consumer is gone."""
 
     def abort_overdue(self) -> None:

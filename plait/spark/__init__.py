@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from plait.spark.archiving import ArchiveReport, archive
-from plait.spark.java import SparkUnavailable
-from plait.spark.session import session
-from plait.spark.warmup import prepare
+from plait.spark.archiving.archiver import ArchiveReport, archive
+from plait.spark.runtime.java import SparkUnavailable
+from plait.spark.runtime.session import session
+from plait.spark.runtime.warmup import prepare
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from plait.spark.auditing.report import AuditReport
-    from plait.spark.running import Progress
+    from plait.spark.runtime.job_runner import ProgressListener
 
 __all__ = ["ArchiveReport", "SparkUnavailable", "archive", "audit", "prepare", "register", "session"]
 
@@ -30,7 +30,7 @@ def register(spark: SparkSession) -> None:
 
     The source narrows what it reads by filters, which Spark must be told to allow: it is told here.
     """
-    from plait.spark.source import PlaitDataSource
+    from plait.spark.source.data_source import PlaitDataSource
 
     spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
     spark.dataSource.register(PlaitDataSource)
@@ -48,7 +48,7 @@ def audit(
     skip_damage: bool = False,
     spark: SparkSession | None = None,
     master: str | None = None,
-    progress: Progress | None = None,
+    progress: ProgressListener | None = None,
 ) -> AuditReport:
     """Judge from the first-hand logs whether Plait kept its promises: of a data directory, or of an archive.
 

@@ -12,7 +12,7 @@ from plait.frame.builder import FrameParts, assemble, body_column
 from plait.frame.columns import Codec, Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
-from plait.storage.head_rows import HeadRows, head_rows
+from plait.storage.logs.header_rows import HeaderRows, head_rows
 
 #: The partition id of catalog frames.
 CATALOG = 0
@@ -121,8 +121,8 @@ def catalog_frame(
     return assemble(columns, count=len(rows), producer=0, first=1, previous=previous_end, flags=0, stamp=stamp)
 
 
-def encode_catalog(rows: list[PartitionRow]) -> list[HeadRows]:
-    """Rows that define partitions, for the head of a segment (``HeadRows.frame``)."""
+def encode_catalog(rows: list[PartitionRow]) -> list[HeaderRows]:
+    """Rows that define partitions, for the head of a segment (``HeaderRows.frame``)."""
     return head_rows([_encoder.encode(row) for row in rows], ROWS_MAX)
 
 

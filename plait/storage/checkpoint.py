@@ -29,7 +29,7 @@ class ShardFile(msgspec.Struct, frozen=True):
     crc: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint. Its shards were copied one after another, while the logs grew."""
 
     version: int = FORMAT_VERSION
@@ -61,10 +61,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.message_offset if self.unfiled_offset is None else min(self.message_offset, self.unfiled_offset)
 
 
-class Loaded(msgspec.Struct):
+class LoadedCheckpoint(msgspec.Struct):
     """A checkpoint read back whole."""
 
-    manifest: Manifest
+    manifest: CheckpointManifest
     shards: dict[str, bytes]
 
 
@@ -74,14 +74,14 @@ class Checkpoints:
     def __init__(self, disk: Disk) -> None:
         self.disk = disk
         disk.make_directory(DIRECTORY)
-        self._kept: list[Manifest] = []
-        self.last: Manifest | None = None
+        self._kept: list[CheckpointManifest] = []
+        self.last: CheckpointManifest | None = None
         #: Checkpoints that did not read back, and why.
         self.rejected: list[str] = []
 
-    def load(self) -> Loaded | None:
+    def load(self) -> LoadedCheckpoint | None:
         """The newest one that is whole; None: rebuild from the logs. Another format is refused untouched."""
-        result: Loaded | None = None
+        result: LoadedCheckpoint | None = None
         for name in reversed(self._names()):
             path = f"{DIRECTORY}/{name}"
             manifest = self._read_manifest(path)
@@ -99,7 +99,7 @@ class Checkpoints:
                     break
                 shards[shard] = data
             else:
-                result = Loaded(manifest, shards)
+                result = LoadedCheckpoint(manifest, shards)
                 self._kept.insert(0, manifest)
                 self.last = manifest
         return result
@@ -107,7 +107,7 @@ class Checkpoints:
     def _names(self) -> list[str]:
         return [name for name in self.disk.list(DIRECTORY) if name.startswith("manifest-") and "." not in name]
 
-    def _read_manifest(self, path: str) -> Manifest | None:
+    def _read_manifest(self, path: str) -> CheckpointManifest | None:
         data = self.disk.read(path)
         if len(data) < 8 or data[:4] != _MAGIC or crc32c(data[8:]) != int.from_bytes(data[4:8], "little"):
             return None
@@ -124,7 +124,7 @@ class Checkpoints:
                     f"{path} has format version {version}, this Plait reads version {FORMAT_VERSION} alone; "
                     "use the Plait that wrote it (nothing was touched)"
                 )
-            return msgspec.msgpack.decode(data[8:], type=Manifest)
+            return msgspec.msgpack.decode(data[8:], type=CheckpointManifest)
         except msgspec.MsgspecError:
             return None
 
@@ -135,7 +135,9 @@ class Checkpoints:
         data = self.disk.read(path)
         return data if len(data) == where.size and crc32c(data) == where.crc else None
 
-    def write(self, manifest: Manifest, changed: Mapping[str, bytes], dropped: Iterable[str] = ()) -> Manifest:
+    def write(
+        self, manifest: CheckpointManifest, changed: Mapping[str, bytes], dropped: Iterable[str] = ()
+    ) -> CheckpointManifest:
         """Make a checkpoint of the last one's shards with ``changed`` ones replaced. Blocks until durable."""
         shards = dict(self.last.shards) if self.last else {}
         for shard in dropped:
@@ -175,7 +177,7 @@ class Checkpoints:
                 self.disk.remove(f"{DIRECTORY}/{name}")
 
     @property
-    def oldest(self) -> Manifest | None:
+    def oldest(self) -> CheckpointManifest | None:
         """The oldest one kept: the first-hand logs are needed from here on (R21)."""
         return self._kept[0] if self._kept else None
 

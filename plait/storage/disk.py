@@ -1,7 +1,7 @@
 """All disk access of Plait, behind one small interface.
 
 Storage code opens, writes, syncs, maps, renames and lists through a ``Disk`` and nothing else, so that a
-simulated disk with faults plugs in (``plait.testing.disk``). Both pass the same contract tests.
+simulated disk with faults plugs in (``plait.testing.simulated_disk``). Both pass the same contract tests.
 
 The fault model the rest of storage is written against: what was written and not synced may survive a crash
 in any subset, torn at 512 bytes; a created, renamed or removed name is certain only after its directory was

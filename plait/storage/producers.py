@@ -26,7 +26,7 @@ def shard_of(producer: int) -> int:
     return producer % SHARDS
 
 
-class Verdict(Enum):
+class FrameVerdict(Enum):
     """What a frame is to the state."""
 
     NEW = auto()
@@ -39,10 +39,10 @@ _LOW: Final = (1 << 32) - 1
 _PROVEN_MICROS: Final = int(PRODUCER_PROVEN_SECONDS * 1_000_000)
 
 #: Looked up once: Python 3.11 runs a function for each look at a member.
-_NEW: Final = Verdict.NEW
+_NEW: Final = FrameVerdict.NEW
 
 
-class Run(NamedTuple):
+class StoredRun(NamedTuple):
     """Rows that were stored as one frame of their producer."""
 
     first: int
@@ -54,7 +54,7 @@ class Run(NamedTuple):
     crc: int
 
 
-class Window:
+class ProducerWindow:
     """One producer in one partition."""
 
     __slots__ = ("_numbers", "holes", "last")
@@ -68,15 +68,15 @@ class Window:
         self.holes: list[tuple[int, int]] = []
 
     @property
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StoredRun]:
         """The latest stored runs, oldest first: what receipts can be given again for."""
         numbers = iter(self._numbers)
         return [
-            Run(first, first + (packed & _LOW) - 1, base, previous, packed >> 32)
+            StoredRun(first, first + (packed & _LOW) - 1, base, previous, packed >> 32)
             for first, previous, base, packed in zip(numbers, numbers, numbers, numbers, strict=True)
         ]
 
-    def remember(self, run: Run, frames_max: int) -> None:
+    def remember(self, run: StoredRun, frames_max: int) -> None:
         """A run was stored; of those before it the oldest goes when there are too many."""
         self._add(*run)
         if len(self._numbers) > 4 * frames_max:
@@ -86,7 +86,7 @@ class Window:
         self._numbers.extend((first, previous, base, last - first + 1 | crc << 32))
 
     @classmethod
-    def load(cls, last: int, runs: Iterable[Iterable[int]], holes: Iterable[Iterable[int]]) -> Window:
+    def load(cls, last: int, runs: Iterable[Iterable[int]], holes: Iterable[Iterable[int]]) -> ProducerWindow:
         """As a checkpoint has it."""
         window = cls()
         window.last = last
@@ -126,7 +126,7 @@ class ProducerTable:
         self._windows_max = windows_max
         self._window_frames = window_frames
         self._keep_micros = int(keep_seconds * 1_000_000)
-        self._windows: OrderedDict[int, dict[int, Window]] = OrderedDict()
+        self._windows: OrderedDict[int, dict[int, ProducerWindow]] = OrderedDict()
         self._window_count = 0
         self._seen: dict[int, int] = {}
         #: When those that are not proven yet stored their first run; the longest silent first.
@@ -146,24 +146,24 @@ class ProducerTable:
         """Windows of all producers."""
         return self._window_count
 
-    def window(self, producer: int, partition: int) -> Window | None:
+    def window(self, producer: int, partition: int) -> ProducerWindow | None:
         partitions = self._windows.get(producer)
         return partitions.get(partition) if partitions else None
 
-    def judge(self, producer: int, partition: int, first: int, count: int, previous: int) -> Verdict:
+    def judge(self, producer: int, partition: int, first: int, count: int, previous: int) -> FrameVerdict:
         """Whether [first, first + count), which says it follows ``previous``, is to be stored."""
         window = self.window(producer, partition)
         if window is None:
-            return Verdict.NEW if previous == 0 else Verdict.UNKNOWN
+            return FrameVerdict.NEW if previous == 0 else FrameVerdict.UNKNOWN
         last = first + count - 1
         if previous == window.last and first > window.last:
             return _NEW
         for after, through in window.holes:
             if previous == after and last <= through:
-                return Verdict.NEW
-        return Verdict.DUPLICATE if window.holds(first, last) else Verdict.GAP
+                return FrameVerdict.NEW
+        return FrameVerdict.DUPLICATE if window.holds(first, last) else FrameVerdict.GAP
 
-    def find(self, producer: int, partition: int, first: int, count: int) -> Run | None:
+    def find(self, producer: int, partition: int, first: int, count: int) -> StoredRun | None:
         """The remembered run of exactly these rows."""
         window = self.window(producer, partition)
         for run in reversed(window.runs if window else []):
@@ -191,7 +191,7 @@ class ProducerTable:
         self.dirty.add(producer % SHARDS)
         window = partitions.get(partition)
         if window is None:
-            window = partitions[partition] = Window()
+            window = partitions[partition] = ProducerWindow()
             self._window_count += 1
         last = first + count - 1
         if first <= window.last:
@@ -200,15 +200,15 @@ class ProducerTable:
             if previous > window.last:
                 window.holes.append((window.last, previous))
             window.last = last
-        window.remember(Run(first, last, base, previous, crc), self._window_frames)
+        window.remember(StoredRun(first, last, base, previous, crc), self._window_frames)
 
-    def _add(self, producer: int) -> dict[int, Window]:
+    def _add(self, producer: int) -> dict[int, ProducerWindow]:
         partitions = self._windows[producer] = {}
         self._shards[shard_of(producer)].add(producer)
         return partitions
 
     @staticmethod
-    def _fill(window: Window, previous: int, last: int) -> None:
+    def _fill(window: ProducerWindow, previous: int, last: int) -> None:
         """A lost run came again: shrink the hole it was in."""
         for index, (after, through) in enumerate(window.holes):
             if after == previous:
@@ -266,7 +266,7 @@ class ProducerTable:
             self._seen[producer] = seen
             before = len(windows)
             for partition, last, runs, holes in partitions:
-                windows[partition] = Window.load(last, runs, holes)
+                windows[partition] = ProducerWindow.load(last, runs, holes)
             self._window_count += len(windows) - before
 
     def load_until(self, shard: int, offset: int) -> None:

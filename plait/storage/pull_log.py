@@ -12,8 +12,8 @@ from collections.abc import Iterable
 
 import msgspec
 
+from plait.storage.due_ranges import Due, DueRanges
 from plait.storage.ranges import Range, Ranges
-from plait.storage.waiting import Due, Waiting
 
 
 class PullLogState(msgspec.Struct, array_like=True):
@@ -41,7 +41,7 @@ class PullLog:
         #: consumer id → what it holds.
         self.held: dict[int, Ranges] = {}
         #: Unacked, in nobody's hands, and not due yet.
-        self.waiting = Waiting()
+        self.waiting = DueRanges()
         #: Out of attempts: handed out no more, until somebody asks for it.
         self.dead = Ranges()
         #: When each range failed first, in seconds since 1970 (in place of an attempt).
@@ -266,7 +266,7 @@ class PullLog:
     def load(cls, state: PullLogState) -> PullLog:
         """The state of a checkpoint."""
         log = cls(state.next)
-        log.waiting = Waiting(state.waiting)
+        log.waiting = DueRanges(state.waiting)
         log.returned = Ranges(state.returned)
         log.held = {consumer: Ranges(ranges) for consumer, ranges in state.held.items()}
         log.dead, log.failing, log.resent = map(Ranges.unpack, (state.dead, state.failing, state.resent))

@@ -30,7 +30,7 @@ IN_ORDER_ODDS = 0.25
 FOLD_SIZE_MIN = 64 * 1024
 
 
-class Change(NamedTuple):
+class UnsyncedChange(NamedTuple):
     """One unsynced change of a file."""
 
     number: int
@@ -53,9 +53,9 @@ class CachedFile:
         self.reserved = self.size
         #: Changes made so far; a sync covers those below the value it saw when it began.
         self.changes = 0
-        self._unsynced: list[Change] = []
+        self._unsynced: list[UnsyncedChange] = []
         self._medium = content
-        self._settled: list[Change] = []
+        self._settled: list[UnsyncedChange] = []
         self._settled_size = 0
         # Until the first write or view the cache is these bytes, shared with other disks.
         self._frozen = content
@@ -153,7 +153,7 @@ class CachedFile:
         ]
 
     def _record(self, offset: int, data: bytes, *, cut: bool = False) -> None:
-        self._unsynced.append(Change(self.changes, offset, data, self.size, cut))
+        self._unsynced.append(UnsyncedChange(self.changes, offset, data, self.size, cut))
         self.changes += 1
 
     def _buffer(self, size: int) -> bytearray:
@@ -188,7 +188,7 @@ def _zeros_after(content: bytes | bytearray, size: int) -> bytearray:
     return buffer
 
 
-def _split(changes: list[Change], until: int) -> tuple[list[Change], list[Change]]:
+def _split(changes: list[UnsyncedChange], until: int) -> tuple[list[UnsyncedChange], list[UnsyncedChange]]:
     covered = [change for change in changes if change.number < until]
     return covered, changes[len(covered) :]
 
@@ -213,7 +213,7 @@ def _put(image: bytearray, offset: int, data: bytes) -> None:
         image[offset : offset + len(data)] = data
 
 
-def _all(medium: bytes, changes: Sequence[Change]) -> bytes:
+def _all(medium: bytes, changes: Sequence[UnsyncedChange]) -> bytes:
     image = bytearray(medium)
     for change in changes:
         _put(image, change.offset, change.data)
@@ -221,7 +221,9 @@ def _all(medium: bytes, changes: Sequence[Change]) -> bytes:
     return bytes(image)
 
 
-def _survivors(medium: bytes, changes: Sequence[Change], rng: random.Random, *, cuts_survive: bool = False) -> bytes:
+def _survivors(
+    medium: bytes, changes: Sequence[UnsyncedChange], rng: random.Random, *, cuts_survive: bool = False
+) -> bytes:
     odds = rng.choice(SURVIVAL_ODDS)
     if not cuts_survive and rng.random() < IN_ORDER_ODDS:
         return _all(medium, changes[: rng.randrange(len(changes) + 1)])

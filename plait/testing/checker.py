@@ -33,7 +33,7 @@ from itertools import accumulate
 from math import inf
 from typing import Literal, NamedTuple
 
-from plait.testing.history import Broken, Handling, History, Key, Send, Value
+from plait.testing.history import Broken, Handling, History, Key, RecordedSend, Value
 
 Kind = Literal[
     "lost", "invented", "stored_twice", "send_order", "order", "overlap", "epoch", "owners", "duplicate", "redelivered"
@@ -69,7 +69,7 @@ def check(
     so that a producer's messages of different keys may have overtaken each other on their way. ``groups``: who has to
     have handled everything (None: those that handled anything).
     """
-    sends: dict[Value, Send] = {}
+    sends: dict[Value, RecordedSend] = {}
     for send in history.sends:
         if sends.setdefault(send.value, send) is not send:
             raise ValueError(f"{send.value!r} was sent twice in this history: give every message a value of its own")
@@ -152,14 +152,16 @@ def _first_done(handlings: Iterable[Handling]) -> dict[Value, float]:
     return first
 
 
-def _lost(sends: Iterable[Send], first_done: dict[Value, float], dead: set[Value], group: str) -> Iterator[Violation]:
+def _lost(
+    sends: Iterable[RecordedSend], first_done: dict[Value, float], dead: set[Value], group: str
+) -> Iterator[Violation]:
     for send in sends:
         if send.outcome == "ok" and send.value not in first_done and send.value not in dead:
             who = f" by {group}" if group else ""
             yield _violation("lost", send, f"sent by {send.producer or 'somebody'} and never handled{who}")
 
 
-def _invented(sends: dict[Value, Send], handlings: Iterable[Handling]) -> Iterator[Violation]:
+def _invented(sends: dict[Value, RecordedSend], handlings: Iterable[Handling]) -> Iterator[Violation]:
     for handling in handlings:
         send = sends.get(handling.value)
         if send is None:
@@ -172,7 +174,7 @@ def _invented(sends: dict[Value, Send], handlings: Iterable[Handling]) -> Iterat
             yield _violation("invented", handling, f"was sent only at {send.begun:.6f} s")
 
 
-def _stored_twice(sends: dict[Value, Send], handlings: Iterable[Handling]) -> Iterator[Violation]:
+def _stored_twice(sends: dict[Value, RecordedSend], handlings: Iterable[Handling]) -> Iterator[Violation]:
     places = {value: send.place for value, send in sends.items() if send.place is not None}
     for handling in handlings:
         if handling.place is not None:
@@ -181,9 +183,9 @@ def _stored_twice(sends: dict[Value, Send], handlings: Iterable[Handling]) -> It
                 yield _violation("stored_twice", handling, f"from {handling.place}, but it is known at {known}")
 
 
-def _send_order(sends: Iterable[Send], *, moves: bool) -> Iterator[Violation]:
-    last: dict[tuple[str, str, Key], Send] = {}
-    taken: dict[tuple[str, int], Send] = {}
+def _send_order(sends: Iterable[RecordedSend], *, moves: bool) -> Iterator[Violation]:
+    last: dict[tuple[str, str, Key], RecordedSend] = {}
+    taken: dict[tuple[str, int], RecordedSend] = {}
     for send in sends:
         if send.outcome != "ok" or send.place is None:
             continue
@@ -203,7 +205,9 @@ def _send_order(sends: Iterable[Send], *, moves: bool) -> Iterator[Violation]:
             last[place] = send
 
 
-def _repeated(sends: dict[Value, Send], handlings: Iterable[Handling], excuses: _Excuses) -> Iterator[Violation]:
+def _repeated(
+    sends: dict[Value, RecordedSend], handlings: Iterable[Handling], excuses: _Excuses
+) -> Iterator[Violation]:
     earlier: dict[Value, list[Handling]] = {}
     for handling in handlings:
         before = earlier.setdefault(handling.value, [])
@@ -215,7 +219,7 @@ def _repeated(sends: dict[Value, Send], handlings: Iterable[Handling], excuses: 
         before.append(handling)
 
 
-def _again(send: Send | None, first: Handling, second: Handling, excuses: _Excuses) -> Violation | None:
+def _again(send: RecordedSend | None, first: Handling, second: Handling, excuses: _Excuses) -> Violation | None:
     """What is wrong with a second handling of one message."""
     over = first.ended is None or first.ended <= second.begun
     if first.outcome != "ok" and over:
@@ -245,13 +249,13 @@ class _InOrder:
 
     def __init__(self) -> None:
         #: Of each producer, in the order of its calls.
-        self.by_producer: dict[str, list[Send]] = defaultdict(list)
+        self.by_producer: dict[str, list[RecordedSend]] = defaultdict(list)
         #: Those whose end is known.
-        self.ended: list[Send] = []
+        self.ended: list[RecordedSend] = []
 
 
 def _in_order(
-    sends: Iterable[Send],
+    sends: Iterable[RecordedSend],
     handlings: Iterable[Handling],
     first_done: dict[Value, float],
     dead: set[Value],
@@ -284,7 +288,7 @@ def _order(
     That is the order of first successes as well: who succeeds has begun.
     """
     # Of each message: when the last of those before it was done, and which that is.
-    ready: dict[Value, tuple[float, Send]] = {}
+    ready: dict[Value, tuple[float, RecordedSend]] = {}
     for key in keys.values():
         for sends in key.by_producer.values():
             _after_own(sends, first_done, ready)
@@ -298,7 +302,9 @@ def _order(
             yield _violation("order", handling, f"{handling.consumer} began with it, but {send.value!r} {state}")
 
 
-def _after_own(sends: list[Send], first_done: dict[Value, float], ready: dict[Value, tuple[float, Send]]) -> None:
+def _after_own(
+    sends: list[RecordedSend], first_done: dict[Value, float], ready: dict[Value, tuple[float, RecordedSend]]
+) -> None:
     latest, which = -inf, sends[0]
     for send in sends:
         if latest > -inf:
@@ -308,7 +314,9 @@ def _after_own(sends: list[Send], first_done: dict[Value, float], ready: dict[Va
             latest, which = done, send
 
 
-def _after_others(key: _InOrder, first_done: dict[Value, float], ready: dict[Value, tuple[float, Send]]) -> None:
+def _after_others(
+    key: _InOrder, first_done: dict[Value, float], ready: dict[Value, tuple[float, RecordedSend]]
+) -> None:
     by_end = sorted(key.ended, key=_end)
     ends = [_end(send) for send in by_end]
     latest = list(accumulate(((first_done.get(send.value, inf), send) for send in by_end), _later))
@@ -320,12 +328,12 @@ def _after_others(key: _InOrder, first_done: dict[Value, float], ready: dict[Val
                 ready[send.value] = latest[before - 1] if known is None else _later(known, latest[before - 1])
 
 
-def _end(send: Send) -> float:
+def _end(send: RecordedSend) -> float:
     assert send.ended is not None
     return send.ended
 
 
-def _later(one: tuple[float, Send], other: tuple[float, Send]) -> tuple[float, Send]:
+def _later(one: tuple[float, RecordedSend], other: tuple[float, RecordedSend]) -> tuple[float, RecordedSend]:
     return other if other[0] > one[0] else one
 
 
@@ -365,5 +373,5 @@ def _epochs(handlings: Iterable[Handling]) -> Iterator[Violation]:
             yield _violation("owners", handling, text)
 
 
-def _violation(kind: Kind, about: Send | Handling, text: str) -> Violation:
+def _violation(kind: Kind, about: RecordedSend | Handling, text: str) -> Violation:
     return Violation(kind, f"{about.value!r} of key {about.key!r}: {text}", about.key, about.value, about.begun)

@@ -24,7 +24,7 @@ Key = str | int | None
 Place = tuple[str, int]
 
 
-class Send:
+class RecordedSend:
     """A message on its way in."""
 
     __slots__ = ("_history", "begun", "ended", "error", "key", "number", "outcome", "place", "producer", "value")
@@ -156,7 +156,7 @@ class History:
     """See the module. ``path``: where each event is written as it happens, for a process that may be killed."""
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.sends: list[Send] = []
+        self.sends: list[RecordedSend] = []
         self.handlings: list[Handling] = []
         self.faults: list[Broken] = []
         #: (group, value) of messages that were given up in order: dead letters.
@@ -168,10 +168,10 @@ class History:
 
     # --- recording ------------------------------------------------------------------------------
 
-    def send(self, key: Key, value: Value, time: float, *, producer: str = "") -> Send:
+    def send(self, key: Key, value: Value, time: float, *, producer: str = "") -> RecordedSend:
         """A message is about to be sent."""
         with self._lock:
-            send = Send(self, len(self.sends), producer, key, value, time)
+            send = RecordedSend(self, len(self.sends), producer, key, value, time)
             self.sends.append(send)
             self._write("send", [send.number, producer, key, value, time])
         return send
@@ -245,7 +245,7 @@ class History:
     def read(cls, paths: Iterable[str | Path]) -> History:
         """The history that several processes recorded, each in a file of its own."""
         whole = cls()
-        sends: list[Send] = []
+        sends: list[RecordedSend] = []
         handlings: list[Handling] = []
         for path in paths:
             part = cls()

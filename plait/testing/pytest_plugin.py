@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from plait.testing.embedded import BlockingBroker, EmbeddedBroker
+    from plait.testing.embedded_broker import BlockingBroker, EmbeddedBroker
 
 
 @pytest.fixture
 def plait_broker(tmp_path: Path) -> Iterator[BlockingBroker]:
     """A broker of this test's own, in a thread: connect to ``plait_broker.address``, blocking or asynchronously."""
-    from plait.testing.embedded import EmbeddedBroker
+    from plait.testing.embedded_broker import EmbeddedBroker
 
     with EmbeddedBroker(tmp_path / "plait") as broker:
         yield broker
@@ -30,7 +30,7 @@ else:
     @pytest_asyncio.fixture
     async def plait_async_broker(tmp_path: Path) -> AsyncIterator[EmbeddedBroker]:
         """A broker of this test's own on the test's loop: ``await plait_async_broker.restart()``."""
-        from plait.testing.embedded import EmbeddedBroker
+        from plait.testing.embedded_broker import EmbeddedBroker
 
         async with EmbeddedBroker(tmp_path / "plait") as broker:
             yield broker

@@ -13,8 +13,8 @@ import msgspec
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError, from_code
 from plait.limits import KIB, MIB
-from plait.reason import Reason
-from plait.retry import Retry
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
 from plait.wire.packets import PACKET_SIZE_MAX
 
 PROTOCOL_VERSION = 1
@@ -36,13 +36,13 @@ LpHistory = tuple[int, int, list[tuple[int, int | None]]]
 Start = str | tuple[str, int] | None
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class PacketHead(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """A packet head."""
 
     KIND: ClassVar[int] = 0
 
 
-class Hello(Message, frozen=True):
+class Hello(PacketHead, frozen=True):
     """The first packet of a client: which versions it speaks and who it is."""
 
     KIND: ClassVar[int] = 1
@@ -52,7 +52,7 @@ class Hello(Message, frozen=True):
     capabilities: list[str] = []
 
 
-class Welcome(Message, frozen=True):
+class Welcome(PacketHead, frozen=True):
     """The answer: the version both use, and the server's facts."""
 
     KIND: ClassVar[int] = 2
@@ -65,7 +65,7 @@ class Welcome(Message, frozen=True):
     capabilities: list[str] = []
 
 
-class Failure(Message, frozen=True):
+class ErrorReply(PacketHead, frozen=True):
     """Any request may be answered by this."""
 
     KIND: ClassVar[int] = 3
@@ -74,26 +74,26 @@ class Failure(Message, frozen=True):
     details: dict[str, Any] = {}
 
 
-class Done(Message, frozen=True):
+class DoneReply(PacketHead, frozen=True):
     """The request is carried out; there is nothing to add."""
 
     KIND: ClassVar[int] = 4
 
 
-class Nacked(Message, frozen=True):
-    """The answer to ``Nack``: how many messages of these ranges are dead letters by it."""
+class NackReply(PacketHead, frozen=True):
+    """The answer to ``NackRequest``: how many messages of these ranges are dead letters by it."""
 
     KIND: ClassVar[int] = 32
     dead: int = 0
 
 
-class Heartbeat(Message, frozen=True):
+class HeartbeatRequest(PacketHead, frozen=True):
     """Sent every second; keeps the connection and all its consumers alive."""
 
     KIND: ClassVar[int] = 5
 
 
-class Route(Message, frozen=True):
+class PartitionNumberRequest(PacketHead, frozen=True):
     """Which number has this partition here? ``delayed``: for rows that are to be delivered at a time of their own."""
 
     KIND: ClassVar[int] = 10
@@ -101,7 +101,7 @@ class Route(Message, frozen=True):
     delayed: bool = False
 
 
-class Routed(Message, frozen=True):
+class PartitionNumberReply(PacketHead, frozen=True):
     """The partition that takes the rows."""
 
     KIND: ClassVar[int] = 11
@@ -109,7 +109,7 @@ class Routed(Message, frozen=True):
     name: str
 
 
-class Send(Message, frozen=True):
+class SendRequest(PacketHead, frozen=True):
     """The payload is one frame. A oneway send has no answer."""
 
     KIND: ClassVar[int] = 12
@@ -117,18 +117,18 @@ class Send(Message, frozen=True):
     oneway: bool = False
 
 
-class Sent(Message, frozen=True):
+class SendReply(PacketHead, frozen=True):
     """Rows are stored from this sequence; None: they were stored earlier, their sequence is not remembered."""
 
     KIND: ClassVar[int] = 13
     sequence: int | None
 
 
-class Attach(Message, frozen=True):
+class AttachRequest(PacketHead, frozen=True):
     """Become a member of a group on the partition ``name``; no group: broadcast.
 
     ``holds`` names what is still in the client's hands. It is of the partition number ``partition``: when the subject
-    was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``Lease``);
+    was made anew since, there is nothing of it to hold. ``ordered``: it gets what it has the locks of (``LeaseRequest``);
     with ``affinity`` as well, a failed message never holds its key. ``token`` is a number that an ordered member makes
     at random and keeps secret. With it the member continues its earlier session and has its locks; the same client id
     with another token waits for the end of that session's lease. ``began`` is the version of the route that the group
@@ -150,7 +150,7 @@ class Attach(Message, frozen=True):
     began: int = 0
 
 
-class Attached(Message, frozen=True):
+class AttachReply(PacketHead, frozen=True):
     """The member's session: every later request names it.
 
     From attempt number ``reasons_from`` on a failure may be the last, and its reason is wanted. Who is ``ordered`` has
@@ -169,7 +169,7 @@ class Attached(Message, frozen=True):
     attempts: int = 0
 
 
-class Pull(Message, frozen=True):
+class PullRequest(PacketHead, frozen=True):
     """Rows for a member: at most ``count``, about ``size`` bytes, within ``wait`` seconds."""
 
     KIND: ClassVar[int] = 22
@@ -179,10 +179,10 @@ class Pull(Message, frozen=True):
     wait: float
 
 
-class Pulled(Message, frozen=True):
+class PullReply(PacketHead, frozen=True):
     """The payload is frames; the ranges say which attempt each row is on; ``more``: there are rows left already.
 
-    A ``news`` other than that of the last ``Leased``: ask again, there are locks to be had or to be given up. For an
+    A ``news`` other than that of the last ``LeaseReply``: ask again, there are locks to be had or to be given up. For an
     ordered member there is one range and one of ``tags`` for each frame, in their order: a frame may hold rows that lie
     between those of another one, and a tag tells apart what belongs to which.
     """
@@ -194,15 +194,15 @@ class Pulled(Message, frozen=True):
     tags: list[int] = []
 
 
-class Ack(Message, frozen=True):
+class AckRequest(PacketHead, frozen=True):
     """These ranges are done.
 
-    From an ordered member each range has a tag, that of the frame (``Pulled``), and means those rows that came with it
+    From an ordered member each range has a tag, that of the frame (``PullReply``), and means those rows that came with it
     and lie in the range. It ends where the next row of its frame is, or behind the last: nothing is left between two.
     It may reach over rows of the frame that the broker has back.
     With tag 0 it means just what it says; so do all ranges of what was pulled in an earlier session. Every row that
     came is spoken of: also what the member drops, because a message before it failed and holds its key, it gives back
-    (a ``Nack`` that is not ``counted``). Rows of such a key that come before the answer to its nack are of that kind.
+    (a ``NackRequest`` that is not ``counted``). Rows of such a key that come before the answer to its nack are of that kind.
     """
 
     KIND: ClassVar[int] = 24
@@ -211,7 +211,7 @@ class Ack(Message, frozen=True):
     tags: list[int] = []
 
 
-class Nack(Message, frozen=True):
+class NackRequest(PacketHead, frozen=True):
     """These ranges failed: the group gets them again after ``delay`` seconds; None: as its retry policy says.
 
     ``reject``: they go to the dead letters at once. Not ``counted``: it was no attempt, as nobody began with them or
@@ -236,14 +236,14 @@ class Nack(Message, frozen=True):
     lp_tags: list[int] = []
 
 
-class Detach(Message, frozen=True):
+class DetachRequest(PacketHead, frozen=True):
     """Leave the group; what is unacked goes back at once."""
 
     KIND: ClassVar[int] = 26
     session: int
 
 
-class Lease(Message, frozen=True):
+class LeaseRequest(PacketHead, frozen=True):
     """An ordered member asks for the locks of these logical partitions, all that it wants, and renews its lease.
 
     What it has and does not name any more it gives up, once nothing of it is in its hands. Where the route led
@@ -261,7 +261,7 @@ class Lease(Message, frozen=True):
     route: int = 0
 
 
-class Leased(Message, frozen=True):
+class LeaseReply(PacketHead, frozen=True):
     """What of it the member has, for the lease's time from when it asked.
 
     ``owned`` may be handled, under that epoch. ``leaving`` is wanted by somebody with a higher epoch: nothing new
@@ -284,14 +284,14 @@ class Leased(Message, frozen=True):
     again: list[LpRun] = []
 
 
-class Renew(Message, frozen=True):
-    """(session, token) of members whose leases continue, over any connection. Answered with ``Done``."""
+class RenewRequest(PacketHead, frozen=True):
+    """(session, token) of members whose leases continue, over any connection. Answered with ``DoneReply``."""
 
     KIND: ClassVar[int] = 29
     sessions: list[tuple[int, int]]
 
 
-class Read(Message, frozen=True):
+class ReadRequest(PacketHead, frozen=True):
     """Rows of the partition ``name``, without a group. ``start`` as in attach, or a sequence to go on from."""
 
     KIND: ClassVar[int] = 30
@@ -302,7 +302,7 @@ class Read(Message, frozen=True):
     wait: float
 
 
-class ReadReply(Message, frozen=True):
+class ReadReply(PacketHead, frozen=True):
     """The payload is frames; go on from ``next``."""
 
     KIND: ClassVar[int] = 31
@@ -311,7 +311,7 @@ class ReadReply(Message, frozen=True):
     next: int
 
 
-class Admin(Message, frozen=True):
+class AdminRequest(PacketHead, frozen=True):
     """A management request by name."""
 
     KIND: ClassVar[int] = 40
@@ -319,14 +319,14 @@ class Admin(Message, frozen=True):
     arguments: dict[str, Any] = {}
 
 
-class AdminReply(Message, frozen=True):
+class AdminReply(PacketHead, frozen=True):
     """The result of a management request."""
 
     KIND: ClassVar[int] = 41
     result: msgspec.Raw
 
 
-class FindRoute(Message, frozen=True):
+class RouteRequest(PacketHead, frozen=True):
     """To a meta server: where is this subject? It is made if it is not there, where that is allowed."""
 
     KIND: ClassVar[int] = 50
@@ -334,7 +334,7 @@ class FindRoute(Message, frozen=True):
     create: bool = True
 
 
-class RouteFound(Message, frozen=True):
+class RouteReply(PacketHead, frozen=True):
     """The subject's route: its partitions as (name, broker group), and the history of each logical partition.
 
     ``brokers`` has the addresses of each broker group and its state: "RW", "R", "W" or "NRW"; ``metas`` are the
@@ -353,7 +353,7 @@ class RouteFound(Message, frozen=True):
     passed: dict[str, list[tuple[int, int, int, int]]] = {}
 
 
-class Beat(Message, frozen=True):
+class MemberHeartbeatRequest(PacketHead, frozen=True):
     """A client tells a meta server that it lives, and of which (subject, group, ordered) it is a member.
 
     Not answered before ``wait`` seconds are over, unless there is something newer than ``seen``. ``leaving``: it is
@@ -371,7 +371,7 @@ class Beat(Message, frozen=True):
     instance: int = 0
 
 
-class Beaten(Message, frozen=True):
+class MemberHeartbeatReply(PacketHead, frozen=True):
     """What the client's members are to do: (subject, group, "exclusive" or "shared", logical partitions).
 
     Only of those for which that is newer than what the client has ``seen``: it goes on with what it knows of others.
@@ -387,26 +387,26 @@ class Beaten(Message, frozen=True):
     refused: list[tuple[str, str, str, str]] = []
 
 
-def _kinds() -> dict[int, type[Message]]:
-    return {kind.KIND: kind for kind in Message.__subclasses__()}
+def _kinds() -> dict[int, type[PacketHead]]:
+    return {kind.KIND: kind for kind in PacketHead.__subclasses__()}
 
 
-_ANSWERS: list[tuple[type[Message], type[Message]]] = [
+_ANSWERS: list[tuple[type[PacketHead], type[PacketHead]]] = [
     (Hello, Welcome),
-    (Heartbeat, Done),
-    (Route, Routed),
-    (Send, Sent),
-    (Attach, Attached),
-    (Pull, Pulled),
-    (Ack, Done),
-    (Nack, Nacked),
-    (Detach, Done),
-    (Lease, Leased),
-    (Renew, Done),
-    (Read, ReadReply),
-    (Admin, AdminReply),
-    (FindRoute, RouteFound),
-    (Beat, Beaten),
+    (HeartbeatRequest, DoneReply),
+    (PartitionNumberRequest, PartitionNumberReply),
+    (SendRequest, SendReply),
+    (AttachRequest, AttachReply),
+    (PullRequest, PullReply),
+    (AckRequest, DoneReply),
+    (NackRequest, NackReply),
+    (DetachRequest, DoneReply),
+    (LeaseRequest, LeaseReply),
+    (RenewRequest, DoneReply),
+    (ReadRequest, ReadReply),
+    (AdminRequest, AdminReply),
+    (RouteRequest, RouteReply),
+    (MemberHeartbeatRequest, MemberHeartbeatReply),
 ]
 #: The kind that each kind of request is answered with, unless it is refused.
 ANSWERS: dict[int, int] = {request.KIND: answer.KIND for request, answer in _ANSWERS}
@@ -427,23 +427,23 @@ RANGES_HEAD_SIZE_MAX = 256 * KIB
 #: What an error says; the value it names may be long.
 MESSAGE_LENGTH_MAX = 4_000
 _HEAD_SIZES_MAX = {
-    Admin.KIND: OPEN_HEAD_SIZE_MAX,
-    Failure.KIND: OPEN_HEAD_SIZE_MAX,
-    Attach.KIND: RANGES_HEAD_SIZE_MAX,
-    Ack.KIND: RANGES_HEAD_SIZE_MAX,
-    Nack.KIND: RANGES_HEAD_SIZE_MAX,
-    Lease.KIND: LEASE_HEAD_SIZE_MAX,
-    Renew.KIND: LEASE_HEAD_SIZE_MAX,
+    AdminRequest.KIND: OPEN_HEAD_SIZE_MAX,
+    ErrorReply.KIND: OPEN_HEAD_SIZE_MAX,
+    AttachRequest.KIND: RANGES_HEAD_SIZE_MAX,
+    AckRequest.KIND: RANGES_HEAD_SIZE_MAX,
+    NackRequest.KIND: RANGES_HEAD_SIZE_MAX,
+    LeaseRequest.KIND: LEASE_HEAD_SIZE_MAX,
+    RenewRequest.KIND: LEASE_HEAD_SIZE_MAX,
     # Its result is not decoded here; a listing may fill a packet.
     AdminReply.KIND: PACKET_SIZE_MAX,
 }
 
 
 #: The head of a message's packet.
-encode: Callable[[Message], bytes] = _encoder.encode
+encode: Callable[[PacketHead], bytes] = _encoder.encode
 
 
-def decode(kind: int, head: memoryview) -> Message:
+def decode(kind: int, head: memoryview) -> PacketHead:
     """The message of a packet; ``ProtocolError`` for anything else."""
     decoder = _DECODERS.get(kind)
     if decoder is None:
@@ -452,19 +452,19 @@ def decode(kind: int, head: memoryview) -> Message:
     if len(head) > limit:
         raise ProtocolError(f"a head of {len(head)} bytes for a packet of kind {kind} is over the limit of {limit}")
     try:
-        message: Message = decoder.decode(head)
+        message: PacketHead = decoder.decode(head)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, InvalidArgument) as error:
         raise ProtocolError(f"packet of kind {kind} does not decode: {error}") from None
     return message
 
 
-def failure_of(error: PlaitError) -> Failure:
+def failure_of(error: PlaitError) -> ErrorReply:
     """The packet that tells of an error."""
     details = {name: value for name, value in error.details.items() if _plain(value)}
     message = error.message
     if len(message) > MESSAGE_LENGTH_MAX:
         message = message[: MESSAGE_LENGTH_MAX - 3] + "..."
-    return Failure(error.code, message, details)
+    return ErrorReply(error.code, message, details)
 
 
 def _plain(value: Any) -> bool:
@@ -478,7 +478,7 @@ def _short(value: Any) -> bool:
     return isinstance(value, str) and len(value) <= MESSAGE_LENGTH_MAX
 
 
-def error_of(failure: Failure) -> PlaitError:
+def error_of(failure: ErrorReply) -> PlaitError:
     """The error that a packet tells of."""
     error = from_code(failure.code, failure.message)
     # Not as arguments: what the names in there are is up to the other side.

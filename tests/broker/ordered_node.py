@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from plait.broker.group import Failure
-from plait.broker.leases import Leased
-from plait.broker.ordered import OrderedGroup
-from plait.client.rows import hash_keys
+from plait.broker.groups.lease_grants import LeaseGrant
+from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.shared_group import NackOutcome
+from plait.client.send.open_rows import hash_keys
 from plait.frame.columns import Column
-from plait.frame.lp import key_hashes, lp_set, lps_of, runs_of
 from plait.frame.view import frames_in
+from plait.model.logical_partitions import key_hashes, lp_set, lps_of, runs_of
 from plait.storage.catalog import SubjectSettings
 from tests.support.broker_node import Node, Producer, Sent
 
@@ -70,7 +70,7 @@ class Owner:
         self.rows: list[Held] = []
         self.rights: dict[int, int] = {}
         self.lease_until = 0.0
-        self.leased: Leased | None = None
+        self.leased: LeaseGrant | None = None
         #: What is given back is named by logical partitions, not row by row.
         self.by_lps = False
         #: Acks reach over rows of their frame that were given back.
@@ -98,7 +98,7 @@ class Owner:
     def valid(self) -> bool:
         return self.node.clock.monotonic() < self.lease_until
 
-    def lease(self, wants: Sequence[tuple[int, ...]] | None = None, route: int = NEWEST) -> Leased:
+    def lease(self, wants: Sequence[tuple[int, ...]] | None = None, route: int = NEWEST) -> LeaseGrant:
         """Ask for locks, and do what follows from the answer."""
         if wants is not None:
             self.wants = [(each[0], each[1], each[2], each[3] if len(each) > 3 else 0) for each in wants]
@@ -187,7 +187,7 @@ class Owner:
     def nack(self, row: Held, delay: float | None = 0.0, **failure: Any) -> None:
         """It failed; if it holds its key, what is behind it is not ours any more, and that is said too."""
         self.rows.remove(row)
-        self._nack([row], Failure(delay, **failure))
+        self._nack([row], NackOutcome(delay, **failure))
         if self.group.strict and row.key:
             self.give_back([each for each in self.rows if each.key == row.key and each.sequence > row.sequence])
 
@@ -199,7 +199,7 @@ class Owner:
         if self.by_lps and all(row.tag and row.key for row in rows):
             self._give_back_lps(rows)
         elif rows:
-            self._nack(rows, Failure(0.0, counted=False))
+            self._nack(rows, NackOutcome(0.0, counted=False))
 
     def _give_back_lps(self, rows: list[Held]) -> None:
         """All between two rows that stay in hands, of the logical partitions of these rows."""
@@ -224,7 +224,7 @@ class Owner:
             self.node.broker.leases.give_back(self.consumer, runs, ranges, tags)
             self.node.turn()
 
-    def _nack(self, rows: list[Held], failure: Failure) -> None:
+    def _nack(self, rows: list[Held], failure: NackOutcome) -> None:
         ranges = [(row.sequence, row.sequence + 1 if row.tag == 0 else row.end, row.epoch) for row in rows]
         self.node.broker.nack(self.consumer, ranges, None, failure, [row.tag for row in rows])
         self.node.turn()

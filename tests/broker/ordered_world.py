@@ -16,7 +16,7 @@ from typing import Literal
 from plait.broker.views import group_view
 from plait.errors import InvalidArgument, LimitExceeded
 from plait.limits import ServerLimits
-from plait.retry import Retry
+from plait.model.retry_policy import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import KEEP
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Held, Owner, keyed, make_subject

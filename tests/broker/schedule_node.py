@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from plait.broker.partition import Partition
-from plait.broker.schedule import Schedules
+from plait.broker.partitions.partition import Partition
+from plait.broker.schedule.schedules import Schedules
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from plait.broker.partition import Partition
+from plait.broker.partitions.partition import Partition
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.header import FLAG_UNSEQUENCED

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.broker.group import Consumer
-from plait.broker.once import OnceGroup
+from plait.broker.groups.at_most_once import AtMostOnceGroup
+from plait.broker.groups.shared_group import AttachedConsumer
 from plait.limits import HANDED_RANGES_MAX
 from tests.support.broker_node import Node, Producer
 
 
-def once(node: Node, client: str = "c1") -> Consumer:
+def once(node: Node, client: str = "c1") -> AttachedConsumer:
     return node.attach("orders", "once", client, delivery="at_most_once")
 
 
@@ -91,7 +91,7 @@ def test_what_a_consumer_may_give_back_takes_bounded_memory():
         node.pull(one, 1)
         node.pull(two, 1)
     group = node.group("orders", "once")
-    assert isinstance(group, OnceGroup)
+    assert isinstance(group, AtMostOnceGroup)
     assert len(group.handed[one.id]) == HANDED_RANGES_MAX
     node.membership.detach(one)
     assert one.id not in group.handed

@@ -6,7 +6,7 @@ import pytest
 
 from plait.frame.view import FrameView
 from plait.storage.catalog import CATALOG, read_rows
-from plait.storage.recovery import LogScan
+from plait.storage.logs.recovery import LogScan
 from tests.broker.schedule_node import SECOND, delay, later
 from tests.support.broker_node import Node, Producer
 

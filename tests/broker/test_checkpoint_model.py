@@ -13,11 +13,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from plait.broker import recover, state
-from plait.broker.filed import Filed
-from plait.broker.partition import BEGINNING
-from plait.broker.schedule_views import list_scheduled
-from plait.broker.snapshot import CheckpointWork
+from plait.broker.partitions.partition import BEGINNING
+from plait.broker.recovery import shards as state
+from plait.broker.recovery import start_up as recover
+from plait.broker.recovery.checkpointer import CheckpointWork
+from plait.broker.schedule.bucketed import BucketedRows
+from plait.broker.schedule.schedule_views import list_scheduled
 from plait.errors import PlaitError
 from plait.storage.checkpoint import DIRECTORY
 from plait.storage.producers import ProducerTable
@@ -207,7 +208,7 @@ def copy_with_the_first_position(patch: pytest.MonkeyPatch) -> None:
 
 def number_delayed_rows_from_their_shard_on(patch: pytest.MonkeyPatch) -> None:
     """Delayed rows that came between the beginning of the checkpoint and the copy of their shard count as filed."""
-    patch.setattr(Filed, "begin_at", lambda self, offset: None)
+    patch.setattr(BucketedRows, "begin_at", lambda self, offset: None)
 
 
 def load_in_any_order(patch: pytest.MonkeyPatch) -> None:
@@ -222,7 +223,7 @@ def store_producers_again(patch: pytest.MonkeyPatch) -> None:
 
 def keep_rows_of_the_deleted(patch: pytest.MonkeyPatch) -> None:
     """Buckets keep rows of a subject that was deleted before its shard was copied."""
-    patch.setattr(Filed, "_drop_unknown_runs", lambda self: None)
+    patch.setattr(BucketedRows, "_drop_unknown_runs", lambda self: None)
 
 
 DEFECTS = [

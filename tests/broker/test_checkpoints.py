@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from plait.broker import BrokerConfig
-from plait.broker.group import Failure
+from plait.broker.groups.shared_group import NackOutcome
 from tests.support.broker_node import Node, Producer
 
 #: Each by itself never makes one due.
@@ -49,7 +49,7 @@ def test_events_that_wait_for_space_while_a_checkpoint_is_made_are_not_replayed_
     answered: list[bool] = []
     # More than the active segment has room for.
     for sequence in range(10):
-        node.broker.nack(consumer, [(sequence, sequence + 1, 1)], lambda: answered.append(True), Failure(5.0))
+        node.broker.nack(consumer, [(sequence, sequence + 1, 1)], lambda: answered.append(True), NackOutcome(5.0))
     node.turn()
     assert answered == []
     work = node.broker.begin_checkpoint().copy_all()

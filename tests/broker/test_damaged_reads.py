@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker import partition as partition_module
-from plait.storage.consume_log import RECORD
-from plait.storage.log import segment_name
-from plait.storage.recovery import ReadableLog
+from plait.broker.partitions import partition as partition_module
+from plait.storage.logs.consume_log import RECORD
+from plait.storage.logs.log import segment_name
+from plait.storage.logs.recovery import ReadableLog
 from tests.support.broker_node import Node, Producer
 
 

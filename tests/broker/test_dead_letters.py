@@ -7,21 +7,21 @@ from typing import Any
 
 import pytest
 
-from plait.broker.dead_letters import Choice, Letters
-from plait.broker.group import Consumer, Group
+from plait.broker.groups.dead_letters import Choice, Letters
+from plait.broker.groups.shared_group import AttachedConsumer, Group
 from plait.broker.subjects import update_subject
 from plait.frame.columns import Column
 from plait.limits import ServerLimits
-from plait.reason import Reason
-from plait.retry import Retry
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
 from plait.storage.catalog import SubjectSettings
-from plait.storage.kept import frame_at
+from plait.storage.logs.retained_log import frame_at
 from tests.support.broker_node import Node, Producer, Pulled
 
 ONCE = Retry(attempts=1)
 
 
-def begin(count: int, *, retry: Retry = ONCE, **settings: Any) -> tuple[Node, Consumer]:
+def begin(count: int, *, retry: Retry = ONCE, **settings: Any) -> tuple[Node, AttachedConsumer]:
     """A consumer with messages in its hands, in frames of ten."""
     node = Node(**settings)
     consumer = node.attach("orders", "g", retry=retry)
@@ -367,7 +367,7 @@ def test_a_letter_that_does_not_read_back_is_told_and_the_others_are_there():
     assert node.pull(consumer).bodies == [b"body 10"], "the message log has it still"
 
 
-def full(kept_messages: int = 5, **settings: Any) -> tuple[Node, Consumer, Pulled]:
+def full(kept_messages: int = 5, **settings: Any) -> tuple[Node, AttachedConsumer, Pulled]:
     """A group with as many dead letters as it may have, and one who waits for more messages."""
     node, consumer = begin(10, limits=ServerLimits(kept_messages=kept_messages), **settings)
     node.send("orders", b"new")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker import sealing
+from plait.broker.partitions import sealing
 from plait.errors import StaleRoute
 from plait.storage.catalog import SubjectSettings
 from tests.broker.ordered_node import SUBJECT, Owner, keyed

@@ -9,11 +9,11 @@ import random
 
 import pytest
 
-from plait.broker.group import Failure
+from plait.broker.groups.shared_group import NackOutcome
 from plait.errors import StorageFailed
 from plait.frame.view import FrameView
 from plait.testing.cached_file import SECTOR_SIZE
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node, Producer, Sent
 
 
@@ -59,7 +59,7 @@ def test_kept_rows_that_a_start_finds_survive_a_power_loss(number: int):
         node.send("orders", b"%d" % row * 200)
     consumer = node.attach("orders", "g")
     node.pull(consumer)
-    node.broker.nack(consumer, [(0, 8, node.broker.epoch)], None, failure=Failure(None, reject=True))
+    node.broker.nack(consumer, [(0, 8, node.broker.epoch)], None, failure=NackOutcome(None, reject=True))
     node.commit()
     again = Node(failed(node, "kept/*"), node.clock, node.config).power_lost()
     group = again.group("orders", "g")

@@ -8,7 +8,7 @@ import pytest
 
 from plait.errors import DiskFull, FlowControl, StorageFailed
 from plait.limits import ServerLimits
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node, Producer, Pulled, Sent
 
 # --- no space -----------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ import random
 import numpy as np
 import pytest
 
-from plait.broker import forwards as forwards_module
-from plait.broker import sealing
-from plait.broker.forwards import Forwards, Way
+from plait.broker.partitions import sealing
+from plait.broker.schedule import forwards as forwards_module
+from plait.broker.schedule.forwards import ForwardRoute, Forwards
 from plait.errors import DiskFull, FlowControl, PlaitError, StaleRoute
 from plait.frame.columns import Column
-from plait.frame.lp import lp_of_key
 from plait.frame.view import FrameView
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.logical_partitions import lp_of_key
 from plait.storage.catalog import SubjectSettings
 from tests.broker.schedule_node import SECOND, delayed_frame, delivered_frames, run_due, submit
 from tests.support.broker_node import Node, Producer
@@ -31,7 +31,7 @@ KEYS = [f"k{n}" for n in range(6)]
 
 def keyed(keys: list[str | None]) -> dict[str, object]:
     """Columns of rows with these keys."""
-    from plait.client.rows import hash_keys
+    from plait.client.send.open_rows import hash_keys
 
     return {} if None in keys else {"keys": keys, "key_hashes": hash_keys(keys, len(keys))}
 
@@ -129,7 +129,7 @@ class Model:
 
     def learn(self, node: Node) -> None:
         """The broker is told the route."""
-        node.broker.forwards.learn(SUBJECT, Way(self.table.copy(), PLACES))
+        node.broker.forwards.learn(SUBJECT, ForwardRoute(self.table.copy(), PLACES))
         run_due(node)
 
     def route(self) -> None:
@@ -167,7 +167,7 @@ class Model:
             forwards.stored(partition, waiting.end)  # type: ignore[arg-type]
             return True
         if isinstance(error, StaleRoute):
-            forwards.learn(SUBJECT, Way(self.table.copy(), PLACES))
+            forwards.learn(SUBJECT, ForwardRoute(self.table.copy(), PLACES))
             if forwards.fits(partition, waiting.frame):  # type: ignore[arg-type]
                 return False
         self._take_back(node, partition)

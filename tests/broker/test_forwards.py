@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait.broker import forwards as forwards_module
-from plait.broker import sealing
-from plait.broker.forwards import IDLE_SECONDS, NOTE_FRAMES, Way
+from plait.broker.partitions import sealing
+from plait.broker.schedule import forwards as forwards_module
+from plait.broker.schedule.forwards import IDLE_SECONDS, NOTE_FRAMES, ForwardRoute
 from plait.errors import DiskFull, FrameError, PlaitError
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
@@ -25,7 +25,7 @@ def forwarding(node: Node, *bodies: bytes) -> None:
     delay(node, Producer(7), node.clock.now() + SECOND, *bodies)
     sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
     node.turn()
-    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
     later(node, 2.0)
 
 
@@ -62,7 +62,7 @@ def test_after_a_crash_only_frames_that_the_other_broker_can_still_compare_are_s
         delay(here, Producer(7 + number), here.clock.now() + (1 + number) * SECOND, b"%d" % number)
     sealing.seal(here.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
     here.turn()
-    here.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    here.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
     for _ in range(100):
         later(here, 1.0)
     for crash in (True, False):
@@ -125,10 +125,10 @@ def test_rows_wait_until_the_route_is_known() -> None:
     # Nothing is looked at over and over meanwhile.
     assert node.broker.schedules.next_deadline is None
     # That is as of before the seal.
-    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [("orders", "g1")]))
+    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [("orders", "g1")]))
     later(node, 1.0)
     assert node.broker.forwards.astray == {"orders"}
-    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
     later(node, 0.0)
     assert len(node.broker.forwards.waiting()) == 1
 
@@ -158,7 +158,7 @@ def test_a_full_disk_in_the_middle_of_taking_back_leaves_every_row_once() -> Non
         delay(node, Producer(7 + number), node.clock.now() + (1 + number) * SECOND, body)
     sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
     node.turn()
-    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
     for _ in bodies:
         later(node, 1.0)
     [partition] = node.broker.forwards.waiting()
@@ -182,7 +182,7 @@ def test_rows_are_taken_back_a_turns_worth_at_a_time(monkeypatch: pytest.MonkeyP
         delay(node, Producer(7 + number), node.clock.now() + (1 + number) * SECOND, b"%d" % number)
     sealing.seal(node.broker, "orders", [(0, LOGICAL_PARTITIONS)], 1, lambda _: None)
     node.turn()
-    node.broker.forwards.learn("orders", Way(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
+    node.broker.forwards.learn("orders", ForwardRoute(np.zeros(LOGICAL_PARTITIONS, np.int64), [ELSEWHERE]))
     for _ in range(3):
         later(node, 1.0)
     [partition] = node.broker.forwards.waiting()

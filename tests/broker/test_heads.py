@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 
-from plait.broker import heads, sealing
-from plait.broker.group import Group
-from plait.broker.heads import Heads
-from plait.broker.members import Members
-from plait.broker.partition import Partition
+from plait.broker.groups.definitions import GroupDefinitions
+from plait.broker.groups.shared_group import Group
+from plait.broker.partitions import sealing
+from plait.broker.partitions.partition import Partition
+from plait.broker.recovery import segment_headers as heads
+from plait.broker.recovery.segment_headers import SegmentHeaders
 from plait.broker.subjects import update_subject
 from plait.errors import PlaitError
 from plait.limits import ServerLimits
-from plait.retry import Retry
-from plait.storage.action_log import ConsumerDefinition, Definition, GroupDefinition, read_definitions
+from plait.model.retry_policy import Retry
 from plait.storage.catalog import PartitionRow, SubjectSettings, read_rows
-from plait.storage.log import Log
-from plait.storage.recovery import LogScan
+from plait.storage.logs.action_log import ConsumerDefinition, Definition, GroupDefinition, read_definitions
+from plait.storage.logs.log import Log
+from plait.storage.logs.recovery import LogScan
 from tests.broker.schedule_node import SECOND, delay
 from tests.broker.stage_node import Task
 from tests.support.broker_node import Node, Producer
@@ -235,20 +236,20 @@ def unmarked(owner: type, name: str) -> Callable[[pytest.MonkeyPatch], None]:
 
 
 def partitions_never_go(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Heads, "remove", lambda self, partition: None)
+    patch.setattr(SegmentHeaders, "remove", lambda self, partition: None)
 
 
 def chunks_are_encoded_once(patch: pytest.MonkeyPatch) -> None:
-    refresh = heads.Encoded.refresh
+    refresh = heads.EncodedHeader.refresh
 
-    def naive(self: heads.Encoded, partitions: list[Partition]) -> bool:
+    def naive(self: heads.EncodedHeader, partitions: list[Partition]) -> bool:
         return not self.rows and refresh(self, partitions)
 
-    patch.setattr(heads.Encoded, "refresh", naive)
+    patch.setattr(heads.EncodedHeader, "refresh", naive)
 
 
 DEFECTS = {
-    **{name: unmarked(Members, name) for name in ("redefine", "add", "remove")},
+    **{name: unmarked(GroupDefinitions, name) for name in ("redefine", "add", "remove")},
     **{name: unmarked(Partition, name) for name in ("add_group", "remove_group")},
     "partitions_never_go": partitions_never_go,
     "chunks_are_encoded_once": chunks_are_encoded_once,

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from plait.broker import recover
+from plait.broker.recovery import start_up as recover
 from plait.storage.checkpoint import Checkpoints
-from plait.storage.log import Log, used_size
-from plait.storage.mark import Mark
-from plait.testing.disk import SimulatedDisk
+from plait.storage.durable_mark import DurableMark
+from plait.storage.logs.log import Log, used_size
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node
 from tests.support.broker_trace import Trace
 
@@ -129,6 +129,6 @@ def test_retention_moves_the_mark_before_it_removes_files():
     for _ in range(6):
         node.checkpoint()
     assert node.retention.run()
-    assert node.broker.message_log.mark == Mark(node.broker.message_log.start, node.broker.message_log.durable)
+    assert node.broker.message_log.mark == DurableMark(node.broker.message_log.start, node.broker.message_log.durable)
     assert node.broker.message_log.start > 0
     assert not node.killed().report.damages

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker import sealing
+from plait.broker.partitions import sealing
 from plait.errors import GroupMismatch, InvalidArgument, StaleRoute
-from plait.frame.lp import lp_of_key
-from plait.retry import Retry
+from plait.model.logical_partitions import lp_of_key
+from plait.model.retry_policy import Retry
 from plait.storage.catalog import SubjectSettings
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer, Sent

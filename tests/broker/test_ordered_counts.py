@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker import row_counts, sealing
+from plait.broker.groups import row_counts
+from plait.broker.partitions import sealing
 from plait.broker.views import GroupView, group_view
-from plait.frame.lp import lp_of_key
+from plait.model.logical_partitions import lp_of_key
 from plait.storage.catalog import SubjectSettings
 from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed
 from tests.support.broker_node import Node, Producer
@@ -92,7 +93,7 @@ def test_lost_counts_what_the_group_had_not_done_and_nothing_else(
     counted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not counted:
-        monkeypatch.setattr("plait.broker.ordered.LOST_COUNTED_MAX", 0)
+        monkeypatch.setattr("plait.broker.groups.ordered_group.LOST_COUNTED_MAX", 0)
     node, producer = Node(retention_seconds=10.0), Producer(1)
     half(node)
     owner = Owner(node, "a")

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from plait.broker.group import Failure
-from plait.broker.partition import Partition
-from plait.storage.consume_log import RECORD
+from plait.broker.groups.shared_group import NackOutcome
+from plait.broker.partitions.partition import Partition
+from plait.storage.logs.consume_log import RECORD
 from tests.broker.ordered_node import SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 
@@ -35,7 +35,7 @@ def test_what_is_in_hands_is_read_once_for_all_keys_that_fail(monkeypatch: pytes
 
     monkeypatch.setattr(Partition, "keys_in", counted)
     ranges = [(row.sequence, row.end, row.epoch) for row in rows]
-    node.broker.nack(owner.consumer, ranges, None, Failure(0.0), [row.tag for row in rows])
+    node.broker.nack(owner.consumer, ranges, None, NackOutcome(0.0), [row.tag for row in rows])
     node.turn()
     assert len(node.group(SUBJECT, "billing").strands.by_key) == 50
     assert len(reads) < 5

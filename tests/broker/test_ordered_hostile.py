@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from plait.broker import sealing
+from plait.broker.partitions import sealing
 from plait.errors import InvalidArgument, LimitExceeded
-from plait.frame.lp import NO_KEY_HASH
 from plait.limits import NUMBER_MAX, NUMBER_STEP_MAX, ServerLimits
-from plait.storage.action_log import Action
+from plait.model.logical_partitions import NO_KEY_HASH
 from plait.storage.catalog import SubjectSettings
+from plait.storage.logs.action_log import Action
 from tests.broker.ordered_node import GROUP, NEWEST, SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 from tests.support.progress import within_cpu_seconds

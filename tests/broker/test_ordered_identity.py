@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.proof import proof_of, proves
+from plait.broker.session_token import proof_of, proves
 from plait.errors import GroupBusy, StaleSession
-from plait.retry import Retry
+from plait.model.retry_policy import Retry
 from tests.broker.ordered_node import GROUP, SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 

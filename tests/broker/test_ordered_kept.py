@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.retry import Retry
+from plait.model.retry_policy import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import KEEP
 from tests.broker.ordered_node import SUBJECT, Owner, keyed, make_subject

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import plait
-from plait.broker.group import Consumer
-from plait.broker.steps import ZEROS, Steps
+from plait.broker.groups.shared_group import AttachedConsumer
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.lp_numbers import ZEROS, LpNumbers
 from tests.broker.ordered_node import NEWEST, SUBJECT, make_subject
 from tests.support.broker_node import Node
 
@@ -51,7 +51,7 @@ def node() -> Node:
     return node
 
 
-def leased(node: Node, group: str, wants: list[tuple[int, int, int, int]]) -> Consumer:
+def leased(node: Node, group: str, wants: list[tuple[int, int, int, int]]) -> AttachedConsumer:
     consumer = node.attach(SUBJECT, group, ordered=True)
     node.broker.leases.ask(consumer, wants, [], [], NEWEST)
     return consumer
@@ -67,7 +67,7 @@ def test_an_ordered_group_without_locks_takes_little_more_than_a_shared_one(node
 
 
 def test_a_group_whose_locks_are_one_run_takes_as_much_as_that_run(node: Node) -> None:
-    consumers: list[Consumer] = []
+    consumers: list[AttachedConsumer] = []
 
     def make() -> None:
         consumers.extend(leased(node, f"g{number}", [(100, 700, 1, 5)]) for number in range(GROUPS))
@@ -90,10 +90,10 @@ def test_steps_are_the_numbers_that_they_were_made_of() -> None:
         numbers = np.zeros(LOGICAL_PARTITIONS, np.int64)
         for first in rng.integers(0, LOGICAL_PARTITIONS, changes).tolist():
             numbers[first:] = rng.integers(0, 2**62)
-        steps = Steps.of(numbers)
+        steps = LpNumbers.of(numbers)
         assert np.array_equal(steps.array(), numbers)
         assert steps.any() == numbers.any()
-        assert steps.same(Steps.of(numbers.copy()))
+        assert steps.same(LpNumbers.of(numbers.copy()))
         numbers[-1] += 1
-        assert not steps.same(Steps.of(numbers))
-    assert Steps.of(np.zeros(LOGICAL_PARTITIONS, np.int64)) is ZEROS
+        assert not steps.same(LpNumbers.of(numbers))
+    assert LpNumbers.of(np.zeros(LOGICAL_PARTITIONS, np.int64)) is ZEROS

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plait.frame.lp import lp_of_key
 from plait.limits import ServerLimits
+from plait.model.logical_partitions import lp_of_key
 from tests.broker.ordered_node import Held, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer
 

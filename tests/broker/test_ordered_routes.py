@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker import sealing
-from plait.broker.dead_letters import Choice
-from plait.broker.partition import Partition
-from plait.broker.passed import gone_below
-from plait.frame.lp import lp_of_key, lp_set
-from plait.retry import Retry
+from plait.broker.groups.dead_letters import Choice
+from plait.broker.partitions import sealing
+from plait.broker.partitions.finished import gone_below
+from plait.broker.partitions.partition import Partition
+from plait.model.logical_partitions import lp_of_key, lp_set
+from plait.model.retry_policy import Retry
 from plait.storage.catalog import SubjectSettings
 from tests.broker.ordered_node import SUBJECT, Owner, keyed, make_subject
 from tests.support.broker_node import Node, Producer

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.errors import DataDirError, FrameError, StorageFailed
-from plait.storage.action_log import Action
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
 from plait.storage.checkpoint import FORMAT_VERSION
+from plait.storage.logs.action_log import Action
 from plait.storage.ranges import Ranges
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node, Producer
 
 

@@ -10,11 +10,11 @@ import pytest
 from plait.broker import retention as retention_module
 from plait.broker.subjects import update_subject
 from plait.broker.views import group_view, subject_view
-from plait.retry import Retry
-from plait.storage.archived import Archived, write_archived
+from plait.model.retry_policy import Retry
+from plait.storage.archive_mark import ArchiveMark, write_archived
 from plait.storage.catalog import SubjectSettings
 from plait.storage.checkpoint import KEEP
-from plait.storage.consume_log import DIRECTORY as CONSUME
+from plait.storage.logs.consume_log import DIRECTORY as CONSUME
 from tests.broker.schedule_node import SECOND, delay, delivered, later
 from tests.support.broker_node import Node, Producer
 
@@ -287,7 +287,7 @@ def test_what_waits_for_an_archive_stays_until_the_archive_has_it():
     assert node.retention.run() == []
     assert node.partition("orders").start == 100, "expired all the same"
     assert [segment.base for segment in node.broker.action_log.segments] == actions
-    write_archived(node.disk, Archived(messages[2], actions[1]))
+    write_archived(node.disk, ArchiveMark(messages[2], actions[1]))
     assert node.retention.run() == messages[:2]
     assert [segment.base for segment in node.broker.action_log.segments] == actions[1:]
     node.broker.stop()
@@ -306,7 +306,7 @@ def test_reasons_of_deaths_wait_for_an_archive_as_well():
     kept = [segment.base for segment in node.broker.kept_log.segments]
     assert len(kept) > 3
     assert len(node.group("orders", "billing").kept) == 0, "nobody needs them any more"
-    write_archived(node.disk, Archived(0, 0, kept_offset=kept[2]))
+    write_archived(node.disk, ArchiveMark(0, 0, kept_offset=kept[2]))
     node.retention.run()
     assert [segment.base for segment in node.broker.kept_log.segments] == kept[2:]
     node.broker.stop()
@@ -315,7 +315,7 @@ def test_reasons_of_deaths_wait_for_an_archive_as_well():
 def test_where_no_archive_is_waited_for_its_note_does_not_matter():
     node = Node(retention_seconds=10.0)
     fill(node, 60)
-    write_archived(node.disk, Archived(1, 1))
+    write_archived(node.disk, ArchiveMark(1, 1))
     for _ in range(6):
         node.clock.advance(100)
         node.checkpoint()

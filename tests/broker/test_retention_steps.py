@@ -10,7 +10,7 @@ import pytest
 from plait.broker.retention import STEP_COST, Retention
 from plait.broker.subjects import update_subject
 from plait.errors import StorageFailed
-from plait.storage.archived import Archived, write_archived
+from plait.storage.archive_mark import ArchiveMark, write_archived
 from plait.storage.catalog import SubjectSettings
 from plait.storage.checkpoint import KEEP
 from tests.support.broker_node import Node, Producer, retention_steps
@@ -156,7 +156,7 @@ def test_a_pass_waits_for_the_archive():
     next(steps)
     # An archiver comes to the end while a pass is under way.
     ends = [log.durable for log in node.broker.logs]
-    write_archived(node.disk, Archived(ends[0], ends[2], kept_offset=ends[1]))
+    write_archived(node.disk, ArchiveMark(ends[0], ends[2], kept_offset=ends[1]))
     finish(steps)
     assert node.broker.message_log.start > 0
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.group import Consumer
-from plait.broker.retries import STALE_MAX
+from plait.broker.groups.retries import STALE_MAX
+from plait.broker.groups.shared_group import AttachedConsumer
 from plait.errors import GroupBusy, GroupMismatch
 from plait.limits import ServerLimits
-from plait.retry import Retry
-from plait.storage.waiting import Waiting
+from plait.model.retry_policy import Retry
+from plait.storage.due_ranges import DueRanges
 from tests.support.broker_node import Node
 
 FIVE = Retry.constant(5, attempts=None)
 
 
-def failed(node: Node, count: int = 3, *, delay: float | None = None) -> Consumer:
+def failed(node: Node, count: int = 3, *, delay: float | None = None) -> AttachedConsumer:
     """A consumer with the policy ``FIVE`` that failed on the first ``count`` rows."""
     node.send("orders", *(b"%d" % n for n in range(count)))
     consumer = node.attach("orders", "g", retry=FIVE)
@@ -172,7 +172,7 @@ def test_what_retention_takes_waits_no_more_and_is_counted():
 # --- rows that lie apart -------------------------------------------------------------------------------------------
 
 
-def scattered(node: Node, count: int = 100) -> Consumer:
+def scattered(node: Node, count: int = 100) -> AttachedConsumer:
     """Every other row of one frame has failed and is due."""
     node.send("orders", *(b"%d" % n for n in range(count)))
     consumer = node.attach("orders", "g", retry=FIVE)
@@ -289,7 +289,7 @@ def test_looking_ahead_costs_one_entry_a_group_however_often():
 
 
 def test_a_moment_that_empties_and_fills_again_is_one_moment():
-    waiting = Waiting()
+    waiting = DueRanges()
     for _ in range(100):
         waiting.add(0, 1, 1, 50)
         assert waiting.remove(0, 1)

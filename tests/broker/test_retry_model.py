@@ -8,12 +8,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from plait.broker.dead_letters import Choice
-from plait.broker.group import LOST_ATTEMPTS_MIN, Consumer
+from plait.broker.groups.dead_letters import Choice
+from plait.broker.groups.shared_group import LOST_ATTEMPTS_MIN, AttachedConsumer
 from plait.frame.columns import Column
-from plait.reason import Reason
-from plait.retry import Retry
-from plait.storage.kept import HISTORY_MAX
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
+from plait.storage.logs.retained_log import HISTORY_MAX
 from tests.support.broker_node import Node, Producer
 
 CLIENTS = st.sampled_from(["a", "b", "c"])
@@ -60,9 +60,9 @@ class Retrying(RuleBasedStateMachine):
         self.node = Node(flush=flush)
         self.producer = Producer(1)
         self.messages: list[Message] = []
-        self.consumers: dict[str, Consumer] = {}
+        self.consumers: dict[str, AttachedConsumer] = {}
 
-    def _consumer(self, client: str) -> Consumer:
+    def _consumer(self, client: str) -> AttachedConsumer:
         consumer = self.consumers.get(client)
         if consumer is None:
             holds = [
@@ -111,7 +111,7 @@ class Retrying(RuleBasedStateMachine):
             ]
             assert late == [], "there was room for these"
 
-    def _choose(self, data: st.DataObject) -> tuple[Consumer, list[int]]:
+    def _choose(self, data: st.DataObject) -> tuple[AttachedConsumer, list[int]]:
         """Somebody with messages in its hands, and some of them."""
         client = data.draw(st.sampled_from(sorted({m.holder for m in self.messages if m.holder})))
         chosen = data.draw(st.lists(st.sampled_from(self._in_hands(client)), unique=True, min_size=1))
@@ -130,7 +130,7 @@ class Retrying(RuleBasedStateMachine):
     def fail(self, data: st.DataObject, delay: float | None) -> None:
         self._fail(*self._choose(data), delay)
 
-    def _fail(self, consumer: Consumer, chosen: list[int], delay: float | None) -> None:
+    def _fail(self, consumer: AttachedConsumer, chosen: list[int], delay: float | None) -> None:
         now = self.node.clock.now()
         assert self.node.nack(consumer, *self._ranges(chosen), delay=delay, reason=Reason("Failed"))
         for sequence in chosen:
@@ -147,7 +147,7 @@ class Retrying(RuleBasedStateMachine):
     def reject(self, data: st.DataObject) -> None:
         self._reject(*self._choose(data))
 
-    def _reject(self, consumer: Consumer, chosen: list[int]) -> None:
+    def _reject(self, consumer: AttachedConsumer, chosen: list[int]) -> None:
         assert self.node.nack(consumer, *self._ranges(chosen), reject=True, reason=Reason("Rejected"))
         for sequence in chosen:
             self.messages[sequence].holder, self.messages[sequence].dead = None, "Rejected"

@@ -13,9 +13,9 @@ import pytest
 
 from plait.errors import OutOfSequence, ProducerConflict, UnknownProducer
 from plait.frame.builder import build_frame
-from plait.retry import Retry
+from plait.model.retry_policy import Retry
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
-from plait.storage.recovery import QUARANTINE
+from plait.storage.logs.recovery import QUARANTINE
 from tests.broker.retention_rules import (
     r21_a_segment_goes_when_all_its_partitions_allow,
     r21_both_logs_are_kept_from_the_oldest_checkpoint_on,

@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from plait.broker import upcoming
-from plait.broker.due_rows import DELIVER_SIZE_MAX
-from plait.broker.schedule import TURN_SECONDS
-from plait.broker.upcoming import WINDOW_MICROS
+from plait.broker.schedule import upcoming
+from plait.broker.schedule.due_rows import DELIVER_SIZE_MAX
+from plait.broker.schedule.schedules import TURN_SECONDS
+from plait.broker.schedule.upcoming import WINDOW_MICROS
 from plait.errors import DiskFull, FrameError, InvalidArgument, LimitExceeded, SubjectNotFound
 from plait.frame.columns import Column
 from plait.limits import MIB, ServerLimits
-from plait.retry import WAIT_SECONDS_MAX
+from plait.model.retry_policy import WAIT_SECONDS_MAX
 from tests.broker.schedule_node import (
     SECOND,
     delay,

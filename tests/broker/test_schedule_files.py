@@ -7,12 +7,13 @@ from random import Random
 import numpy as np
 import pytest
 
-from plait.broker import snapshot, upcoming
-from plait.broker.schedule_views import count_scheduled, list_scheduled
+from plait.broker.recovery import checkpointer as snapshot
+from plait.broker.schedule import upcoming
+from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
 from plait.errors import DiskFull
-from plait.storage.buckets import DIRECTORY, LEVELS, bucket_keys, keys_at
 from plait.storage.checkpoint import KEEP
-from plait.testing.disk import SimulatedCrash
+from plait.storage.schedule.bucket import DIRECTORY, LEVELS, bucket_keys, keys_at
+from plait.testing.simulated_disk import SimulatedCrash
 from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due, schedules
 from tests.support.broker_node import Node, Producer
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from plait.broker.schedule_views import count_scheduled, list_scheduled
+from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
 from plait.errors import FlowControl, StorageFailed
-from plait.storage.buckets import DIRECTORY
+from plait.storage.schedule.bucket import DIRECTORY
 from tests.broker.schedule_node import SECOND, delay, delivered, later, run_due, schedules
 from tests.support.broker_node import Node, Producer
 

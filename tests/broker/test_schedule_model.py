@@ -11,11 +11,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from plait.broker import schedule, snapshot, upcoming
-from plait.broker.schedule_views import count_scheduled, list_scheduled
+from plait.broker.recovery import checkpointer as snapshot
+from plait.broker.schedule import schedules as schedule
+from plait.broker.schedule import upcoming
+from plait.broker.schedule.schedule_views import count_scheduled, list_scheduled
 from plait.frame.columns import Column
-from plait.storage.buckets import GRID, NEVER
 from plait.storage.checkpoint import KEEP
+from plait.storage.schedule.bucket import GRID, NEVER
 from tests.broker.schedule_node import SECOND, delayed_frame, delivered_frames, run_due, schedules, submit
 from tests.support.broker_node import Node, Producer
 

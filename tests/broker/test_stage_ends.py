@@ -7,10 +7,10 @@ import errno
 import msgspec
 import pytest
 
-from plait.broker import staging
+from plait.broker.staging import stages as staging
 from plait.errors import DamageError, Expired
 from plait.storage.catalog import SubjectSettings
-from plait.storage.log import segment_name
+from plait.storage.logs.log import segment_name
 from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
 from tests.support.broker_node import Node
 

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from plait.broker import staging
-from plait.broker.copied import Copied
+from plait.broker.recovery.copied_ranges import CopiedRanges
+from plait.broker.staging import stages as staging
 from tests.broker.stage_node import Task, ask, complete, publish, settle
 from tests.support.broker_node import Node, Producer
 
@@ -149,7 +149,7 @@ def test_the_memory_of_what_is_published_is_given_back_neighbours_together(
 
 def test_ranges_that_grow_are_told_whole_and_others_not_again() -> None:
     rng = random.Random(5)
-    copied = Copied()
+    copied = CopiedRanges()
     # Frames of 10 bytes, with a gap after every seventh, in any order.
     frames = [10 * n for n in range(200) if n % 7]
     rng.shuffle(frames)

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from plait.broker import sealing, staging
+from plait.broker.partitions import sealing
+from plait.broker.staging import stages as staging
 from plait.errors import (
     DamageError,
     DiskFull,
@@ -18,11 +19,11 @@ from plait.errors import (
     ProducerConflict,
     StaleRoute,
 )
-from plait.frame.lp import lp_of_key
 from plait.limits import ServerLimits
+from plait.model.logical_partitions import lp_of_key
 from plait.storage.catalog import Fence
-from plait.storage.log import segment_name
-from plait.testing.disk import SimulatedCrash
+from plait.storage.logs.log import segment_name
+from plait.testing.simulated_disk import SimulatedCrash
 from plait.wire import messages as m
 from tests.broker.schedule_node import SECOND, later, schedules
 from tests.broker.stage_node import Task, ask, ask_and_settle, complete, publish, settle, staged
@@ -42,7 +43,7 @@ def task() -> Task:
 
 def keyed(*keys: str) -> dict[str, object]:
     """Columns of rows with these keys."""
-    from plait.client.rows import hash_keys
+    from plait.client.send.open_rows import hash_keys
 
     return {"keys": list(keys), "key_hashes": hash_keys(keys, len(keys))}
 

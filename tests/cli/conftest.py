@@ -8,7 +8,7 @@ from itertools import count
 
 import pytest
 
-from plait.cli.run import run
+from plait.cli.entry import run
 from tests.cli.commands import Serving, serve
 
 #: Runs a command in this process, for tests that need many of them; the rest start real ones.

@@ -13,8 +13,8 @@ from crc32c import crc32c
 
 import plait
 from plait.broker import Broker, BrokerConfig
-from plait.cli.checkup import Finding, Report, examine
 from plait.clock import SystemClock
+from plait.doctor import CheckReport, Finding, examine
 from plait.errors import DataDirError
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
@@ -38,7 +38,7 @@ async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path
     return copy
 
 
-def check(data: Path) -> Report:
+def check(data: Path) -> CheckReport:
     """A check-up, which must leave everything as it was."""
     before = fingerprint(data)
     report = examine(data, lambda name, done, total: None)
@@ -46,7 +46,7 @@ def check(data: Path) -> Report:
     return report
 
 
-def damages(report: Report) -> list[Finding]:
+def damages(report: CheckReport) -> list[Finding]:
     assert report.healthy == (not any(f.severity == "damaged" for f in report.findings))
     return [finding for finding in report.findings if finding.severity == "damaged"]
 

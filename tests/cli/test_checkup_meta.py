@@ -10,10 +10,10 @@ import pytest
 
 import plait
 from plait.broker import BrokerConfig
-from plait.cli.checkup import Finding, Report, examine
+from plait.doctor import CheckReport, Finding, examine
 from plait.limits import MIB
 from plait.server import Server
-from plait.server.standing import database_in
+from plait.server.cluster.cluster_role import database_in
 from plait.storage.disk import RealDisk
 from tests.cli.data_directory import fingerprint
 
@@ -52,7 +52,7 @@ async def data(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> Path
     return copy
 
 
-def check(data: Path) -> Report:
+def check(data: Path) -> CheckReport:
     """A check-up, which must leave everything as it was."""
     before = fingerprint(data)
     report = examine(data, lambda name, done, total: None)
@@ -60,7 +60,7 @@ def check(data: Path) -> Report:
     return report
 
 
-def only_damage(report: Report) -> Finding:
+def only_damage(report: CheckReport) -> Finding:
     (found,) = [finding for finding in report.findings if finding.severity == "damaged"]
     assert found.part == "meta database"
     assert not report.healthy

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import pytest
 
 import plait.sync
-from plait.cli.run import run
+from plait.cli.entry import run
 from plait.limits import LOGICAL_PARTITIONS
-from plait.retry import Retry
+from plait.model.retry_policy import Retry
 from tests.cli.commands import Serving, broker, meta
 from tests.cli.commands import plait as command
 from tests.cli.conftest import Here

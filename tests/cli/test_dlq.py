@@ -97,7 +97,7 @@ def test_headers_that_do_not_decode_hide_no_message(
 ):
     """Another sender than Plait's client may have stored anything in their place."""
     with monkeypatch.context() as patch:
-        patch.setattr("plait.client.rows.encode_headers", lambda headers: b"\xc1\x1b[2J")
+        patch.setattr("plait.client.send.open_rows.encode_headers", lambda headers: b"\xc1\x1b[2J")
         dead(THREE[:1])
     dead(THREE[2:])
     found = json_of(here("dlq", "list", subject, "g", "-o", "json"))

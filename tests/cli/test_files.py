@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 import plait
-from plait.cli.files import fit, segment_count
+from plait.cli.serving.open_files import fit, segment_count
 from plait.errors import LimitExceeded, PlaitError
 from plait.limits import FILES_PER_SEGMENT, FILES_RESERVE, MIB, ServerLimits
 from plait.wire import messages as m
@@ -33,7 +33,7 @@ async def refusal(reader: asyncio.StreamReader) -> PlaitError | None:
     except TimeoutError:
         return None
     message = m.decode(kind, memoryview(body)[:head_size])
-    assert isinstance(message, m.Failure)
+    assert isinstance(message, m.ErrorReply)
     return m.error_of(message)
 
 

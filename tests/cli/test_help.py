@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from plait.cli.entry import run
 from plait.cli.options import duration_of, size_of
 from plait.cli.output import printable, words_of_seconds, words_of_size
-from plait.cli.run import run
 from plait.errors import InvalidArgument
 from plait.version import VERSION
 from tests.cli.commands import plait
@@ -87,8 +87,9 @@ def test_every_command_explains_its_arguments(command: str, capsys: pytest.Captu
 
 def test_the_top_help_imports_no_command():
     program = (
-        "import sys\nfrom plait.cli.run import run\nrun(['--help'])\n"
-        "heavy = {'uvloop', 'plait.server.host', 'plait.broker.broker', 'plait.cli.serve', 'plait.cli.send',"
+        "import sys\nfrom plait.cli.entry import run\nrun(['--help'])\n"
+        "heavy = {'uvloop', 'plait.server.broker_server', 'plait.broker.broker', 'plait.cli.serving.serve',"
+        "'plait.cli.commands.send',"
         "'numpy', 'pyarrow', 'plait.client.client', 'rich.markdown'}\n"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)\n"
     )

@@ -10,7 +10,7 @@ import pytest
 
 import plait
 from plait import sync
-from plait.cli.run import run
+from plait.cli.entry import run
 from plait.testing import EmbeddedBroker
 from tests.client.support import config_of
 

@@ -7,7 +7,7 @@ import sys
 
 CODE = """
 import gc, sys
-from plait.cli.pauses import SWITCH_SECONDS, THRESHOLDS, keep_pauses_short
+from plait.cli.serving.interpreter_pauses import SWITCH_SECONDS, THRESHOLDS, keep_pauses_short
 keep_pauses_short()
 assert abs(sys.getswitchinterval() - SWITCH_SECONDS) < 1e-6
 assert gc.get_threshold() == THRESHOLDS

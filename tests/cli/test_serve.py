@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from crc32c import crc32c
 
-from plait.cli.run import run
+from plait.cli.entry import run
 from tests.cli.commands import SECONDS, environment, plait, serve
 from tests.cli.data_directory import fingerprint, flip, frames
 

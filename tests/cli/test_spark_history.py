@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from plait.cli import spark_history
-from plait.cli.spark_selection import Where
+from plait.cli.commands.spark import history as spark_history
+from plait.cli.commands.spark.selection_options import Where
 from tests.cli.commands import plait, serve
 from tests.spark.histories import thirty_messages
 

@@ -14,7 +14,7 @@ import msgspec
 import plait
 from plait.limits import LOGICAL_PARTITIONS
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from plait.wire import messages as m
 from tests.client.support import numbers
 
@@ -36,9 +36,9 @@ class MetaDouble:
         #: (subject, group, code, text) of memberships that it refuses.
         self.refused: list[tuple[str, str, str, str]] = []
         self._changed = asyncio.Event()
-        self.beats: list[m.Beat] = []
+        self.beats: list[m.MemberHeartbeatRequest] = []
 
-    async def beat(self, beat: m.Beat) -> m.Beaten:
+    async def beat(self, beat: m.MemberHeartbeatRequest) -> m.MemberHeartbeatReply:
         self.beats.append(beat)
         if self.error is not None:
             raise self.error
@@ -55,7 +55,9 @@ class MetaDouble:
         members = [(subject, group, self.strategy, self.grants(beat.client)) for subject, group, _ in beat.members]
         # Who has heard it is not told again.
         refused = [each for each in self.refused if (*each[:2], True) in beat.members]
-        return m.Beaten(self.epoch, members if self.epoch > beat.seen else [], routes=self.routes, refused=refused)
+        return m.MemberHeartbeatReply(
+            self.epoch, members if self.epoch > beat.seen else [], routes=self.routes, refused=refused
+        )
 
     def grants(self, client: str) -> list[m.LpGrant]:
         """What is a client's."""
@@ -85,7 +87,7 @@ class Cluster:
         self.order = "best_tried"
         self.meta = MetaDouble()
 
-    def route(self, subject: str) -> m.RouteFound:
+    def route(self, subject: str) -> m.RouteReply:
         """What a meta server answers."""
         count = len(self.partitions)
         shares = [
@@ -93,17 +95,17 @@ class Cluster:
         ]
         addresses = {group: ([broker.address], "RW") for group, broker in self.brokers.items()}
         histories: list[m.LpHistory] = shares if self.histories is None else self.histories  # type: ignore[assignment]
-        return m.RouteFound(subject, self.version, self.order, self.partitions, histories, addresses)
+        return m.RouteReply(subject, self.version, self.order, self.partitions, histories, addresses)
 
     def connect(self, *, client_id: str | None = None, limits: plait.ClientLimits = EAGER, **more: Any) -> plait.Client:
         """A client that takes its routes from here."""
         client = plait.connect(self.brokers["g1"].address, client_id=client_id, limits=limits, **more)
         ask = client._node.request
 
-        async def request(message: m.Message, seconds: float | None = None) -> Any:
-            if isinstance(message, m.FindRoute):
+        async def request(message: m.PacketHead, seconds: float | None = None) -> Any:
+            if isinstance(message, m.RouteRequest):
                 return self.route(message.subject)
-            if isinstance(message, m.Beat):
+            if isinstance(message, m.MemberHeartbeatRequest):
                 return await self.meta.beat(message)
             return await ask(message, seconds)
 
@@ -127,12 +129,14 @@ class Cluster:
         """A partition takes rows of these logical partitions, in the order that the cluster's subject has."""
         request = {"subject": "s", "name": name, "lps": [lps], "version": version, "settings": {"order": self.order}}
         async with self.brokers[group].connect() as direct:
-            await direct._node.request(m.Admin("partition.open", request))
+            await direct._node.request(m.AdminRequest("partition.open", request))
 
     async def seal(self, group: str, *, name: str = "s", lps: m.LpRun = (0, LOGICAL_PARTITIONS), version: int) -> None:
         """It takes them no more."""
         async with self.brokers[group].connect() as direct:
-            await direct._node.request(m.Admin("partition.seal", {"name": name, "lps": [lps], "version": version}))
+            await direct._node.request(
+                m.AdminRequest("partition.seal", {"name": name, "lps": [lps], "version": version})
+            )
 
     async def send_keyed(self, group: str, rows: list[tuple[str, int]], subject: str = "s") -> None:
         """Messages with keys, whose bodies are numbers, straight to a broker."""

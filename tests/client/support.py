@@ -11,13 +11,13 @@ import numpy as np
 
 import plait
 from plait.broker import BrokerConfig
-from plait.client.node import Node
+from plait.client.net.node import Node
 from plait.frame.columns import Column
-from plait.frame.lp import lp_of_key, runs_with
 from plait.frame.view import FrameView, frames_in
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.logical_partitions import lp_of_key, runs_with
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from plait.wire import messages as m
 
 #: Longer than anything here takes; only a failing test waits for it.
@@ -111,7 +111,7 @@ class PlayedMeta:
         self.spans: list[list[tuple[int, int, int | None]]] = [[] for _ in range(LOGICAL_PARTITIONS)]
         self.asked = 0
         #: Answered as long as it stands, instead of the newest.
-        self.frozen: m.RouteFound | None = None
+        self.frozen: m.RouteReply | None = None
         self._nodes: list[Node] = []
 
     def name(self, partition: int) -> str:
@@ -137,7 +137,7 @@ class PlayedMeta:
 
     async def _tell(self, partition: int, operation: str, **arguments: object) -> object:
         node = self._nodes[partition % len(self.brokers)]
-        reply = await node.request(m.Admin(operation, {"name": self.name(partition), **arguments}))
+        reply = await node.request(m.AdminRequest(operation, {"name": self.name(partition), **arguments}))
         return msgspec.msgpack.decode(reply.result)
 
     async def change(self, partitions: int) -> None:
@@ -169,12 +169,12 @@ class PlayedMeta:
                 self.spans[lp].append((partition, before[-1] or 0 if before else 0, None))
         self.version = version
 
-    def route(self) -> m.RouteFound:
+    def route(self) -> m.RouteReply:
         """The newest."""
         current = np.array([spans[-1][0] for spans in self.spans])
         used = range(max(max(span[0] for span in spans) for spans in self.spans) + 1)
         everything = np.ones(LOGICAL_PARTITIONS, bool)
-        return m.RouteFound(
+        return m.RouteReply(
             self.subject,
             self.version,
             self.order,
@@ -189,7 +189,7 @@ class PlayedMeta:
     async def find_brokers(self) -> dict[str, tuple[list[str], str]]:
         return self._brokers()
 
-    async def find(self, subject: str, create: bool) -> m.RouteFound:
+    async def find(self, subject: str, create: bool) -> m.RouteReply:
         assert subject == self.subject
         self.asked += 1
         return self.frozen or self.route()
@@ -207,7 +207,7 @@ class PlayedMeta:
         found: list[FrameView] = []
         position = 0
         while True:
-            request = m.Read(self.name(partition), ("sequence", position), 100_000, 16 << 20, 0.0)
+            request = m.ReadRequest(self.name(partition), ("sequence", position), 100_000, 16 << 20, 0.0)
             answer, payload = await link.request_payload(request)
             found += frames_in(bytes(payload))
             if answer.next == position:

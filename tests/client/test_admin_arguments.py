@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import plait
-from plait.client.dead import Selection
+from plait.client.admin.dead_letter_admin import LetterSelection
 from tests.client.support import fetch_all, send
 
 NOW = datetime.now(UTC)
@@ -31,7 +31,7 @@ NOW = datetime.now(UTC)
     ],
 )
 def test_sequences_in_any_form(sequences: Any):
-    assert Selection.of({"sequences": sequences}).sequences == [1, 2]
+    assert LetterSelection.of({"sequences": sequences}).sequences == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ def test_sequences_that_cannot_be_are_refused(sequences: Any):
     with pytest.raises(
         plait.InvalidArgument, match=r"use a list of numbers|use a whole number|is not one of a message"
     ):
-        Selection.of({"sequences": sequences})
+        LetterSelection.of({"sequences": sequences})
 
 
 def test_types_are_named_or_given():
-    assert Selection.of({"type": ValueError}).type == "ValueError"
-    assert Selection.of({"type": plait.CodecError}).type == "plait.CodecError"
-    assert Selection.of({"type": "ValueError"}).type == "ValueError"
+    assert LetterSelection.of({"type": ValueError}).type == "ValueError"
+    assert LetterSelection.of({"type": plait.CodecError}).type == "plait.CodecError"
+    assert LetterSelection.of({"type": "ValueError"}).type == "ValueError"
     for wrong in (ValueError("x"), int, 5, b"ValueError"):
         with pytest.raises(plait.InvalidArgument, match="use its name"):
-            Selection.of({"type": wrong})  # type: ignore[typeddict-item]
+            LetterSelection.of({"type": wrong})  # type: ignore[typeddict-item]
     with pytest.raises(plait.InvalidArgument, match=r"handler <function .* is a function; use its name"):
-        Selection.of({"handler": test_types_are_named_or_given})  # type: ignore[typeddict-item]
+        LetterSelection.of({"handler": test_types_are_named_or_given})  # type: ignore[typeddict-item]
 
 
 async def test_letters_are_found_by_their_exception(client: plait.Client) -> None:

@@ -13,10 +13,10 @@ import pytest
 
 import plait
 import plait.sync
-from plait.client.cluster import _Route, _route_info
+from plait.client.admin.cluster_admin import _Route, _route_info
 from plait.limits import LOGICAL_PARTITIONS, PARKED_PAGE_MAX
-from plait.meta.database import file_url
-from plait.server.meta_server import MetaServer
+from plait.meta.database.connection import file_url
+from plait.server.meta.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 import plait
-from plait.broker.group import Failure
-from plait.client.admin import ConsumerInfo, GroupInfo, merged_groups
+from plait.broker.groups.shared_group import NackOutcome
+from plait.client.admin.admin import ConsumerInfo, GroupInfo, merged_groups
 from plait.client.types import PartitionName
-from plait.reason import Reason
+from plait.model.reason import Reason
 from tests.client.support import EAGER, PlayedMeta
 
 #: Keys of partition 0 and of partition 1.
@@ -37,7 +37,7 @@ async def attach(meta: PlayedMeta, partition: int, group: str, *, dead: int = 0,
         if acked:
             broker.ack(consumer, [(dead, dead + acked, epoch)], lambda: None)
         if dead:
-            failure = Failure(None, Reason("ValueError", f"reason {partition}"), True, True)
+            failure = NackOutcome(None, Reason("ValueError", f"reason {partition}"), True, True)
             broker.nack(consumer, [(0, dead, epoch)], lambda: None, failure)
     broker.commit()
     membership.detach(consumer)

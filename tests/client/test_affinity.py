@@ -12,7 +12,7 @@ import pytest
 
 import plait
 import plait.sync
-from plait.cli.group import kind_of
+from plait.cli.commands.group import kind_of
 from plait.limits import LOGICAL_PARTITIONS
 from plait.testing import EmbeddedBroker
 from tests.client.cluster import cluster_of

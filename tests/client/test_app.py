@@ -15,7 +15,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from tests.client.support import fetch_all, numbers, send, until
 
 #: What failed is tried again at once.

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 import plait
-from plait.client.signature import Handler
+from plait.client.app.signature import Handler
 
 if TYPE_CHECKING:
     from decimal import Decimal

@@ -182,7 +182,7 @@ async def test_an_app_that_is_stopped_while_it_opens_its_consumers_does_not_wait
         opening.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("plait.client.consumer.began", never)
+    monkeypatch.setattr("plait.client.consume.consumer.began", never)
     task = asyncio.ensure_future(app.run())
     await asyncio.wait_for(opening.wait(), PATIENCE_SECONDS)
     app.stop()

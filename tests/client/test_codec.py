@@ -11,7 +11,7 @@ import pytest
 
 import plait
 from plait.client.codec import decoder_for
-from plait.client.encoding import encode_body
+from plait.client.send.encoding import encode_body
 
 
 class Struct(msgspec.Struct):

@@ -13,8 +13,8 @@ import pytest
 
 import plait
 import plait.sync
-from plait.client import dead
-from plait.client.dead import Pace
+from plait.client.admin import dead_letter_admin as dead
+from plait.client.admin.dead_letter_admin import LetterRate
 from plait.testing import EmbeddedBroker
 from tests.client.support import fetch_all, numbers, send
 from tests.client.test_app import running, settled
@@ -131,7 +131,7 @@ async def test_a_rejected_message_is_a_dead_letter_at_once(client: plait.Client)
 async def test_a_storm_of_failures_asks_few_things_of_the_broker(
     client: plait.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from plait.wire.dial import Link
+    from plait.wire.link import Link
 
     said: list[plait.Reason | None] = []
     request = Link.request
@@ -480,7 +480,7 @@ async def paced(monkeypatch: pytest.MonkeyPatch, rate: float, total: int, stall:
     loop = Loop()
     monkeypatch.setattr(dead.asyncio, "get_running_loop", lambda: loop)
     monkeypatch.setattr(dead.asyncio, "sleep", loop.sleep)
-    pace = Pace(rate)
+    pace = LetterRate(rate)
     done: list[tuple[float, int]] = []
     while pace.count < total:
         count = min(await pace.turn(), total - pace.count)

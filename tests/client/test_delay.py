@@ -12,7 +12,7 @@ import pytest
 
 import plait
 import plait.sync
-from plait.client import schedule
+from plait.client.admin import schedule_admin as schedule
 from plait.testing import EmbeddedBroker
 from tests.client.support import fetch_all, numbers, send
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 import plait
-from plait.broker.forwards import Waiting
-from plait.broker.partition import Partition
+from plait.broker.partitions.partition import Partition
+from plait.broker.schedule.forwards import WaitingForward
 from plait.errors import SubjectNotFound
-from plait.server import forwarder
+from plait.server.cluster import forwarder
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
 from tests.client.support import EAGER, config_of, fetch_all, until
@@ -126,7 +126,7 @@ async def test_that_the_other_broker_is_away_is_logged_once_and_so_is_its_return
     attempts: list[int] = []
     sent = forwarder.Forwarder._sent
 
-    async def counted(self: forwarder.Forwarder, partition: Partition, waiting: Waiting) -> bool:
+    async def counted(self: forwarder.Forwarder, partition: Partition, waiting: WaitingForward) -> bool:
         attempts.append(partition.id)
         return await sent(self, partition, waiting)
 
@@ -155,7 +155,7 @@ async def test_a_route_that_no_meta_server_knows_at_first_is_asked_for_again(
     known = cluster.route
     asked: list[str] = []
 
-    async def route(subject: str) -> m.RouteFound:
+    async def route(subject: str) -> m.RouteReply:
         asked.append(subject)
         if len(asked) < 3:
             raise SubjectNotFound(f"there is no subject {subject!r}", subject=subject)

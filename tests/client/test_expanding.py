@@ -12,8 +12,8 @@ import pytest
 
 import plait
 from plait.frame.columns import Column
-from plait.frame.lp import lp_of_key
 from plait.frame.view import frames_in
+from plait.model.logical_partitions import lp_of_key
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
 from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
@@ -53,7 +53,7 @@ async def rows_of(client: plait.Client, name: str, group: str) -> list[tuple[int
     rows: list[tuple[int, str, bytes]] = []
     position = 0
     while True:
-        answer, payload = await link.request_payload(m.Read(name, ("sequence", position), 100_000, 1 << 24, 0.0))
+        answer, payload = await link.request_payload(m.ReadRequest(name, ("sequence", position), 100_000, 1 << 24, 0.0))
         for frame in frames_in(bytes(payload)):
             keys, bodies = frame.binary(Column.KEY).to_pylist(), frame.binary(Column.BODY).to_pylist()
             rows += [(frame.base + n, keys[n].decode(), bodies[n]) for n in range(frame.count)]

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 import plait
-from plait.client.pull_client import PullClient
+from plait.client.consume.pull_client import PullClient
 from plait.testing import EmbeddedBroker
 from tests.client.support import fetch_all, numbers, send, until
 

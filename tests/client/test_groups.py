@@ -10,7 +10,7 @@ import pytest
 import plait
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
-from plait.wire.dial import Link
+from plait.wire.link import Link
 from tests.client.support import PATIENCE_SECONDS, fetch_all, lose, numbers, send, until
 
 
@@ -276,8 +276,8 @@ async def test_an_open_that_is_given_up_while_the_broker_attaches_leaves_no_memb
                 opening.cancel()
                 asked.set()
 
-        call(self, message, told if isinstance(message, m.Attach) else reply, *arguments)
-        if isinstance(message, m.Attach) and not answered:
+        call(self, message, told if isinstance(message, m.AttachRequest) else reply, *arguments)
+        if isinstance(message, m.AttachRequest) and not answered:
             asked.set()
 
     monkeypatch.setattr(Link, "call", spy)

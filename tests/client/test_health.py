@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from plait.client.health import FAILURE_SECONDS, SLOW, Health
+from plait.client.net.group_health import FAILURE_SECONDS, SLOW, GroupHealth
 
 FIRST_LIMIT, FIRST_PAUSE = SLOW[0]
 
 
 def test_a_broker_nobody_knows_is_not_avoided() -> None:
-    assert Health().avoided_until("g") == 0.0
+    assert GroupHealth().avoided_until("g") == 0.0
 
 
 def test_one_slow_answer_among_fast_ones_means_nothing() -> None:
-    health = Health()
+    health = GroupHealth()
     for moment in range(10):
         health.answered("g", 0.001, float(moment))
     health.answered("g", 1.5 * FIRST_LIMIT, 10.0)
@@ -23,7 +23,7 @@ def test_one_slow_answer_among_fast_ones_means_nothing() -> None:
 
 @pytest.mark.parametrize(("limit", "pause"), SLOW)
 def test_slow_answers_in_a_row_are_noticed_and_the_slower_the_longer(limit: float, pause: float) -> None:
-    health = Health()
+    health = GroupHealth()
     for _ in range(40):
         health.answered("g", limit, 100.0)
     health.answered("g", limit * 1.01, 100.0)
@@ -32,7 +32,7 @@ def test_slow_answers_in_a_row_are_noticed_and_the_slower_the_longer(limit: floa
 
 
 def test_a_failure_counts_as_a_slow_answer() -> None:
-    health = Health()
+    health = GroupHealth()
     health.answered("g", 0.001, 0.0)
     health.failed("g", 1.0)
     assert health.seconds("g") == FAILURE_SECONDS
@@ -40,7 +40,7 @@ def test_a_failure_counts_as_a_slow_answer() -> None:
 
 
 def test_after_its_time_one_good_answer_is_enough() -> None:
-    health = Health()
+    health = GroupHealth()
     health.failed("g", 0.0)
     over = health.avoided_until("g")
     health.answered("g", 0.001, over)
@@ -48,7 +48,7 @@ def test_after_its_time_one_good_answer_is_enough() -> None:
 
 
 def test_good_answers_of_rows_that_have_to_go_there_end_the_time_early() -> None:
-    health = Health()
+    health = GroupHealth()
     health.failed("g", 0.0)
     changes = health.changes
     answers = 0

@@ -12,10 +12,10 @@ import pytest
 
 from plait.errors import InvalidArgument, PlaitError, ProtocolError
 from plait.limits import NUMBER_STEP_MAX, ServerLimits
-from plait.retry import Retry
-from plait.server.admin_spans import SPAN_NAMES_MAX, SPAN_TIMES_MAX
+from plait.model.retry_policy import Retry
+from plait.server.operations.partition_spans import SPAN_NAMES_MAX, SPAN_TIMES_MAX
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from plait.wire import messages as m
 from tests.server.raw import PATIENCE_SECONDS, Raw, until
 from tests.support.progress import within_cpu_seconds
@@ -46,7 +46,7 @@ async def consumes(node: EmbeddedBroker, number: int, group: str = GROUP) -> Non
                     return
 
 
-async def refused(node: EmbeddedBroker, request: m.Message) -> PlaitError:
+async def refused(node: EmbeddedBroker, request: m.PacketHead) -> PlaitError:
     async with Raw(node.server) as raw:
         await raw.hello("hostile")
         with pytest.raises(PlaitError) as refusal:
@@ -60,11 +60,11 @@ async def lease(node: EmbeddedBroker, *fields: Any) -> PlaitError | None:
         await raw.hello("hostile")
         session = await raw.attach(SUBJECT, GROUP, "hostile", ordered=True)
         try:
-            await raw.ask(m.Lease(session, *fields))
+            await raw.ask(m.LeaseRequest(session, *fields))
         except PlaitError as error:
             return error
         finally:
-            await raw.ask(m.Detach(session))
+            await raw.ask(m.DetachRequest(session))
     return None
 
 
@@ -92,7 +92,7 @@ async def test_a_made_up_lease_harms_neither_its_group_nor_others_now_or_after_a
 @pytest.mark.parametrize("fields", [([WANT] * 1_600_000,), ([WANT], [2**63] * 150_000)], ids=["wants", "parked"])
 async def test_a_lease_of_a_size_that_cannot_be_is_not_even_decoded(node: EmbeddedBroker, fields: tuple[Any, ...]):
     await consumes(node, 1)
-    request = m.Lease(1, *fields)
+    request = m.LeaseRequest(1, *fields)
     with within_cpu_seconds(3):
         async with Raw(node.server) as raw:
             await raw.hello("hostile")
@@ -139,7 +139,10 @@ ORDERS: list[tuple[str, dict[str, Any]]] = [
 async def test_a_made_up_order_is_refused_and_the_node_starts_again(node: EmbeddedBroker):
     await consumes(node, 1)
     for operation, arguments in ORDERS:
-        assert isinstance(await refused(node, m.Admin(operation, arguments)), InvalidArgument), (operation, arguments)
+        assert isinstance(await refused(node, m.AdminRequest(operation, arguments)), InvalidArgument), (
+            operation,
+            arguments,
+        )
     node.server.housekeep()
     await consumes(node, 2)
     await node.restart()
@@ -153,7 +156,7 @@ async def test_a_time_beyond_all_others_is_the_end_or_the_beginning(node: Embedd
     node.server.broker.checkpoint()
     async with Raw(node.server) as raw:
         await raw.hello("reader")
-        answer = await raw.ask(m.Read(SUBJECT, ["time", time], 10, 1_000, 0.0))
+        answer = await raw.ask(m.ReadRequest(SUBJECT, ["time", time], 10, 1_000, 0.0))
     assert answer.next == 1
 
 
@@ -170,7 +173,7 @@ async def test_a_number_far_above_all_others_is_not_believed_by_the_meta_server(
     for _ in range(2):
         async with Raw(node.server) as raw:
             await raw.hello("hostile")
-            await raw.ask(m.Admin("broker.register", facts))
+            await raw.ask(m.AdminRequest("broker.register", facts))
     assert "not believed" in caplog.text
     # The broker learns of it with its next heartbeat, and takes orders by it from then on.
     await until(lambda: node.server.broker.numbers.known > NUMBER_STEP_MAX)
@@ -188,4 +191,4 @@ async def test_many_partitions_and_times_are_described_at_once(node: EmbeddedBro
     with within_cpu_seconds(1):
         async with Raw(node.server) as raw:
             await raw.hello("spark")
-            await raw.ask(m.Admin("partition.spans", {"names": names, "times": list(range(SPAN_TIMES_MAX))}))
+            await raw.ask(m.AdminRequest("partition.spans", {"names": names, "times": list(range(SPAN_TIMES_MAX))}))

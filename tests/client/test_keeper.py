@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 import plait
-from plait.client.keeper import Keeper, Lease
-from plait.client.membership import Membership, _Beats
-from plait.client.ordered_pull import OrderedPullClient
+from plait.client.consume.ordered.lease_renewer import LeaseRenewer, RenewedLease
+from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats, _HeartbeatLoop
+from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.clock import ManualClock
 from plait.limits import ServerLimits
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from plait.wire import messages as m
 from tests.client.support import PATIENCE_SECONDS, until
 
@@ -72,11 +72,11 @@ async def test_a_message_in_hands_for_too_long_ends_the_lease_while_the_loop_is_
 class Recorded:
     """A holder of a lease, and what it was told."""
 
-    def __init__(self, lease: Lease | None) -> None:
+    def __init__(self, lease: RenewedLease | None) -> None:
         self.wanted = lease
         self.told: list[int] = []
 
-    def lease(self) -> Lease | None:
+    def lease(self) -> RenewedLease | None:
         return self.wanted
 
     def renewed(self, session: int, sent: float) -> None:
@@ -102,17 +102,17 @@ class Quiet:
 
     addresses = ("plait://127.0.0.1:1",)
 
-    def late(self) -> list[m.Beat]:
+    def late(self) -> list[m.MemberHeartbeatRequest]:
         return []
 
 
 async def test_one_session_that_is_over_does_not_cost_the_others(broker: EmbeddedBroker) -> None:
     async with broker.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
         rights = lease_of(consumer).rights
-        alive = Recorded(Lease((broker.address,), rights.session, rights.token, 0.01))
-        over = Recorded(Lease((broker.address,), rights.session + 1, 5, 0.01))
-        wrong = Recorded(Lease((broker.address,), rights.session, rights.token + 1, 0.01))
-        keeper = Keeper("a", client.limits, ManualClock(), Quiet(), SameLoop)  # type: ignore[arg-type]
+        alive = Recorded(RenewedLease((broker.address,), rights.session, rights.token, 0.01))
+        over = Recorded(RenewedLease((broker.address,), rights.session + 1, 5, 0.01))
+        wrong = Recorded(RenewedLease((broker.address,), rights.session, rights.token + 1, 0.01))
+        keeper = LeaseRenewer("a", client.limits, ManualClock(), Quiet(), SameLoop)  # type: ignore[arg-type]
         for holder in (over, wrong, alive, Recorded(None)):
             keeper.add(holder)
         await until(lambda: len(alive.told) > 2)
@@ -124,8 +124,8 @@ async def test_one_session_that_is_over_does_not_cost_the_others(broker: Embedde
 async def test_a_link_that_is_being_parted_with_when_the_end_comes_is_closed(broker: EmbeddedBroker) -> None:
     async with broker.connect(client_id="a") as client, client.consumer("s", group="g", ordered=True) as consumer:
         rights = lease_of(consumer).rights
-        holder = Recorded(Lease((broker.address,), rights.session, rights.token, 0.01))
-        keeper = Keeper("a", client.limits, ManualClock(), Quiet(), SameLoop)  # type: ignore[arg-type]
+        holder = Recorded(RenewedLease((broker.address,), rights.session, rights.token, 0.01))
+        keeper = LeaseRenewer("a", client.limits, ManualClock(), Quiet(), SameLoop)  # type: ignore[arg-type]
         keeper._holders[holder] = None
         running = asyncio.ensure_future(keeper._run())
         await until(lambda: holder.told)
@@ -148,9 +148,9 @@ async def test_heartbeats_leave_from_elsewhere_when_the_loop_is_busy() -> None:
             client.consumer("s", group="g", ordered=True),
         ):
             late = client._membership.late
-            seen: list[m.Beat] = []
+            seen: list[m.MemberHeartbeatRequest] = []
 
-            def spy() -> list[m.Beat]:
+            def spy() -> list[m.MemberHeartbeatRequest]:
                 seen.extend(late())
                 return late()
 
@@ -176,14 +176,14 @@ def test_members_that_take_too_long_are_not_named_by_late_heartbeats() -> None:
 
     async def run() -> None:
         clock = ManualClock()
-        membership = Membership(None, plait.ClientLimits(), clock.monotonic)  # type: ignore[arg-type]
-        beats = membership._beats["a"] = _Beats("a", 7, None, plait.ClientLimits(), clock.monotonic)  # type: ignore[arg-type]
+        membership = MemberHeartbeats(None, plait.ClientLimits(), clock.monotonic)  # type: ignore[arg-type]
+        beats = membership._beats["a"] = _HeartbeatLoop("a", 7, None, plait.ClientLimits(), clock.monotonic)  # type: ignore[arg-type]
         member = Slow()
         beats.members["s", "g"] = member  # type: ignore[assignment]
         assert membership.late() == []
         clock.advance(4)
-        assert membership.late() == [m.Beat("a", [("s", "g", True)], instance=7)]
+        assert membership.late() == [m.MemberHeartbeatRequest("a", [("s", "g", True)], instance=7)]
         member.slow = True
-        assert membership.late() == [m.Beat("a", [], leaving=True, instance=7)]
+        assert membership.late() == [m.MemberHeartbeatRequest("a", [], leaving=True, instance=7)]
 
     asyncio.run(run())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import plait
-from plait.client.rows import hash_keys
+from plait.client.send.open_rows import hash_keys
 from plait.limits import HEADERS_SIZE_MAX, KEY_SIZE_MAX, LOGICAL_PARTITIONS, TAG_LENGTH_MAX, TAGS_MAX
 
 

@@ -7,11 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.client.leases import Wanted, left_behind, parked_before, wanted, wanted_at_once, wants
-from plait.client.rights import Report, Rights, no_lps
-from plait.client.router import SubjectRoute
+from plait.client.consume.ordered.lock_rights import LockReport, LockRights, no_lps
+from plait.client.consume.ordered.wanted_locks import (
+    WantedLocks,
+    left_behind,
+    parked_before,
+    wanted,
+    wanted_at_once,
+    wants,
+)
+from plait.client.net.router import SubjectRoute
 from plait.clock import ManualClock
-from plait.frame.lp import LpSet, lp_set, runs_of, runs_with
+from plait.model.logical_partitions import LpSet, lp_set, runs_of, runs_with
 from plait.wire import messages as m
 
 ALL = lp_set([(0, 1024)])
@@ -22,26 +29,26 @@ KEY = frozenset({7 << 10 | 5})
 
 def route_of(*histories: m.LpHistory, partitions: int = 3) -> SubjectRoute:
     names = [(f"s#{n}", "g1") for n in range(partitions)]
-    return SubjectRoute(m.RouteFound("s", 1, "strict", names, list(histories), {}))
+    return SubjectRoute(m.RouteReply("s", 1, "strict", names, list(histories), {}))
 
 
 def done(
     parked: frozenset[int] = NONE, inherited: frozenset[int] = NONE, again: LpSet | None = None, **runs: tuple[int, int]
-) -> Report:
+) -> LockReport:
     """Done up to a sequence, by runs: ``to_90=(0, 100)``."""
     found = np.zeros(1024, np.int64)
     for name, (first, end) in runs.items():
         found[first:end] = int(name.removeprefix("to_"))
-    return Report(found, parked, inherited, no_lps() if again is None else again)
+    return LockReport(found, parked, inherited, no_lps() if again is None else again)
 
 
-def runs(several: list[Wanted]) -> list[list[tuple[int, int, int]]]:
+def runs(several: list[WantedLocks]) -> list[list[tuple[int, int, int]]]:
     """What is wanted, and up to where; of three partitions, of which a route has those that it leads to."""
     found = [runs_with(some.until, some.lps) for some in several]
     return found + [[] for _ in range(3 - len(found))]
 
 
-def before(route: SubjectRoute, reports: list[Report]) -> list[set[int]]:
+def before(route: SubjectRoute, reports: list[LockReport]) -> list[set[int]]:
     """What is parked before that which is wanted."""
     return parked_before(route, reports, wanted(route, ALL, reports))
 
@@ -174,10 +181,12 @@ class Session:
 
     def __init__(self) -> None:
         self.clock = ManualClock()
-        self.rights = Rights(self.clock)
-        self.rights.attached(m.Attached(7, 1, "s", "g", 1, 10.0))
+        self.rights = LockRights(self.clock)
+        self.rights.attached(m.AttachReply(7, 1, "s", "g", 1, 10.0))
 
-    def grant(self, answer: m.Leased, *, asked: LpSet = ALL, wants: LpSet = ALL, sent: float | None = None) -> LpSet:
+    def grant(
+        self, answer: m.LeaseReply, *, asked: LpSet = ALL, wants: LpSet = ALL, sent: float | None = None
+    ) -> LpSet:
         until = np.full(1024, 90)
         return self.rights.granted(answer, self.clock.monotonic() if sent is None else sent, asked, until, wants)
 
@@ -187,7 +196,7 @@ def test_a_lease_counts_from_the_sending_of_its_request() -> None:
     assert not session.rights.valid()
     sent = session.clock.monotonic()
     session.clock.advance(4)
-    session.grant(m.Leased(10.0, 1, [(0, 1024, 1)]), sent=sent)
+    session.grant(m.LeaseReply(10.0, 1, [(0, 1024, 1)]), sent=sent)
     session.clock.advance(5.9)
     assert session.rights.valid()
     session.clock.advance(0.1)
@@ -196,7 +205,7 @@ def test_a_lease_counts_from_the_sending_of_its_request() -> None:
 
 def test_a_renewal_is_for_its_session_and_never_shortens() -> None:
     session = Session()
-    session.grant(m.Leased(10.0, 1, [(0, 1024, 1)]))
+    session.grant(m.LeaseReply(10.0, 1, [(0, 1024, 1)]))
     session.rights.renewed(7, session.clock.monotonic() - 5)
     session.clock.advance(9)
     assert session.rights.valid()
@@ -209,20 +218,20 @@ def test_a_renewal_is_for_its_session_and_never_shortens() -> None:
 
 def test_what_is_leaving_or_was_given_up_meanwhile_is_not_open() -> None:
     session = Session()
-    assert not session.grant(m.Leased(10.0, 1, [(0, 100, 1)]), wants=lp_set([(0, 50)])).any()
+    assert not session.grant(m.LeaseReply(10.0, 1, [(0, 100, 1)]), wants=lp_set([(0, 50)])).any()
     assert runs_of(session.rights.open) == [(0, 50)]
-    lost = session.grant(m.Leased(10.0, 2, [(0, 20, 1)], leaving=[(20, 50)]))
+    lost = session.grant(m.LeaseReply(10.0, 2, [(0, 20, 1)], leaving=[(20, 50)]))
     assert runs_of(lost) == [(20, 50)]
     assert runs_of(session.rights.open) == [(0, 20)]
 
 
 def test_what_was_drained_stays_so_and_parked_keys_until_they_are_asked_for_again() -> None:
     session = Session()
-    session.grant(m.Leased(10.0, 1, drained=[(0, 10)], parked=[5]))
-    session.grant(m.Leased(10.0, 2), asked=lp_set([(8, 20)]))
+    session.grant(m.LeaseReply(10.0, 1, drained=[(0, 10)], parked=[5]))
+    session.grant(m.LeaseReply(10.0, 2), asked=lp_set([(8, 20)]))
     assert (session.rights.done == done(to_90=(0, 10)).done).all()
     assert session.rights.parked == {5}
-    session.grant(m.Leased(10.0, 3), asked=lp_set([(5, 6)]))
+    session.grant(m.LeaseReply(10.0, 3), asked=lp_set([(5, 6)]))
     assert session.rights.parked == frozenset()
     # Its key goes on: it is not done any more.
     assert (session.rights.done == done(to_90=(0, 10), to_0=(5, 6)).done).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import plait
-from plait.client.splitting import split_ack, split_nack
+from plait.client.consume.ack_requests import split_ack, split_nack
 from plait.limits import FAILED_RANGES_MAX, REQUEST_RANGES_MAX
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
@@ -62,11 +62,11 @@ def ranges(count: int) -> list[tuple[int, int, int]]:
 def test_a_split_request_says_the_same(tagged: bool) -> None:
     count = 2 * REQUEST_RANGES_MAX + 1
     tags = list(range(count)) if tagged else []
-    acks = list(split_ack(m.Ack(5, ranges(count), tags)))
+    acks = list(split_ack(m.AckRequest(5, ranges(count), tags)))
     assert [len(ack.ranges) for ack in acks] == [REQUEST_RANGES_MAX, REQUEST_RANGES_MAX, 1]
     assert [each for ack in acks for each in ack.ranges] == ranges(count)
     assert [tag for ack in acks for tag in ack.tags] == tags
-    nacks = list(split_nack(m.Nack(5, ranges(count), 2.0, tags=tags)))
+    nacks = list(split_nack(m.NackRequest(5, ranges(count), 2.0, tags=tags)))
     assert max(len(nack.ranges) for nack in nacks) == FAILED_RANGES_MAX
     assert [each for nack in nacks for each in nack.ranges] == ranges(count)
     assert [tag for nack in nacks for tag in nack.tags] == tags
@@ -75,7 +75,7 @@ def test_a_split_request_says_the_same(tagged: bool) -> None:
 
 def test_rows_that_are_given_back_by_their_logical_partitions_are_split_too() -> None:
     count = REQUEST_RANGES_MAX + 1
-    nack = m.Nack(
+    nack = m.NackRequest(
         5, ranges(3), counted=False, tags=[1, 2, 3], lps=[(0, 9)], lp_ranges=ranges(count), lp_tags=[4] * count
     )
     parts = list(split_nack(nack))
@@ -83,5 +83,5 @@ def test_rows_that_are_given_back_by_their_logical_partitions_are_split_too() ->
     assert [part.lps for part in parts] == [[(0, 9)], [(0, 9)], []]
     assert [tag for part in parts for tag in part.lp_tags] == [4] * count
     # A nack of nothing ends the pulls that wait.
-    empty = m.Nack(5, [], counted=False)
+    empty = m.NackRequest(5, [], counted=False)
     assert list(split_nack(empty)) == [empty]

@@ -11,7 +11,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from tests.client.cluster import EAGER, Cluster, cluster_of
 from tests.client.support import PATIENCE_SECONDS, fetch_all, until
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import plait
-from plait.client.ordered_pull import OrderedPullClient
-from plait.frame.lp import lp_of_key
+from plait.client.consume.ordered.ordered_pull import OrderedPullClient
+from plait.model.logical_partitions import lp_of_key
 from plait.testing import ManualClock
 from plait.wire import messages as m
 from tests.client.cluster import Cluster, cluster_of
@@ -454,9 +454,9 @@ async def test_rows_of_an_earlier_pull_do_not_pass_those_that_were_given_back_wh
         assert partition._link is not None
         request = partition._link.request
 
-        async def ask(message: m.Message, *more: Any) -> Any:
+        async def ask(message: m.PacketHead, *more: Any) -> Any:
             answer = await request(message, *more)
-            if isinstance(message, m.Ack):
+            if isinstance(message, m.AckRequest):
                 await answered.wait()
             return answer
 
@@ -491,7 +491,7 @@ async def test_refused_locks_make_it_ask_the_meta_server_again(cluster: Cluster,
 
 
 def test_epochs_of_grants_are_told_by_logical_partition() -> None:
-    from plait.client.rights import grants_of
+    from plait.client.consume.ordered.lock_rights import grants_of
 
     grants: list[m.LpGrant] = [(0, 2, 7), (5, 6, 9)]
     lps, epochs = grants_of(grants)

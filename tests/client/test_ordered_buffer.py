@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.client.ordered_buffer import OrderedBuffer
-from plait.client.ordered_delivered import OrderedDelivered
-from plait.client.rights import Rights
-from plait.client.settling import Piece, ack_pieces, nack_pieces
-from plait.client.tagged import TaggedPending
+from plait.client.consume.ack_collector import Piece, ack_pieces, nack_pieces
+from plait.client.consume.failure import UNBEGUN, FailureOutcome
+from plait.client.consume.ordered.lock_rights import LockRights
+from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.ordered.ordered_pending import OrderedPending
 from plait.client.types import Message, PartitionName
-from plait.client.words import UNBEGUN, Failed
 from plait.clock import ManualClock
-from plait.frame.lp import NO_KEY_HASH, lp_set
+from plait.model.logical_partitions import NO_KEY_HASH, lp_set
 from plait.wire import messages as m
 from tests.frame.samples import Draft
 
@@ -32,14 +32,16 @@ class Bench:
 
     def __init__(self, *, strict: bool = False) -> None:
         self.clock = ManualClock()
-        self.rights = Rights(self.clock)
-        self.rights.attached(m.Attached(1, 1, "s", "g", 1, 10.0))
+        self.rights = LockRights(self.clock)
+        self.rights.attached(m.AttachReply(1, 1, "s", "g", 1, 10.0))
         everything = lp_set([(0, 1024)])
-        self.rights.granted(m.Leased(10.0, 1, [(0, 1024, 5)]), self.clock.monotonic(), everything, NO_END, everything)
+        self.rights.granted(
+            m.LeaseReply(10.0, 1, [(0, 1024, 5)]), self.clock.monotonic(), everything, NO_END, everything
+        )
         self.freed = 0
         self.buffer = OrderedBuffer(self._free)
         self.open: dict[OrderedDelivered, None] = {}
-        self.pending = TaggedPending(lambda: self.open, lambda: 0)
+        self.pending = OrderedPending(lambda: self.open, lambda: 0)
         self.pending.strict = self.buffer.strict = strict
         self.unsent: dict[OrderedDelivered, None] = {}
         self.reasons_from = 1
@@ -48,16 +50,16 @@ class Bench:
     def _free(self) -> None:
         self.freed += 1
 
-    def elsewhere(self, lps: tuple[int, int]) -> Rights:
+    def elsewhere(self, lps: tuple[int, int]) -> LockRights:
         """Locks that the consumer has on another partition."""
-        rights = Rights(self.clock)
-        rights.attached(m.Attached(2, 2, "s", "g", 1, 10.0))
+        rights = LockRights(self.clock)
+        rights.attached(m.AttachReply(2, 2, "s", "g", 1, 10.0))
         some = lp_set([lps])
-        rights.granted(m.Leased(10.0, 1, [(*lps, 5)]), self.clock.monotonic(), some, NO_END, some)
+        rights.granted(m.LeaseReply(10.0, 1, [(*lps, 5)]), self.clock.monotonic(), some, NO_END, some)
         return rights
 
     def arrive(
-        self, hashes: list[int], *, base: int | None = None, tag: int = 1, rights: Rights | None = None
+        self, hashes: list[int], *, base: int | None = None, tag: int = 1, rights: LockRights | None = None
     ) -> OrderedDelivered:
         """A frame with rows of these keys."""
         start = self.next if base is None else base
@@ -244,7 +246,7 @@ def test_the_epoch_is_that_of_the_lock_at_the_handing_out() -> None:
     assert first is not None
     first.ack()
     everything = lp_set([(0, 1024)])
-    bench.rights.granted(m.Leased(10.0, 2, [(0, 1024, 6)]), bench.clock.monotonic(), everything, NO_END, everything)
+    bench.rights.granted(m.LeaseReply(10.0, 2, [(0, 1024, 6)]), bench.clock.monotonic(), everything, NO_END, everything)
     second = bench.buffer.next()
     assert second is not None
     assert (first.epoch, second.epoch) == (5, 6)
@@ -268,7 +270,7 @@ def test_words_of_neighbours_in_a_frame_make_one_range_whatever_lies_between() -
     delivered.sequences = np.array([0, 2, 4])
     ack_pieces(bench.buffer.take(2))
     bench.gather()
-    assert bench.pending.ack(1) == m.Ack(1, [(0, 4, 2)], [1])
+    assert bench.pending.ack(1) == m.AckRequest(1, [(0, 4, 2)], [1])
 
 
 def test_words_of_an_earlier_session_name_just_their_rows() -> None:
@@ -282,7 +284,7 @@ def test_words_of_an_earlier_session_name_just_their_rows() -> None:
     delivered.tag = 0
     ack_pieces(bench.buffer.take(2))
     bench.gather()
-    assert bench.pending.ack(2) == m.Ack(2, [(0, 3, 2)], [0])
+    assert bench.pending.ack(2) == m.AckRequest(2, [(0, 3, 2)], [0])
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -292,12 +294,12 @@ def test_a_failed_row_of_a_strict_group_alone_takes_along_those_behind_it(strict
     bench.arrive([A, B])
     batch = bench.buffer.take(3)
     [(delivered, _, _)] = batch
-    delivered.nack_row(0, Failed(5.0))
+    delivered.nack_row(0, FailureOutcome(5.0))
     ack_pieces(batch)
     bench.gather()
     acks, nacks = bench.pending.plain()
     back = {UNBEGUN: [(2, 3, 2), (3, 4, 2), (4, 5, 2)]} if strict else {}
-    assert nacks == {Failed(5.0): [(0, 1, 2)], **back}
+    assert nacks == {FailureOutcome(5.0): [(0, 1, 2)], **back}
     assert acks == ([(1, 2, 2)] if strict else [(1, 3, 2)])
     assert numbers(bench.buffer.take(10)) == ([5] if strict else [3, 4, 5])
 
@@ -384,7 +386,7 @@ def test_half_of_a_frame_is_given_back_in_one_range_and_the_rest_acked_in_one_on
     early, *_ = acks = bench.pending.ack(1).ranges  # type: ignore[union-attr]
     assert (len(acks), early) == (32, (1, 2, frame.epoch))
     bench.pending.told(UNBEGUN)
-    assert bench.pending.ack(1) == m.Ack(1, [(0, 64, frame.epoch)], [1])
+    assert bench.pending.ack(1) == m.AckRequest(1, [(0, 64, frame.epoch)], [1])
     # Said in another session, it is of the acked rows alone.
     bench.pending.new_session()
     assert len(bench.pending.ack(1).ranges) == 32  # type: ignore[union-attr]

@@ -256,5 +256,5 @@ async def test_a_broker_of_a_cluster_makes_no_subject_of_a_partitions_name(plait
         link = client._node.link
         assert link is not None
         with pytest.raises(plait.StaleRoute):
-            await link.request(m.Attach("s#1", "g", "early", "earliest", "at_least_once", [], 0))
+            await link.request(m.AttachRequest("s#1", "g", "early", "earliest", "at_least_once", [], 0))
     assert list(plait_async_broker.server.broker.subjects) == ["s"]

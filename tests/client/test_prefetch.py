@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plait
-from plait.client.prefetch import Prefetch
+from plait.client.consume.prefetch import Prefetch
 from plait.limits import PREFETCH_SHARE_MIN, PREFETCH_SHARES_MAX
 
 

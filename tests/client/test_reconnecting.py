@@ -12,7 +12,7 @@ import pytest
 import plait
 from plait.testing import EmbeddedBroker
 from plait.wire import messages
-from plait.wire.dial import Link
+from plait.wire.link import Link
 from tests.client.support import fetch_all, numbers, send, until
 
 #: Reconnects at once, so that tests do not wait for pauses.
@@ -246,7 +246,7 @@ async def test_a_server_of_another_protocol_is_refused_at_once(
     broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     newer = SimpleNamespace(**{**vars(messages), "PROTOCOL_VERSION": 99})
-    monkeypatch.setattr("plait.wire.dial.m", newer)
+    monkeypatch.setattr("plait.wire.link.m", newer)
     client = broker.connect(limits=plait.ClientLimits(request_seconds=60))
     with pytest.raises(plait.VersionMismatch, match="this server speaks protocol 1, the client 99"):
         await asyncio.wait_for(client.open(), 10)

@@ -10,8 +10,8 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 import plait
-from plait.client.node import Node
-from plait.client.queue import PartitionQueue
+from plait.client.net.node import Node
+from plait.client.send.partition_queue import PartitionQueue
 from plait.frame.columns import Column
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PlayedMeta, until

@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 import plait
-from plait.client.node import Node
-from plait.client.router import Router, SubjectRoute
-from plait.meta.store import Store
+from plait.client.net.node import Node
+from plait.client.net.router import Router, SubjectRoute
+from plait.meta.database.store import Store
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
 from tests.client.support import EAGER, PATIENCE_SECONDS, PlayedMeta, fetch_all, impatient, numbers, until
@@ -113,7 +113,7 @@ async def test_rows_without_keys_do_not_wait_for_a_broker_that_is_not_connected(
 
 
 def test_a_route_says_what_it_leads_to() -> None:
-    found = m.RouteFound(
+    found = m.RouteReply(
         "s",
         3,
         "strict",
@@ -129,7 +129,7 @@ def test_a_route_says_what_it_leads_to() -> None:
 
 
 async def test_a_send_whose_route_cannot_be_had_says_why(meta: PlayedMeta) -> None:
-    async def find(subject: str, create: bool) -> m.RouteFound:
+    async def find(subject: str, create: bool) -> m.RouteReply:
         raise plait.NoBroker("no broker group is available")
 
     async with meta.client(limits=msgspec.structs.replace(LIMITS, send_seconds=0.05)) as client:
@@ -142,7 +142,7 @@ async def test_a_send_whose_route_cannot_be_had_says_why(meta: PlayedMeta) -> No
 
 
 def test_partitions_that_nothing_was_sent_to_yet_are_not_led_to() -> None:
-    found = m.RouteFound(
+    found = m.RouteReply(
         "s",
         3,
         "strict",

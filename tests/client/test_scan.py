@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 import plait
-from plait.client import scan as scan_module
-from plait.client.scan import RangeScan, ScanPiece
-from plait.client.spans import PartitionSpan, SpanRange, Surveyor
+from plait.client.read import range_scan as scan_module
+from plait.client.read.range_scan import RangeScan, ScanPiece
+from plait.client.read.surveyor import PartitionSpan, SpanRange, Surveyor
 from plait.client.types import PartitionName
 from plait.errors import DataLost, InvalidArgument, SubjectNotFound, Unavailable
 from plait.frame.columns import Column
@@ -91,7 +91,7 @@ async def test_what_makes_no_sense_is_refused(
     await send(client, 10)
     await surveyor.find(["orders"])
     with pytest.raises(InvalidArgument):
-        await surveyor.node(ORDERS).request(m.Admin(operation, arguments))
+        await surveyor.node(ORDERS).request(m.AdminRequest(operation, arguments))
 
 
 async def test_a_subject_that_is_not_there_is_not_made(client: plait.Client, surveyor: Surveyor) -> None:
@@ -216,7 +216,9 @@ async def test_times_are_found_where_everything_is_expired(broker: EmbeddedBroke
     await send(client, 60)
     # What came last is not acknowledged yet.
     partition.start = partition.visible = 20
-    spans = await client._router.meta.request(m.Admin("partition.spans", {"names": ["orders"], "times": [0, 1 << 62]}))
+    spans = await client._router.meta.request(
+        m.AdminRequest("partition.spans", {"names": ["orders"], "times": [0, 1 << 62]})
+    )
     (span,) = msgspec.msgpack.decode(spans.result)
     assert (span["at"], span["until"]) == ([20, 20], [20, 20])
 

@@ -6,11 +6,11 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.client.ordered_delivered import OrderedDelivered, RowMask
-from plait.client.scoped import Tagged, scoped
+from plait.client.consume.failure import EpochRange
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, RowMask
+from plait.client.consume.ordered.returned_ranges import Tagged, scoped
 from plait.client.types import PartitionName
-from plait.client.words import EpochRange
-from plait.frame.lp import NO_KEY_HASH, lp_set
+from plait.model.logical_partitions import NO_KEY_HASH, lp_set
 from tests.frame.samples import Draft
 
 KEYS = [int(NO_KEY_HASH), *(n << 10 | n % 4 for n in range(1, 8))]

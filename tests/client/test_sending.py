@@ -13,13 +13,13 @@ import pydantic
 import pytest
 
 import plait
-from plait.broker.partition import Partition
-from plait.broker.sends import SendReply
+from plait.broker.appender import SendReply
+from plait.broker.partitions.partition import Partition
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import BODY_SIZE_MAX
 from plait.testing import EmbeddedBroker
-from plait.wire.dial import _is_refused, dial
+from plait.wire.link import _is_refused, dial
 from tests.client.support import EAGER, PATIENCE_SECONDS, fetch_all, impatient, until
 
 

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 
 import plait
-from plait.frame.lp import lp_of_key
+from plait.model.logical_partitions import lp_of_key
 from tests.client.support import EAGER, PlayedMeta, until
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import plait
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from tests.client.support import fetch_all, send
 
 # --- subjects ------------------------------------------------------------------------------------

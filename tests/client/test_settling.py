@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from plait.client.ordered_buffer import OrderedBuffer
-from plait.client.ordered_delivered import OrderedDelivered
-from plait.client.rights import Rights
-from plait.client.settling import Settling
-from plait.client.tagged import TaggedPending
+from plait.client.consume.ack_collector import AckCollector
+from plait.client.consume.failure import FailureOutcome
+from plait.client.consume.ordered.lock_rights import LockRights
+from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.ordered.ordered_pending import OrderedPending
 from plait.client.types import PartitionName
-from plait.client.words import Failed
 from plait.clock import ManualClock
 from plait.errors import PlaitError, StaleSession
 from plait.frame import FrameView, build_frame
@@ -62,21 +62,21 @@ class Nobody:
         raise error
 
 
-def every_other_row(owner: Settling) -> OrderedDelivered:
+def every_other_row(owner: AckCollector) -> OrderedDelivered:
     """Sequences 100, 102, 104, 106 and 108: what is between them is elsewhere."""
     parts = build_frame([b"%d" % n for n in range(10)], producer=1, first=1)
     parts.stamp_with(pack_stamp(1, 100, 0, 0, EPOCH))
     mask: Any = [number % 2 == 0 for number in range(10)]
     frame = FrameView(slice_mask(FrameView(parts.tobytes()), mask).tobytes())
     delivered = OrderedDelivered(frame, "s", PartitionName("s", "g"), owner, [(100, 110, 1)])
-    delivered.hands, delivered.rights, delivered.tag = OrderedBuffer(lambda: None), Rights(ManualClock()), 7
+    delivered.hands, delivered.rights, delivered.tag = OrderedBuffer(lambda: None), LockRights(ManualClock()), 7
     return delivered
 
 
 async def test_what_was_being_said_when_the_session_changed_is_said_again_of_just_those_rows():
     frames: list[OrderedDelivered] = []
     listener = Nobody()
-    settling = Settling(listener, ClientLimits(), None, TaggedPending(lambda: frames, lambda: 0))
+    settling = AckCollector(listener, ClientLimits(), None, OrderedPending(lambda: frames, lambda: 0))
     settling.open(asyncio.get_running_loop())
     first, second = Wire(), Wire()
     settling.attached(first, 1)  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ async def test_what_was_being_said_when_the_session_changed_is_said_again_of_jus
     settling.settle_soon(delivered)
     delivered.ack_row(0)
     delivered.ack_row(1)
-    delivered.nack_rows(slice(3, 4), Failed(5.0))
+    delivered.nack_rows(slice(3, 4), FailureOutcome(5.0))
     nack, answer = await first.next()
     # Under its tag a row reaches to the next one of its frame.
     assert (nack.session, nack.ranges, nack.tags) == (1, [(106, 108, EPOCH)], [7])
@@ -96,10 +96,10 @@ async def test_what_was_being_said_when_the_session_changed_is_said_again_of_jus
     answer.set_exception(StaleSession("given up"))
     nack, answer = await second.next()
     assert (nack.session, nack.ranges, nack.tags) == (2, [(106, 107, EPOCH)], [0])
-    answer.set_result(m.Nacked())
+    answer.set_result(m.NackReply())
     ack, answer = await second.next()
     assert (ack.session, ack.ranges, ack.tags) == (2, [(100, 101, EPOCH), (102, 103, EPOCH)], [0, 0])
-    answer.set_result(m.Done())
+    answer.set_result(m.DoneReply())
     await settling.flush()
     assert listener.losses == 0
     assert settling.unsent == []

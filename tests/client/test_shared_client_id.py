@@ -12,8 +12,8 @@ import plait
 from plait import tasks
 from plait.clock import ManualClock
 from plait.limits import MetaLimits
-from plait.meta.membership import Members
-from plait.server.speakers import Speakers
+from plait.meta.members.membership import Members
+from plait.server.meta.client_ids import ClientIds
 from plait.testing import EmbeddedBroker
 from tests.client.support import PATIENCE_SECONDS, lose, until
 
@@ -87,8 +87,8 @@ class Peer:
         self.address = address
 
 
-def speakers(clock: ManualClock, said: Sequence[tuple[int, Peer]]) -> Speakers:
-    made = Speakers(clock, MetaLimits())
+def speakers(clock: ManualClock, said: Sequence[tuple[int, Peer]]) -> ClientIds:
+    made = ClientIds(clock, MetaLimits())
     for instance, peer in said:
         assert made.refuse("c", instance, peer, leaving=False) is None
     return made
@@ -127,7 +127,7 @@ def test_a_refused_process_that_leaves_does_not_take_the_other_with_it() -> None
 
 def test_clients_that_are_silent_are_not_remembered_for_ever() -> None:
     clock = ManualClock()
-    known = Speakers(clock, MetaLimits())
+    known = ClientIds(clock, MetaLimits())
     for number in range(100):
         assert known.refuse(f"c{number}", 1, Peer("a:1"), leaving=False) is None
         clock.advance(1)

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 import plait
-from plait.client.spool import Spool
+from plait.client.consume.ack_spool import AckSpool
 from plait.testing import EmbeddedBroker
-from plait.wire.dial import Link
+from plait.wire.link import Link
 from tests.client.support import fetch_all, numbers, send, until
 
 #: Reconnects at once, and a close does not wait for a broker that is away.
@@ -254,17 +254,17 @@ async def test_the_users_loop_does_not_wait_for_the_disk(
 
 def test_a_change_that_a_thread_carries_out_late_undoes_nothing(spool: Path) -> None:
     spool.mkdir()
-    first = Spool(spool, "s", "g", "c", "s@g1")
+    first = AckSpool(spool, "s", "g", "c", "s@g1")
     old, new = first.change(1, [(0, 1, 1)], {}), first.change(1, [(0, 2, 1)], {})
     assert old is not None
     assert new is not None
     assert first.change(1, [(0, 2, 1)], {}) is None
     new()
     old()
-    words = Spool(spool, "s", "g", "c", "s@g1").load()
+    words = AckSpool(spool, "s", "g", "c", "s@g1").load()
     assert words is not None
     assert words.acks == [(0, 2, 1)]
     clear = first.change(1, [], {})
     assert clear is not None
     clear()
-    assert Spool(spool, "s", "g", "c", "s@g1").load() is None
+    assert AckSpool(spool, "s", "g", "c", "s@g1").load() is None

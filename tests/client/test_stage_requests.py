@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 import plait
-from plait.client.stage_lane import ask
-from plait.client.staging import StagedRows, StageWriter
+from plait.client.staged.stage_sender import ask
+from plait.client.staged.stage_writer import StagedRows, StageWriter
 from plait.errors import Expired, InvalidArgument, InvalidName, OutOfSequence, Timeout
 from plait.limits import STAGES_PAGE_MAX
 from plait.testing import EmbeddedBroker

@@ -12,15 +12,15 @@ import pyarrow as pa
 import pytest
 
 import plait
-from plait.client import committing
-from plait.client.committing import abort, carry_out, commit, finish_others
-from plait.client.node import Node
-from plait.client.rows import hash_keys
-from plait.client.stage_lane import ask
-from plait.client.staging import Staged, StagedRows, StageWriter
+from plait.client.net.node import Node
+from plait.client.send.open_rows import hash_keys
+from plait.client.staged import batch_commit as committing
+from plait.client.staged.batch_commit import abort, carry_out, commit, finish_others
+from plait.client.staged.stage_sender import ask
+from plait.client.staged.stage_writer import Staged, StagedRows, StageWriter
 from plait.errors import InvalidArgument, MetaUnavailable, StaleSession
-from plait.frame.lp import lp_of_key
-from plait.server.meta_handlers import UNDONE_MAX
+from plait.model.logical_partitions import lp_of_key
+from plait.server.meta.meta_requests import UNDONE_MAX
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PATIENCE_SECONDS, config_of
 from tests.client.test_expanding import by_key, settled, wait_for
@@ -171,7 +171,7 @@ async def test_a_batch_whose_broker_is_away_holds_up_no_other(
         left: list[str] = []
         while left != ["a"]:
             await finish_others(client)
-            undone = await committing.ask(client._router.meta, "commit.undone", list[committing.Decision])
+            undone = await committing.ask(client._router.meta, "commit.undone", list[committing.DecisionReply])
             left = [decision.query for decision in undone]
     await nodes[1].start()
     assert not await commit(client, "a", 0, [])
@@ -208,7 +208,9 @@ async def test_rows_follow_a_route_that_has_changed_and_keep_their_order(
     moved: list[Staged] = []
     exchange = committing._exchange
 
-    async def watched(of: plait.Client, decision: committing.Decision, stages: list[Staged]) -> committing.Decision:
+    async def watched(
+        of: plait.Client, decision: committing.DecisionReply, stages: list[Staged]
+    ) -> committing.DecisionReply:
         moved.extend(stages)
         return await exchange(of, decision, stages)
 
@@ -245,7 +247,7 @@ async def test_who_finds_the_stages_exchanged_by_another_goes_on_with_the_new_on
     await settled(client, "s")
     decision = await committing._decide(client, "q", 0, staged)
     publish = committing._publish
-    exchanged: list[committing.Decision] = []
+    exchanged: list[committing.DecisionReply] = []
 
     async def overtaken(of: plait.Client, stages: list[Staged]) -> list[Staged]:
         moved = await publish(of, stages)
@@ -291,7 +293,7 @@ async def test_a_batch_of_as_many_stages_as_may_be_is_published_after_the_route_
     labels = ["a", "b", "c"]
     staged = [each for label in labels for each in await stage(client, label)]
     staged += [each for label in labels for each in await stage(client, label, keys=[stays])]
-    monkeypatch.setattr("plait.meta.commits.COMMIT_STAGES_MAX", len(staged))
+    monkeypatch.setattr("plait.meta.batch_commits.COMMIT_STAGES_MAX", len(staged))
     await client.admin.expand_subject("s", 8)
     await settled(client, "s")
     assert await commit(client, "q", 0, staged)

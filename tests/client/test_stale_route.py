@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 import plait
-from plait.client.router import Router
+from plait.client.net.router import Router
 from plait.errors import InternalError
 from plait.server import Server
 from plait.storage.disk import RealDisk

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pytest
 
 import plait
-from plait.client.outlet import Outlet
-from plait.client.steady import OutgoingRows, Position, SteadySender
+from plait.client.send.resumable_sender import OutgoingRows, ResumableSender, SendPosition
+from plait.client.send.subject_sender import SubjectSender
 from plait.testing import EmbeddedBroker
 from tests.client.support import EAGER, PlayedMeta, until
 
@@ -21,7 +21,7 @@ ROWS = OutgoingRows(pa.array([b"0", b"1"], pa.binary()), KEYS, [b"", b""], [b"",
 LIMITS = msgspec.structs.replace(EAGER, unreached_seconds=0.0)
 
 
-def outlet_of(client: plait.Client) -> Outlet:
+def outlet_of(client: plait.Client) -> SubjectSender:
     return client._producer.outlet("s")
 
 
@@ -35,21 +35,21 @@ def refused(client: plait.Client) -> bool:
     return len(left) == 1 and left[0].refusal is not None
 
 
-async def opened(client: plait.Client) -> SteadySender:
+async def opened(client: plait.Client) -> ResumableSender:
     """A sender that is connected to both brokers, and has sent nothing."""
-    sender = SteadySender(client, "s")
+    sender = ResumableSender(client, "s")
     await sender.open()
     await until(lambda: all(queue.connected for queue in outlet_of(client).queues()))
     return sender
 
 
-def begin(sender: SteadySender) -> tuple[Position, asyncio.Task[None]]:
+def begin(sender: ResumableSender) -> tuple[SendPosition, asyncio.Task[None]]:
     """What is written down, and the sending of the rows after that."""
     prepared, position = sender.prepare(ROWS), sender.position
     return position, asyncio.create_task(sender.send(prepared))
 
 
-async def go_on(meta: PlayedMeta, position: Position) -> None:
+async def go_on(meta: PlayedMeta, position: SendPosition) -> None:
     """Another process sends the same rows under the same numbers."""
     async with meta.client(limits=LIMITS) as client:
         sender = await opened(client)

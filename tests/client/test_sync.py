@@ -19,7 +19,7 @@ import pytest
 
 import plait
 import plait.sync
-from plait.client.loops import LoopThread, shared_loop
+from plait.client.blocking.loop_thread import LoopThread, shared_loop
 from plait.testing import BlockingBroker, EmbeddedBroker, ManualClock
 from tests.client.support import impatient
 

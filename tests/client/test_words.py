@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import plait
-from plait.client.delivered import Delivered
+from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.failure import FailureOutcome, failed_of, reason_of, rejected_of
 from plait.client.types import PartitionName
-from plait.client.words import Failed, failed_of, reason_of, rejected_of
 from plait.frame import FrameView, build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.slicing import slice_mask
@@ -29,7 +29,15 @@ WORDS = st.lists(
     st.tuples(
         ROWS,
         st.sampled_from(
-            ["ack", Failed(), Failed(0.0), Failed(5.0), Failed(5.0, WHY), Failed(None, WHY, reject=True), "collect"]
+            [
+                "ack",
+                FailureOutcome(),
+                FailureOutcome(0.0),
+                FailureOutcome(5.0),
+                FailureOutcome(5.0, WHY),
+                FailureOutcome(None, WHY, reject=True),
+                "collect",
+            ]
         ),
     ),
     max_size=30,
@@ -41,15 +49,15 @@ class Anybody:
 
     reasons_from = 1
 
-    def settle_soon(self, delivered: Delivered) -> None: ...
+    def settle_soon(self, delivered: DeliveredFrame) -> None: ...
 
-    def from_thread(self, delivered: Delivered, row: int, failed: Failed | None) -> None:
+    def from_thread(self, delivered: DeliveredFrame, row: int, failed: FailureOutcome | None) -> None:
         raise AssertionError("these rows belong to one thread")
 
 
 def delivered(
     mask: list[bool] | None, attempts: list[tuple[int, int, int]] | None = None
-) -> tuple[Delivered, list[int]]:
+) -> tuple[DeliveredFrame, list[int]]:
     """A frame in somebody's hands, and the sequences of its rows."""
     parts = build_frame([b"%d" % n for n in range(COUNT)], producer=1, first=1)
     parts.stamp_with(pack_stamp(1, BASE, 0, 0, EPOCH))
@@ -59,7 +67,7 @@ def delivered(
         frame = FrameView(slice_mask(frame, mask).tobytes())  # type: ignore[arg-type]
         sequences = [sequence for sequence, chosen in zip(sequences, mask, strict=True) if chosen]
     ranges = attempts or [(BASE, BASE + COUNT, 1)]
-    return Delivered(frame, "s", PartitionName("s", "g"), Anybody(), ranges), sequences
+    return DeliveredFrame(frame, "s", PartitionName("s", "g"), Anybody(), ranges), sequences
 
 
 def sequences_of(ranges: list[tuple[int, int, int]]) -> list[int]:
@@ -124,12 +132,12 @@ def test_a_reason_is_told_from_the_attempt_on_from_which_it_is_wanted(
     chosen = range(*rows.indices(frame.count)) if isinstance(rows, slice) else [rows]
     if not chosen or chosen[-1] >= frame.count:
         return
-    frame.nack_rows(rows, Failed(7.0, WHY, reject=rejected))
+    frame.nack_rows(rows, FailureOutcome(7.0, WHY, reject=rejected))
     acks, nacks = frame.collect()
     assert acks == []
     told = {sequence: failed for failed, ranges in nacks.items() for sequence in sequences_of(ranges)}
     assert told == {
-        sequences[row]: Failed(7.0, WHY if rejected or numbers[sequences[row] - BASE] >= 3 else None, rejected)
+        sequences[row]: FailureOutcome(7.0, WHY if rejected or numbers[sequences[row] - BASE] >= 3 else None, rejected)
         for row in chosen
     }
 
@@ -139,10 +147,10 @@ def test_reasons_of_all_kinds():
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert failed_of(None, None) == Failed()
-    assert failed_of("5m", "why") == Failed(300.0, plait.Reason("", "why"))
-    assert failed_of(0, ValueError("no")) == Failed(0.0, plait.Reason("ValueError", "no"))
-    assert rejected_of(plait.Reason("A", "b", "c")) == Failed(None, plait.Reason("A", "b", "c"), reject=True)
+    assert failed_of(None, None) == FailureOutcome()
+    assert failed_of("5m", "why") == FailureOutcome(300.0, plait.Reason("", "why"))
+    assert failed_of(0, ValueError("no")) == FailureOutcome(0.0, plait.Reason("ValueError", "no"))
+    assert rejected_of(plait.Reason("A", "b", "c")) == FailureOutcome(None, plait.Reason("A", "b", "c"), reject=True)
     odd = reason_of(Odd(), "handler")
     assert odd is not None
     assert (odd.text, odd.handler) == ("its text cannot be read: RuntimeError", "handler")

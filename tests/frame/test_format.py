@@ -12,8 +12,8 @@ import pytest
 from plait.errors import FrameError
 from plait.frame import FrameView, build_frame
 from plait.frame import header as header_module
-from plait.frame.codec import deflate
 from plait.frame.columns import ENTRY_SIZE_BITS, KNOWN_BITS, ROW_SIZES_MAX, Codec, Column
+from plait.frame.compression import deflate
 from plait.frame.header import HEADER_SIZE, SEQUENCE_MAX, TIME_MAX
 from plait.limits import FRAME_COUNT_MAX, FRAME_SIZE_MAX
 from tests.frame.samples import Draft, full_draft, resign, rows_of, with_column

@@ -13,8 +13,8 @@ import pytest
 
 from plait.errors import FrameError, InvalidArgument, TooLarge
 from plait.frame import FrameView, build_frame
-from plait.frame.codec import codec_named, deflate, inflate
 from plait.frame.columns import Codec, Column
+from plait.frame.compression import codec_named, deflate, inflate
 from plait.limits import COLUMN_SIZE_MAX, FRAME_SIZE_MAX, MIB
 from tests.frame.samples import Draft, arrow_bytes, full_draft, rows_of, with_column
 

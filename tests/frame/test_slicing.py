@@ -14,8 +14,8 @@ from plait.frame import FrameView, build_frame, slice_mask, slice_rows
 from plait.frame.arrow import record_batch
 from plait.frame.columns import ORIGINAL_SIZE_MAX, Codec, Column
 from plait.frame.header import HEADER_SIZE
+from plait.frame.run_tables import RUN, expand_runs, runs_of_rows
 from plait.frame.slicing import SPANS_MAX, keep_mask, read_note
-from plait.frame.tables import RUN, expand_runs, runs_of_rows
 from plait.limits import FRAME_SIZE_MAX
 from tests.frame.samples import NOW, Draft, drafts, full_draft, relaxed, resign, rows_of, with_column
 

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from plait.broker import Broker, BrokerConfig, Membership, Retention
-from plait.broker.group import Consumer, Delivery, Failure
+from plait.broker import Attachments, Broker, BrokerConfig, Retention
+from plait.broker.groups.shared_group import AttachedConsumer, Delivery, NackOutcome
 from plait.clock import ManualClock
 from plait.errors import PlaitError
 from plait.frame.builder import build_frame
@@ -54,7 +54,7 @@ class Writer:
     def start(self) -> None:
         self.broker = Broker(RealDisk(self.root), self.clock, self._config)
         self.broker.start()
-        self.membership = Membership(self.broker)
+        self.membership = Attachments(self.broker)
 
     def turn(self) -> None:
         """The end of a loop turn."""
@@ -140,12 +140,12 @@ class Writer:
         self.clock.advance(0.001)
         self.turn()
 
-    def attach(self, subject: str, group: str | None, client: str, **settings: Any) -> Consumer:
+    def attach(self, subject: str, group: str | None, client: str, **settings: Any) -> AttachedConsumer:
         consumer = self.membership.attach(subject, group, client, **settings)
         self.turn()
         return consumer
 
-    def pull(self, consumer: Consumer, count: int) -> None:
+    def pull(self, consumer: AttachedConsumer, count: int) -> None:
         taken: list[Delivery | None] = []
         self.broker.pull(consumer, count, 1 << 20, 0, taken.append)
         self.turn()
@@ -153,12 +153,12 @@ class Writer:
             self.sync()
         assert taken[0] is not None
 
-    def ack(self, consumer: Consumer, start: int, end: int) -> None:
+    def ack(self, consumer: AttachedConsumer, start: int, end: int) -> None:
         self.broker.ack(consumer, [(start, end, self.broker.epoch)], None)
         self.turn()
 
-    def nack(self, consumer: Consumer, start: int, end: int) -> None:
-        self.broker.nack(consumer, [(start, end, self.broker.epoch)], None, Failure(0.0))
+    def nack(self, consumer: AttachedConsumer, start: int, end: int) -> None:
+        self.broker.nack(consumer, [(start, end, self.broker.epoch)], None, NackOutcome(0.0))
         self.turn()
 
     def kill(self) -> None:

@@ -11,13 +11,13 @@ import pytest
 
 import plait
 from plait.broker import Broker, BrokerConfig
-from plait.broker.group import Group
+from plait.broker.groups.shared_group import Group
 from plait.clock import ManualClock
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.storage.disk import RealDisk
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from tests.golden.make_data import DIRECTORIES, DIRECTORY, Writer, extract
 
 NAMES = sorted(path.name.removesuffix(".tar.xz") for path in DIRECTORY.glob("*.tar.xz"))

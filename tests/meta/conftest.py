@@ -9,10 +9,10 @@ import pytest
 
 from plait.clock import ManualClock
 from plait.limits import MetaLimits
-from plait.meta.database import Database
-from plait.meta.migrate import migrate
+from plait.meta.database.connection import Database
+from plait.meta.database.migrate import migrate
+from plait.meta.database.store import Store
 from plait.meta.service import MetaService
-from plait.meta.store import Store
 from tests.meta.support import Stores
 from tests.support.postgres import Postgres, name_of
 

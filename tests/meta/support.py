@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable
 
 from plait.clock import ManualClock
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.lps import NumberedRun
-from plait.meta.routes import Place
+from plait.meta.database.store import Store
+from plait.meta.members.shares import Share
 from plait.meta.service import MetaService
-from plait.meta.shares import Share
-from plait.meta.store import Store
-from plait.meta.views import Beaten, PartitionProgress
+from plait.meta.views import HeartbeatView, PartitionProgress
+from plait.model.lp_runs import NumberedRun
+from plait.model.route import PartitionId
 
 #: Makes a store over the test's database.
 Stores = Callable[..., Store]
@@ -53,7 +53,9 @@ def pass_time(clock: ManualClock, seconds: float, *services: MetaService, beatin
             settle(service)
 
 
-def join(service: MetaService, client: str, subject: str = "s", group: str = "g", *, ordered: bool = True) -> Beaten:
+def join(
+    service: MetaService, client: str, subject: str = "s", group: str = "g", *, ordered: bool = True
+) -> HeartbeatView:
     return service.beat_client(client, [(subject, group, ordered)])
 
 
@@ -61,7 +63,7 @@ def lps(runs: Iterable[NumberedRun]) -> int:
     return sum(end - first for first, end, _ in runs)
 
 
-def share(beaten: Beaten) -> Share:
+def share(beaten: HeartbeatView) -> Share:
     (only,) = beaten.shares
     return only
 
@@ -70,8 +72,8 @@ def places(service: MetaService, subject: str) -> list[str]:
     return [str(place) for place in service.route(subject, create=False).route.partitions]
 
 
-def place(text: str) -> Place:
-    return Place(*text.split("@"))
+def place(text: str) -> PartitionId:
+    return PartitionId(*text.split("@"))
 
 
 def expire(service: MetaService, subject: str, name: str, below: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import MetaUnavailable
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.allocating import Writing
+from plait.meta.members.allocator import AllocationWrite
 from plait.meta.service import MetaService
 from tests.meta.support import Stores, join, lps, settle, share
 
@@ -20,7 +20,7 @@ def subject(service: MetaService) -> MetaService:
     return service
 
 
-def to_write(service: MetaService) -> Writing:
+def to_write(service: MetaService) -> AllocationWrite:
     """What was computed, before it is written."""
     while service.writing is None:
         assert service.step().more

@@ -8,8 +8,8 @@ import pytest
 
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, InvalidName, NoBroker
+from plait.meta.database.store import StoreChange
 from plait.meta.service import MetaService
-from plait.meta.store import Change
 from plait.meta.views import State
 from tests.meta.support import Stores, join, pass_time, register, settle
 
@@ -124,7 +124,7 @@ def test_of_two_brokers_of_a_group_that_come_at_once_one_is_taken(
     first, second = MetaService(stores(), clock), MetaService(stores(), clock)
     change = second._core.store.change
 
-    def forestalled() -> AbstractContextManager[Change]:
+    def forestalled() -> AbstractContextManager[StoreChange]:
         register(first, "g1")
         return change()
 

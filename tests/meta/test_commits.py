@@ -9,7 +9,7 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, StaleSession, TooLarge
 from plait.limits import COMMIT_STAGES_MAX, MetaLimits
-from plait.meta.commits import VETOES_MAX, Stages
+from plait.meta.batch_commits import VETOES_MAX, Stages
 from plait.meta.service import MetaService
 from tests.meta.support import Stores
 

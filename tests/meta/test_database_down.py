@@ -10,11 +10,11 @@ import sqlalchemy as sa
 from plait.clock import ManualClock
 from plait.errors import MetaUnavailable
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.database import Database
-from plait.meta.schema import CLUSTER
+from plait.meta.database.connection import Database
+from plait.meta.database.schema import CLUSTER
+from plait.meta.database.store import Store
 from plait.meta.service import MetaService
-from plait.meta.settings import SubjectSettings
-from plait.meta.store import Store
+from plait.model.settings import SubjectSettings
 from tests.meta.support import expire, join, lps, pass_time, place, register, settle, share
 from tests.support.postgres import Postgres
 

@@ -10,7 +10,7 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import GroupMismatch, GroupNotFound, InvalidName, LimitExceeded, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
-from plait.meta.membership import Members
+from plait.meta.members.membership import Members
 from plait.meta.service import MetaService
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
 

@@ -14,10 +14,10 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 
 from plait.errors import VersionMismatch
-from plait.meta.database import Database
-from plait.meta.migrate import VERSION_TABLE, VERSIONS, migrate
-from plait.meta.schema import metadata
-from plait.meta.store import Store
+from plait.meta.database.connection import Database
+from plait.meta.database.migrate import VERSION_TABLE, VERSIONS, migrate
+from plait.meta.database.schema import metadata
+from plait.meta.database.store import Store
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from plait.clock import ManualClock
-from plait.meta.database import Database
+from plait.meta.database.connection import Database
+from plait.meta.database.store import Store
 from plait.meta.service import MetaService
-from plait.meta.store import Store
-from plait.meta.views import PartitionFacts
+from plait.meta.views import RegisteredPartition
 from tests.meta.support import join, register, settle
 
 
@@ -83,7 +83,7 @@ def test_one_that_starts_on_it_does_once_a_broker_has_said_what_it_knows(copied:
     store = copied.store()
     later = MetaService(store, ManualClock())
     later.register_broker(
-        "g1", "g1-1", "plait://g1:1", epoch=2, partitions=[PartitionFacts("s", "s", newest=lost + 40)]
+        "g1", "g1-1", "plait://g1:1", epoch=2, partitions=[RegisteredPartition("s", "s", newest=lost + 40)]
     )
     join(later, "c")
     settle(later)

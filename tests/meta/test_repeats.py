@@ -10,10 +10,10 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import MetaUnavailable
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
-from plait.meta.mirror import Mirror
-from plait.meta.schema import Member, Row
+from plait.meta.database.mirror import Mirror
+from plait.meta.database.schema import MemberRow, TableRow
 from plait.meta.service import MetaService
-from plait.meta.views import Beaten
+from plait.meta.views import HeartbeatView
 from tests.meta.support import Stores, join, lps, pass_time, register, settle, share
 
 
@@ -23,11 +23,11 @@ def subject(service: MetaService) -> MetaService:
     return service
 
 
-def beat(service: MetaService, client: str, seen: int = 0, group: str = "g") -> Beaten:
+def beat(service: MetaService, client: str, seen: int = 0, group: str = "g") -> HeartbeatView:
     return service.beat_client(client, [("s", group, True)], seen=seen)
 
 
-def repeat(service: MetaService, client: str, seen: int, group: str = "g") -> Beaten | None:
+def repeat(service: MetaService, client: str, seen: int, group: str = "g") -> HeartbeatView | None:
     return service.repeat_client(client, [("s", group, True)], (), seen)
 
 
@@ -91,7 +91,7 @@ def test_who_waited_for_news_and_has_heard_it_repeats(subject: MetaService):
     assert repeat(subject, "c1", told.seen) is not None
 
 
-def in_another_thread(ask: Callable[[], Beaten | None]) -> Beaten | None:
+def in_another_thread(ask: Callable[[], HeartbeatView | None]) -> HeartbeatView | None:
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(ask).result()
 
@@ -103,13 +103,13 @@ def test_no_part_of_a_change_is_told_and_what_is_known_already_is(
     settled(subject, "c2")
     newer = settled(subject, "c3")
     apply = Mirror._apply
-    told: list[Beaten | None] = []
+    told: list[HeartbeatView | None] = []
 
-    def watched(mirror: Mirror, row: Row) -> None:
+    def watched(mirror: Mirror, row: TableRow) -> None:
         apply(mirror, row)
         told.append(in_another_thread(lambda: repeat(subject, "c1", seen)))
         told.append(in_another_thread(lambda: subject.client_news("c1", seen)))
-        if isinstance(row, Member):
+        if isinstance(row, MemberRow):
             assert in_another_thread(lambda: repeat(subject, "c3", newer)) is not None
 
     with monkeypatch.context() as patch:

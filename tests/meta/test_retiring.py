@@ -7,14 +7,15 @@ import random
 import numpy as np
 import pytest
 
-from plait import names
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta import remembered, routes
-from plait.meta.routes import Place
+from plait.meta import known_groups as remembered
 from plait.meta.service import MetaService
 from plait.meta.views import PartitionProgress, Remembered
+from plait.model import names
+from plait.model import route as routes
+from plait.model.route import PartitionId
 from tests.meta.support import converge, expire, pass_time, place, places, progress, register
 
 
@@ -168,7 +169,7 @@ def test_without_another_broker_group_nothing_is_given_up(service: MetaService, 
 @pytest.mark.parametrize("number", range(20))
 def test_a_route_without_a_broker_group_leads_every_logical_partition_to_another(number: int, seed: int) -> None:
     draw = random.Random(seed + number)
-    listed = [Place("s", f"g{n}") for n in range(4)]
+    listed = [PartitionId("s", f"g{n}") for n in range(4)]
     route = routes.default_route("s", listed[:2])
     fence = 1
     for _ in range(draw.randrange(6)):

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import random
 
-from plait.meta.lps import Run
-from plait.meta.routes import Place, Route, current, default_route, moves, openings, retarget, sealed, spans, target
+from plait.model.lp_runs import Run
+from plait.model.route import (
+    PartitionId,
+    Route,
+    current,
+    default_route,
+    moves,
+    openings,
+    retarget,
+    sealed,
+    spans,
+    target,
+)
 from tests.meta.test_routes import check, places
 
 RUNS, STEPS = 300, 60
@@ -42,15 +53,15 @@ class World:
 
     def __init__(self) -> None:
         self.route = default_route("s", places(2))
-        self.brokers: dict[Place, Broker] = {}
-        self.sent: dict[int, list[tuple[Place, int]]] = {lp: [] for lp in (0, 300, 511, 512, 700, 1023)}
-        self.asked: list[tuple[int, Place, list[Run]]] = []
-        self.told: list[tuple[int, Place, list[Run]]] = []
-        self.reports: list[tuple[int, Place, list[tuple[int, int, int]]]] = []
+        self.brokers: dict[PartitionId, Broker] = {}
+        self.sent: dict[int, list[tuple[PartitionId, int]]] = {lp: [] for lp in (0, 300, 511, 512, 700, 1023)}
+        self.asked: list[tuple[int, PartitionId, list[Run]]] = []
+        self.told: list[tuple[int, PartitionId, list[Run]]] = []
+        self.reports: list[tuple[int, PartitionId, list[tuple[int, int, int]]]] = []
         self.older = self.route
         self.open_all()
 
-    def broker(self, place: Place) -> Broker:
+    def broker(self, place: PartitionId) -> Broker:
         return self.brokers.setdefault(place, Broker())
 
     def publish(self, route: Route) -> None:

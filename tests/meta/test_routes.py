@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from plait.errors import InvalidArgument
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.balance import balance, shares
-from plait.meta.lps import mark
-from plait.meta.routes import (
-    Place,
+from plait.meta.members.balance import balance, shares
+from plait.model.lp_runs import mark
+from plait.model.route import (
+    PartitionId,
     Route,
     current,
     default_route,
@@ -28,8 +28,8 @@ from plait.meta.routes import (
 COUNTS = st.integers(1, LOGICAL_PARTITIONS)
 
 
-def places(count: int, groups: int = 2) -> list[Place]:
-    return [Place(f"s#{number}" if number else "s", f"g{number % groups}") for number in range(count)]
+def places(count: int, groups: int = 2) -> list[PartitionId]:
+    return [PartitionId(f"s#{number}" if number else "s", f"g{number % groups}") for number in range(count)]
 
 
 def check(route: Route) -> None:
@@ -84,7 +84,7 @@ def test_no_subject_has_no_or_too_many_partitions(count: int):
 
 def test_a_partition_named_twice_is_refused():
     with pytest.raises(InvalidArgument, match="s@g0 is named twice"):
-        default_route("s", [Place("s", "g0"), Place("s", "g0")])
+        default_route("s", [PartitionId("s", "g0"), PartitionId("s", "g0")])
 
 
 @given(COUNTS)
@@ -147,7 +147,7 @@ def test_a_drained_partition_is_listed_no_more():
 
 
 def test_only_the_oldest_spans_are_dropped():
-    route = converge(retarget(default_route("s", places(1)), [Place("b", "g")]), fence=10)
+    route = converge(retarget(default_route("s", places(1)), [PartitionId("b", "g")]), fence=10)
     route = converge(retarget(route, places(1)), fence=20)
     back = [place for place in route.partitions if place.name == "b"]
     assert retire(route, route.partitions.index(back[0]), 1000) is route
@@ -156,10 +156,10 @@ def test_only_the_oldest_spans_are_dropped():
 
 
 def test_a_way_back_is_a_third_span_in_the_same_partition():
-    there = converge(retarget(default_route("s", places(1)), [Place("t", "g")]), fence=10)
+    there = converge(retarget(default_route("s", places(1)), [PartitionId("t", "g")]), fence=10)
     back = converge(retarget(there, places(1)), fence=7)
     check(back)
-    assert back.partitions == (*places(1), Place("t", "g"))
+    assert back.partitions == (*places(1), PartitionId("t", "g"))
     assert way(back, 5) == [(0, 10), (1, 7), (0, None)]
 
 
@@ -211,7 +211,7 @@ def test_a_report_that_comes_twice_changes_nothing():
 
 
 def test_seals_of_different_attempts_have_fences_of_their_own():
-    route = retarget(default_route("s", places(1)), [Place("t", "g")])
+    route = retarget(default_route("s", places(1)), [PartitionId("t", "g")])
     route = sealed(route, route.version, 0, [(0, 512, 5), (512, 1024, 8)])
     assert way(route, 511) == [(0, 5), (1, None)]
     assert way(route, 512) == [(0, 8), (1, None)]

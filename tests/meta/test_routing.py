@@ -7,10 +7,10 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, NoBroker
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.lps import mark
-from plait.meta.routes import current, moves, openings, spans, target
 from plait.meta.service import MetaService
 from plait.meta.views import Drop
+from plait.model.lp_runs import mark
+from plait.model.route import current, moves, openings, spans, target
 from tests.meta.support import ALL, Stores, converge, expire, place, places, register
 
 

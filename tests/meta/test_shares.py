@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta.allocation import Allocation, allocate, nobody
-from plait.meta.lps import NumberedRun
-from plait.meta.shares import Share, Shares, join, shared, split
+from plait.meta.members.allocation import Allocation, allocate, nobody
+from plait.meta.members.shares import Share, Shares, join, shared, split
+from plait.model.lp_runs import NumberedRun
 from plait.wire import messages as m
 
 MEMBERS = st.lists(st.sampled_from([f"c{number}" for number in range(40)]), unique=True, max_size=40)
@@ -19,9 +19,9 @@ MEMBERS = st.lists(st.sampled_from([f"c{number}" for number in range(40)]), uniq
 
 def heard(packed: msgspec.Raw) -> list[tuple[str, str, str, list[NumberedRun]]]:
     """What a client finds in the answer to its heartbeat."""
-    answer = m.Beaten(1, packed)  # type: ignore[arg-type]
-    told = m.decode(m.Beaten.KIND, memoryview(m.encode(answer)))
-    assert isinstance(told, m.Beaten)
+    answer = m.MemberHeartbeatReply(1, packed)  # type: ignore[arg-type]
+    told = m.decode(m.MemberHeartbeatReply.KIND, memoryview(m.encode(answer)))
+    assert isinstance(told, m.MemberHeartbeatReply)
     return told.members
 
 

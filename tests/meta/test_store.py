@@ -10,18 +10,18 @@ import pytest
 import sqlalchemy as sa
 
 from plait.errors import DamageError, InvalidArgument, MetaUnavailable
-from plait.meta.database import Database, Lost
-from plait.meta.schema import KINDS, Broker, Member, Subject
-from plait.meta.store import Store
+from plait.meta.database.connection import ConcurrentChange, Database
+from plait.meta.database.schema import KINDS, BrokerRow, MemberRow, SubjectRow
+from plait.meta.database.store import Store
 from tests.meta.support import Stores
 
-SUBJECT = Subject("s", "{}", 1)
+SUBJECT = SubjectRow("s", "{}", 1)
 
 
-def write(store: Store, *rows: Subject) -> list[Subject]:
+def write(store: Store, *rows: SubjectRow) -> list[SubjectRow]:
     with store.change() as change:
         change.insert(*rows)
-    return [row for row in change.rows if isinstance(row, Subject)]
+    return [row for row in change.rows if isinstance(row, SubjectRow)]
 
 
 def test_what_is_written_is_news_to_others_once(stores: Stores):
@@ -38,25 +38,25 @@ def test_who_knows_the_row_replaces_it_and_nobody_else(stores: Stores):
     (row,) = write(store, SUBJECT)
     with store.change() as change:
         change.replace((row, msgspec.structs.replace(row, settings="1")))
-    with pytest.raises(Lost), store.change() as change:
+    with pytest.raises(ConcurrentChange), store.change() as change:
         change.replace((row, msgspec.structs.replace(row, settings="2")))
     (found,) = store.news(-1).rows
-    assert isinstance(found, Subject)
+    assert isinstance(found, SubjectRow)
     assert found.settings == "1"
 
 
 def test_a_change_is_carried_out_as_a_whole_or_not_at_all(stores: Stores):
     store = stores()
-    row, other = write(store, SUBJECT, Subject("t", "{}", 1))
+    row, other = write(store, SUBJECT, SubjectRow("t", "{}", 1))
     number = store.news(-1).number
     stale = msgspec.structs.replace(other, changed=77)
 
     def partly() -> None:
         with store.change() as change:
-            change.insert(Subject("u", "{}", 1))
+            change.insert(SubjectRow("u", "{}", 1))
             change.replace((row, msgspec.structs.replace(row, settings="1")), (stale, stale))
 
-    with pytest.raises(Lost):
+    with pytest.raises(ConcurrentChange):
         partly()
     assert store.news(-1).number == number
     assert store.news(number).rows == []
@@ -65,7 +65,7 @@ def test_a_change_is_carried_out_as_a_whole_or_not_at_all(stores: Stores):
 def test_a_row_that_is_there_is_not_inserted(stores: Stores):
     store = stores()
     write(store, SUBJECT)
-    with pytest.raises(Lost):
+    with pytest.raises(ConcurrentChange):
         write(store, SUBJECT)
 
 
@@ -73,8 +73,8 @@ def test_the_newest_word_counts_of_a_fact(stores: Stores):
     store = stores()
     for online in (True, False, True):
         with store.change() as change:
-            change.put(Member("s", "g", "c1", online), Member("s", "g", "c2", online=False))
-    rows = [row for row in store.news(-1).rows if isinstance(row, Member)]
+            change.put(MemberRow("s", "g", "c1", online), MemberRow("s", "g", "c2", online=False))
+    rows = [row for row in store.news(-1).rows if isinstance(row, MemberRow)]
     assert {row.client: row.online for row in rows} == {"c1": True, "c2": False}
     assert {row.changed for row in rows} == {store.news(-1).number}
 
@@ -82,7 +82,7 @@ def test_the_newest_word_counts_of_a_fact(stores: Stores):
 def test_who_has_not_heard_of_what_was_removed_hears_everything(stores: Stores):
     store = stores()
     start = store.news(-1).number
-    row, other = write(store, SUBJECT, Subject("t", "{}", 1))
+    row, other = write(store, SUBJECT, SubjectRow("t", "{}", 1))
     aware = store.news(-1).number
     with store.change() as change:
         change.remove(row)
@@ -131,26 +131,26 @@ def test_counters_count(stores: Stores):
 
 
 def test_of_many_that_change_one_row_one_wins_each_time_and_nothing_is_lost(stores: Stores):
-    write(stores(), Subject("s", "0", 1))
+    write(stores(), SubjectRow("s", "0", 1))
     open_stores = [stores() for _ in range(4)]
 
     def add(store: Store) -> int:
         lost, left = 0, 25
         while left:
             (row,) = store.news(-1).rows
-            assert isinstance(row, Subject)
+            assert isinstance(row, SubjectRow)
             try:
                 with store.change() as change:
                     change.replace((row, msgspec.structs.replace(row, settings=str(int(row.settings) + 1))))
                 left -= 1
-            except Lost:
+            except ConcurrentChange:
                 lost += 1
         return lost
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(add, open_stores))
     (row,) = open_stores[0].news(-1).rows
-    assert isinstance(row, Subject)
+    assert isinstance(row, SubjectRow)
     assert row.settings == "100"
 
 
@@ -160,7 +160,7 @@ def test_changes_are_seen_in_the_order_of_their_numbers(stores: Stores):
 
     def fill(number: int) -> None:
         for at in range(30):
-            write(writers[number], Subject(f"{number}-{at}", "{}", 1))
+            write(writers[number], SubjectRow(f"{number}-{at}", "{}", 1))
 
     seen, found = reader.news(-1).number, []
     with ThreadPoolExecutor(3) as pool:
@@ -171,7 +171,7 @@ def test_changes_are_seen_in_the_order_of_their_numbers(stores: Stores):
         for each in running:
             each.result()
     found += reader.news(seen).rows
-    names = [row.name for row in found if isinstance(row, Subject)]
+    names = [row.name for row in found if isinstance(row, SubjectRow)]
     assert len(set(names)) == 90
     assert len(names) == 90
 
@@ -233,4 +233,4 @@ def test_rows_name_their_columns():
         assert {column.name for column in kind.TABLE.columns} == set(kind.__struct_fields__)
         assert [column.name for column in kind.TABLE.primary_key] == list(kind.KEY)
         assert kind.__struct_fields__[-1] == "changed"
-    assert Broker.KEY == ("broker_group", "broker")
+    assert BrokerRow.KEY == ("broker_group", "broker")

@@ -15,11 +15,11 @@ from plait.errors import (
     SubjectNotFound,
 )
 from plait.limits import MetaLimits
-from plait.meta import sweep
-from plait.meta.routes import current, spans
+from plait.meta.database import sweep
 from plait.meta.service import MetaService
-from plait.meta.settings import SubjectSettings
-from plait.meta.views import PartitionFacts
+from plait.meta.views import RegisteredPartition
+from plait.model.route import current, spans
+from plait.model.settings import SubjectSettings
 from tests.meta.support import ALL, Stores, converge, join, pass_time, place, places, register, settle
 
 
@@ -176,7 +176,11 @@ def test_a_subject_that_is_made_anew_has_higher_versions_and_epochs(service: Met
 
 def test_what_a_broker_has_and_nobody_knows_of_is_taken_over(service: MetaService):
     settings = SubjectSettings(retention_seconds=5.0)
-    facts = [PartitionFacts("old", "old", settings, created=77), PartitionFacts("s#1", "s"), PartitionFacts("s", "s")]
+    facts = [
+        RegisteredPartition("old", "old", settings, created=77),
+        RegisteredPartition("s#1", "s"),
+        RegisteredPartition("s", "s"),
+    ]
     registered = service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts)
     assert registered.unrouted == ["s#1"]
     view = service.subject("old")
@@ -184,7 +188,7 @@ def test_what_a_broker_has_and_nobody_knows_of_is_taken_over(service: MetaServic
     assert spans(service.route("old").route, 1023)[0].fence is None
     assert (current(service.route("old").route) == 0).all()
     # Another broker that has the same subject is not taken for it.
-    registered = service.register_broker("g3", "g3-1", "plait://g3:1", partitions=[PartitionFacts("old", "old")])
+    registered = service.register_broker("g3", "g3-1", "plait://g3:1", partitions=[RegisteredPartition("old", "old")])
     assert registered.unrouted == ["old"]
     assert places(service, "old") == ["old@g2"]
     # And once known, always known.
@@ -195,13 +199,13 @@ def test_a_deleted_subject_does_not_come_back_with_its_broker(service: MetaServi
     service.create_subject("s")
     converge(service)
     service.delete_subject("s")
-    service.register_broker("g1", "b1", "plait://b1:1", partitions=[PartitionFacts("s", "s")])
+    service.register_broker("g1", "b1", "plait://b1:1", partitions=[RegisteredPartition("s", "s")])
     assert service.subjects() == []
     assert len(service.pending_drops()) == 1
 
 
 def test_a_meta_server_whose_database_was_lost_gives_out_higher_numbers_than_brokers_know(service: MetaService):
-    service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[PartitionFacts("s", "s", newest=5_000)])
+    service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[RegisteredPartition("s", "s", newest=5_000)])
     assert service.route("s").route.version > 5_000
     join(service, "c1")
     settle(service)
@@ -210,10 +214,10 @@ def test_a_meta_server_whose_database_was_lost_gives_out_higher_numbers_than_bro
 
 def test_a_lost_route_is_rebuilt_from_what_brokers_have(service: MetaService):
     """g1 had everything, gave [512, 1024) to g2 at 6, took [768, 1024) back at 9 when g2 had 3 rows of it."""
-    left = PartitionFacts(
+    left = RegisteredPartition(
         "s", "s", route=9, lps=[(0, 512), (768, 1024)], fences=[(512, 768, 6)], reopened=[(768, 1024, 8, 9)], created=5
     )
-    right = PartitionFacts("s", "s", route=8, lps=[(512, 768)], fences=[(768, 1024, 3)], created=7)
+    right = RegisteredPartition("s", "s", route=8, lps=[(512, 768)], fences=[(768, 1024, 3)], created=7)
     assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[left]).unrouted == ["s"]
     with pytest.raises(NoBroker, match=r"route of subject 's' was lost, .* on broker group g2 take 768 of 1024"):
         service.route("s")
@@ -233,7 +237,7 @@ def test_a_lost_route_is_rebuilt_from_what_brokers_have(service: MetaService):
 
 
 def test_what_is_missing_of_a_lost_route_can_be_given_up(service: MetaService):
-    service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[PartitionFacts("s", "s", lps=[(0, 512)])])
+    service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[RegisteredPartition("s", "s", lps=[(0, 512)])])
     service.create_subject("s")
     assert service.route("s").route.partitions
 
@@ -241,21 +245,21 @@ def test_what_is_missing_of_a_lost_route_can_be_given_up(service: MetaService):
 @pytest.mark.parametrize(
     "facts",
     [
-        PartitionFacts("s", "s", lps=[(0, 1025)]),
-        PartitionFacts("s", "s", lps=[(5, 5)]),
-        PartitionFacts("s", "s", fences=[(0, 5, -1)]),
-        PartitionFacts("s", "s", reopened=[(0, 5, 1, 2**63)]),
-        PartitionFacts("s", "s", lps=[(0, 1)] * 20_000),
+        RegisteredPartition("s", "s", lps=[(0, 1025)]),
+        RegisteredPartition("s", "s", lps=[(5, 5)]),
+        RegisteredPartition("s", "s", fences=[(0, 5, -1)]),
+        RegisteredPartition("s", "s", reopened=[(0, 5, 1, 2**63)]),
+        RegisteredPartition("s", "s", lps=[(0, 1)] * 20_000),
     ],
 )
-def test_runs_that_are_none_are_refused(service: MetaService, facts: PartitionFacts):
+def test_runs_that_are_none_are_refused(service: MetaService, facts: RegisteredPartition):
     with pytest.raises(InvalidArgument, match=r"partition 's': .*runs? of logical partitions"):
         service.register_broker("g2", "g2-1", "plait://g2:1", partitions=[facts])
     assert service.subjects() == []
 
 
 def test_many_subjects_are_taken_over(service: MetaService):
-    facts = [PartitionFacts(f"s{number}", f"s{number}") for number in range(2_500)]
+    facts = [RegisteredPartition(f"s{number}", f"s{number}") for number in range(2_500)]
     assert service.register_broker("g2", "g2-1", "plait://g2:1", partitions=facts).unrouted == []
     assert len(service.subjects()) == 2_500
 

@@ -11,9 +11,9 @@ import pytest
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, MetaBusy, NoBroker, PlaitError, SubjectExists, SubjectNotFound
 from plait.limits import LOGICAL_PARTITIONS, MetaLimits
-from plait.meta.routes import Place, Route, current, spans, target
 from plait.meta.service import MetaService
 from plait.meta.views import Make, Move
+from plait.model.route import PartitionId, Route, current, spans, target
 from tests.meta.support import Stores, converge, join, lps, pass_time, register, settle
 
 STEPS = 150
@@ -165,7 +165,7 @@ def test_nothing_is_lost_when_all_change_the_same_route_and_group(stores: Stores
         for at in range(6):
             together.wait()
             before = services[number].route("s").route
-            after = services[number].expand("s", [Place("s", "g1"), Place(f"s#{number}-{at}", "g1")])
+            after = services[number].expand("s", [PartitionId("s", "g1"), PartitionId(f"s#{number}-{at}", "g1")])
             changes += after is not before
             join(services[number], f"c{number}-{at}")
             services[number].step()
@@ -194,7 +194,7 @@ def test_a_change_that_is_forestalled_again_and_again_is_given_up_with_a_retryab
     def forestall() -> None:
         nonlocal number
         number += 1
-        other.expand("s", [Place("s", "g1"), Place(f"s#{number}", "g1")])
+        other.expand("s", [PartitionId("s", "g1"), PartitionId(f"s#{number}", "g1")])
 
     news = service._core.store.news
 
@@ -205,7 +205,7 @@ def test_a_change_that_is_forestalled_again_and_again_is_given_up_with_a_retryab
 
     service._core.store.news = read_and_be_forestalled  # type: ignore[method-assign, assignment]
     with pytest.raises(MetaBusy, match="3 times") as caught:
-        service.expand("s", [Place("s", "g1"), Place("s#mine", "g1")])
+        service.expand("s", [PartitionId("s", "g1"), PartitionId("s#mine", "g1")])
     assert caught.value.retryable
     assert number == 3
 

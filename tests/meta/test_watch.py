@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from plait.meta.watch import Watch
+from plait.meta.members.liveness import Liveness
 
 
 def test_who_is_heard_lives_for_a_lease():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     watch.hear("a")
     watch.advance(4.9)
     assert watch.lives("a")
@@ -20,7 +20,7 @@ def test_who_is_heard_lives_for_a_lease():
 
 
 def test_a_counter_with_another_value_is_a_sign_of_life():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     watch.expect("a")
     watch.see("a", 7)
     assert watch.lives("a")
@@ -36,7 +36,7 @@ def test_a_counter_with_another_value_is_a_sign_of_life():
 
 
 def test_a_counter_that_the_watcher_raised_is_none_until_others_do():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     watch.expect("a")
     watch.see("a", 7)
     watch.advance(5.0)
@@ -51,7 +51,7 @@ def test_a_counter_that_the_watcher_raised_is_none_until_others_do():
 
 
 def test_a_counter_that_starts_anew_is_one_too():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     watch.expect("a")
     watch.see("a", 7)
     watch.advance(5.0)
@@ -60,7 +60,7 @@ def test_a_counter_that_starts_anew_is_one_too():
 
 
 def test_who_is_only_expected_has_a_lease_to_show_itself():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     watch.advance(100.0)
     watch.expect("a")
     watch.advance(3.0)
@@ -71,7 +71,7 @@ def test_who_is_only_expected_has_a_lease_to_show_itself():
 
 
 def test_the_lost_are_named_the_longest_silent_first_and_a_page_at_a_time():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     for name in "cab":
         watch.hear(name)
         watch.advance(1.0)
@@ -82,7 +82,7 @@ def test_the_lost_are_named_the_longest_silent_first_and_a_page_at_a_time():
 
 
 def test_it_is_known_when_the_first_will_be_lost():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     assert watch.next_loss == math.inf
     watch.hear("a")
     watch.advance(2.0)
@@ -95,7 +95,7 @@ def test_it_is_known_when_the_first_will_be_lost():
 
 
 def test_who_is_forgotten_is_not_lost():
-    watch = Watch(5.0)
+    watch = Liveness(5.0)
     watch.hear("a")
     watch.see("a", 3)
     watch.forget("a")

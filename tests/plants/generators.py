@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker import ordered_world
 from tests.broker.test_lost_files import LIVES, check_all, overwrite, remove_files
 from tests.broker.test_schedule_model import Scheduling

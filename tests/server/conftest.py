@@ -16,7 +16,7 @@ from plait.errors import StorageFailed
 from plait.limits import MIB, ServerLimits
 from plait.server import Server
 from plait.storage.disk import Disk
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 
 Serve = Callable[..., Awaitable[Server]]
 

@@ -54,7 +54,7 @@ class Raw:
         """Bytes as they are."""
         self.writer.write(data)
 
-    def request(self, message: m.Message, payload: bytes = b"") -> int:
+    def request(self, message: m.PacketHead, payload: bytes = b"") -> int:
         """Send a request; its correlation."""
         self._next += 1
         self.write(pack(message.KIND, self._next, m.encode(message), len(payload)) + payload)
@@ -71,12 +71,12 @@ class Raw:
     async def answer(self, correlation: int) -> Answer:
         """The answer to a request, which has to be the next packet; raises what the server answered."""
         answer = await self.next()
-        if isinstance(answer.message, m.Failure):
+        if isinstance(answer.message, m.ErrorReply):
             raise m.error_of(answer.message)
         assert answer.correlation == correlation
         return answer
 
-    async def ask(self, message: m.Message, payload: bytes = b"") -> Any:
+    async def ask(self, message: m.PacketHead, payload: bytes = b"") -> Any:
         """A request and its answer."""
         return (await self.answer(self.request(message, payload))).message
 
@@ -90,24 +90,24 @@ class Raw:
         try:
             while True:
                 answer = await self.next()
-                if answer.correlation == 0 and isinstance(answer.message, m.Failure):
+                if answer.correlation == 0 and isinstance(answer.message, m.ErrorReply):
                     last = m.error_of(answer.message)
         except (asyncio.IncompleteReadError, ConnectionError):
             return last
 
     async def attach(self, subject: str, group: str | None = "g", client: str = "raw", **settings: Any) -> int:
         """A session."""
-        attached: m.Attached = await self.ask(m.Attach(subject, group, client, **settings))
+        attached: m.AttachReply = await self.ask(m.AttachRequest(subject, group, client, **settings))
         return attached.session
 
     async def route(self, subject: str) -> int:
         """A partition."""
-        routed: m.Routed = await self.ask(m.Route(subject))
+        routed: m.PartitionNumberReply = await self.ask(m.PartitionNumberRequest(subject))
         return routed.partition
 
     async def store(self, subject: str, *bodies: bytes, producer: int = 7, first: int = 1, previous: int = 0) -> int:
         """Store a frame; the first sequence."""
         frame = build_frame(bodies, producer=producer, first=first, previous=previous)
-        sent: m.Sent = await self.ask(m.Send(await self.route(subject)), frame.tobytes())
+        sent: m.SendReply = await self.ask(m.SendRequest(await self.route(subject)), frame.tobytes())
         assert sent.sequence is not None
         return sent.sequence

@@ -9,8 +9,8 @@ import pytest
 
 from plait.errors import GroupNotFound, InvalidArgument, PlaitError, SubjectNotFound
 from plait.limits import MIB
-from plait.reason import Reason
-from plait.retry import Retry
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -19,7 +19,7 @@ OF = {"subject": "orders", "group": "g"}
 
 
 async def ask(raw: Raw, operation: str, **arguments: Any) -> Any:
-    reply: m.AdminReply = await raw.ask(m.Admin(f"dlq.{operation}", {**OF, **arguments}))
+    reply: m.AdminReply = await raw.ask(m.AdminRequest(f"dlq.{operation}", {**OF, **arguments}))
     return msgspec.msgpack.decode(reply.result)
 
 
@@ -29,8 +29,10 @@ async def bury(raw: Raw, *bodies: bytes) -> None:
         await raw.store("orders", body, first=number + 1, previous=number)
     session = await raw.attach("orders", retry=Retry(attempts=1))
     for number in range(len(bodies)):
-        await raw.ask(m.Pull(session, 1, 1, 0.0))
-        await raw.ask(m.Nack(session, [(number, number + 1, 1)], None, Reason("ValueError", f"text {number}", "h")))
+        await raw.ask(m.PullRequest(session, 1, 1, 0.0))
+        await raw.ask(
+            m.NackRequest(session, [(number, number + 1, 1)], None, Reason("ValueError", f"text {number}", "h"))
+        )
 
 
 async def test_letters_with_large_bodies_come_in_pages_that_fit(serve: Serve):
@@ -61,7 +63,7 @@ async def test_letters_are_counted_resent_and_purged(serve: Serve):
         assert await ask(raw, "resend", select={"sequences": [0, 3, 99]}) == {"count": 2, "next": None}
         assert await ask(raw, "resend", select={"sequences": [0, 3]}) == {"count": 0, "next": None}
         assert await ask(raw, "purge") == {"count": 3, "next": None}
-        reply: m.AdminReply = await raw.ask(m.Admin("dlq.queues", {}))
+        reply: m.AdminReply = await raw.ask(m.AdminRequest("dlq.queues", {}))
         assert msgspec.msgpack.decode(reply.result) == []
 
 

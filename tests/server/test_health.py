@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from plait.server import Server
-from plait.server.health import CONNECTIONS_MAX, Health
+from plait.server.health_endpoint import CONNECTIONS_MAX, HealthEndpoint
 from plait.storage.disk import RealDisk
 
 
 @pytest.fixture
-async def health(tmp_path: Path) -> AsyncIterator[Health]:
+async def health(tmp_path: Path) -> AsyncIterator[HealthEndpoint]:
     server = Server(RealDisk(tmp_path), port=0)
     await server.start()
-    endpoint = Health(server, 0)
+    endpoint = HealthEndpoint(server, 0)
     await endpoint.start()
     yield endpoint
     await endpoint.stop()
@@ -37,7 +37,7 @@ async def ask(port: int, request: bytes) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
-async def test_a_serving_node_says_ready_with_its_facts(health: Health) -> None:
+async def test_a_serving_node_says_ready_with_its_facts(health: HealthEndpoint) -> None:
     status, body = await ask(health.port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     facts = json.loads(body)
     assert status == 200
@@ -45,7 +45,7 @@ async def test_a_serving_node_says_ready_with_its_facts(health: Health) -> None:
     assert facts["flush"] == "async"
 
 
-async def test_failed_storage_is_503(health: Health) -> None:
+async def test_failed_storage_is_503(health: HealthEndpoint) -> None:
     health._server.broker.storage_failed(OSError(5, "broken"))
     status, body = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")
     assert status == 503
@@ -53,7 +53,7 @@ async def test_failed_storage_is_503(health: Health) -> None:
 
 
 async def test_a_data_directory_that_cannot_be_looked_at_is_503(
-    health: Health, monkeypatch: pytest.MonkeyPatch
+    health: HealthEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone() -> tuple[int, int]:
         raise FileNotFoundError(2, "No such file or directory", "data")
@@ -73,16 +73,16 @@ async def test_a_data_directory_that_cannot_be_looked_at_is_503(
         (b"nonsense\r\n\r\n", 405),
     ],
 )
-async def test_anything_else_gets_a_clear_status(health: Health, request_head: bytes, status: int) -> None:
+async def test_anything_else_gets_a_clear_status(health: HealthEndpoint, request_head: bytes, status: int) -> None:
     assert (await ask(health.port, request_head))[0] == status
 
 
-async def test_an_endless_request_is_closed(health: Health) -> None:
+async def test_an_endless_request_is_closed(health: HealthEndpoint) -> None:
     status, _ = await ask(health.port, b"x" * 20_000)
     assert status == 0
 
 
-async def test_those_who_only_hold_connections_keep_nobody_out(health: Health) -> None:
+async def test_those_who_only_hold_connections_keep_nobody_out(health: HealthEndpoint) -> None:
     idle = [await asyncio.open_connection("127.0.0.1", health.port) for _ in range(CONNECTIONS_MAX + 10)]
     for _ in range(3):
         status, _ = await ask(health.port, b"GET /health HTTP/1.1\r\n\r\n")

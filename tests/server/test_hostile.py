@@ -82,15 +82,21 @@ def head_of(*fields: Any) -> bytes:
         pytest.param(HEADER.pack(24, 5, 0, 1, 9) + bytes(8), "passes the packet's end", id="lying head size"),
         pytest.param(packet(999), "kind 999 is not a request", id="unknown kind"),
         pytest.param(packet(m.Welcome.KIND), "kind 2 is not a request", id="an answer as request"),
-        pytest.param(packet(m.Route.KIND, b"\xc1"), "does not decode", id="no msgpack"),
-        pytest.param(packet(m.Route.KIND, head_of(5)), "does not decode", id="wrong type"),
-        pytest.param(packet(m.Route.KIND, head_of()), "does not decode", id="missing field"),
-        pytest.param(packet(m.Route.KIND, b"\x91\xa1\xff"), "does not decode", id="no text"),
-        pytest.param(packet(m.Pull.KIND, head_of(1, 2.5, 3, 4.0)), "does not decode", id="float for a count"),
-        pytest.param(packet(m.Ack.KIND, head_of(1, [[1, 2]])), "does not decode", id="short range"),
-        pytest.param(packet(m.Read.KIND, head_of("s", ["time", "x"], 1, 1, 0.0)), "does not decode", id="bad start"),
-        pytest.param(packet(m.Admin.KIND, b"\x92\xa1s\x81\xa1k" + b"\x91" * 50_000), "does not decode", id="nesting"),
-        pytest.param(packet(m.Send.KIND, head_of(1), FRAME.tobytes() + bytes(8)), "holds a frame of", id="lying frame"),
+        pytest.param(packet(m.PartitionNumberRequest.KIND, b"\xc1"), "does not decode", id="no msgpack"),
+        pytest.param(packet(m.PartitionNumberRequest.KIND, head_of(5)), "does not decode", id="wrong type"),
+        pytest.param(packet(m.PartitionNumberRequest.KIND, head_of()), "does not decode", id="missing field"),
+        pytest.param(packet(m.PartitionNumberRequest.KIND, b"\x91\xa1\xff"), "does not decode", id="no text"),
+        pytest.param(packet(m.PullRequest.KIND, head_of(1, 2.5, 3, 4.0)), "does not decode", id="float for a count"),
+        pytest.param(packet(m.AckRequest.KIND, head_of(1, [[1, 2]])), "does not decode", id="short range"),
+        pytest.param(
+            packet(m.ReadRequest.KIND, head_of("s", ["time", "x"], 1, 1, 0.0)), "does not decode", id="bad start"
+        ),
+        pytest.param(
+            packet(m.AdminRequest.KIND, b"\x92\xa1s\x81\xa1k" + b"\x91" * 50_000), "does not decode", id="nesting"
+        ),
+        pytest.param(
+            packet(m.SendRequest.KIND, head_of(1), FRAME.tobytes() + bytes(8)), "holds a frame of", id="lying frame"
+        ),
     ],
 )
 async def test_a_broken_protocol_closes_the_connection_with_the_reason(
@@ -109,14 +115,14 @@ async def test_requests_before_the_broken_one_are_served(server: Server, witness
         await raw.hello()
         frame = build_frame([b"x"], producer=9, first=1, previous=0).tobytes()
         partition = await raw.route("orders")
-        raw.write(pack(m.Send.KIND, 7, m.encode(m.Send(partition)), len(frame)) + frame + b"\xff" * 64)
+        raw.write(pack(m.SendRequest.KIND, 7, m.encode(m.SendRequest(partition)), len(frame)) + frame + b"\xff" * 64)
         assert isinstance(await raw.ending(), ProtocolError)
     assert (await witness.send("orders", b"y")).sequence == 1
 
 
 async def test_the_first_packet_must_be_a_hello(server: Server, witness: plait.Client):
     async with Raw(server) as raw:
-        raw.request(m.Route("orders"))
+        raw.request(m.PartitionNumberRequest("orders"))
         error = await raw.ending()
     assert isinstance(error, ProtocolError)
     assert "first packet must be a hello" in error.message
@@ -204,10 +210,10 @@ async def test_a_bad_frame_is_refused_and_the_connection_goes_on(
         await raw.hello()
         partition = await raw.route("orders")
         with pytest.raises(FrameError, match=words):
-            await raw.ask(m.Send(partition), data)
+            await raw.ask(m.SendRequest(partition), data)
         assert arrow_bytes() - before < MIB
         # Dropped without an answer: that is what oneway means.
-        raw.request(m.Send(partition, oneway=True), data)
+        raw.request(m.SendRequest(partition, oneway=True), data)
         assert await raw.store("orders", b"good") == 0
     assert server.broker.subjects["orders"].visible == 1
 
@@ -235,9 +241,9 @@ async def test_a_frame_that_inflates_to_the_most_that_is_allowed_costs_its_own_s
     async with Raw(server) as raw:
         await raw.hello()
         partition = await raw.route("orders")
-        assert await raw.ask(m.Send(partition), frame) == m.Sent(0)
+        assert await raw.ask(m.SendRequest(partition), frame) == m.SendReply(0)
         assert arrow_bytes() - before < MIB
-        answer = await raw.answer(raw.request(m.Read("orders", "earliest", 2, 1, 0.0)))
+        answer = await raw.answer(raw.request(m.ReadRequest("orders", "earliest", 2, 1, 0.0)))
         # Not inflated to be cut: the body column travels as it is.
         assert len(answer.payload) < 64 * KIB
         assert arrow_bytes() - before < MIB
@@ -255,14 +261,14 @@ async def test_what_frames_inflate_to_counts_against_the_bytes_that_are_asked_fo
         await raw.hello()
         partition = await raw.route("orders")
         for n in range(20):
-            await raw.ask(m.Send(partition), small_bomb(4 * n + 1))
+            await raw.ask(m.SendRequest(partition), small_bomb(4 * n + 1))
         session = await raw.attach("orders", ordered=ordered)
         if ordered:
-            await raw.ask(m.Lease(session, [(0, 1024, 1, 0)]))
+            await raw.ask(m.LeaseRequest(session, [(0, 1024, 1, 0)]))
         for expected in (4, 12):
-            pulled = await raw.ask(m.Pull(session, 1000, expected // 4 * (MIB + 64 * KIB), 0.0))
+            pulled = await raw.ask(m.PullRequest(session, 1000, expected // 4 * (MIB + 64 * KIB), 0.0))
             assert sum(end - start for start, end, _ in pulled.ranges) == expected
-        read = await raw.ask(m.Read("orders", "earliest", 1000, 5 * (MIB + 64 * KIB), 0.0))
+        read = await raw.ask(m.ReadRequest("orders", "earliest", 1000, 5 * (MIB + 64 * KIB), 0.0))
         assert read.next == 20
 
 
@@ -270,15 +276,15 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
     async with Raw(server) as raw:
         await raw.hello()
         partition = await raw.route("orders")
-        await raw.ask(m.Send(partition), small_bomb(1, 64))
+        await raw.ask(m.SendRequest(partition), small_bomb(1, 64))
         session = await raw.attach("orders")
-        await raw.ask(m.Pull(session, 64, 2 * MIB, 0.0))
+        await raw.ask(m.PullRequest(session, 64, 2 * MIB, 0.0))
         before = server.broker.kept_log.end
         for row in range(64):
-            await raw.ask(m.Nack(session, [(row, row + 1, 1)], reject=True))
+            await raw.ask(m.NackRequest(session, [(row, row + 1, 1)], reject=True))
         assert server.broker.kept_log.end - before < 64 * KIB
-        await raw.ask(m.Admin("dlq.resend", {"subject": "orders", "group": "g"}))
-        pulled = await raw.answer(raw.request(m.Pull(session, 64, 2 * MIB, 0.0)))
+        await raw.ask(m.AdminRequest("dlq.resend", {"subject": "orders", "group": "g"}))
+        pulled = await raw.answer(raw.request(m.PullRequest(session, 64, 2 * MIB, 0.0)))
         rows = sum(end - start for start, end, _ in pulled.message.ranges)
         frames = list(frames_in(pulled.payload))
         assert rows == sum(frame.count for frame in frames) >= 1
@@ -288,33 +294,43 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
 @pytest.mark.parametrize(
     ("request_", "kind", "words"),
     [
-        pytest.param(m.Route("no name"), InvalidName, "partition name 'no name'", id="subject"),
-        pytest.param(m.Route(""), InvalidName, "partition name ''", id="empty subject"),
-        pytest.param(m.Route("x" * 221), InvalidName, "200", id="long subject"),
-        pytest.param(m.Route("../../etc"), InvalidName, "etc", id="path"),
+        pytest.param(m.PartitionNumberRequest("no name"), InvalidName, "partition name 'no name'", id="subject"),
+        pytest.param(m.PartitionNumberRequest(""), InvalidName, "partition name ''", id="empty subject"),
+        pytest.param(m.PartitionNumberRequest("x" * 221), InvalidName, "200", id="long subject"),
+        pytest.param(m.PartitionNumberRequest("../../etc"), InvalidName, "etc", id="path"),
         pytest.param(m.Hello(1, 1, "a/b"), InvalidName, "client name", id="client"),
-        pytest.param(m.Attach("s", "a b", "c"), InvalidName, "group name", id="group"),
-        pytest.param(m.Attach("s", "%broadcast%c", "c"), InvalidName, "begin with % are reserved", id="reserved group"),
-        pytest.param(m.Attach("s", "%broadcast%" + "x" * 200, "c"), InvalidName, "group name", id="long group"),
-        pytest.param(m.Attach("s", "g", "c", "yesterday"), InvalidArgument, "start 'yesterday'", id="start"),
-        pytest.param(m.Attach("s", "g", "c", ("sequence", -1)), InvalidArgument, "start", id="negative start"),
-        pytest.param(m.Attach("s", "g", "c", None, "exactly_once"), InvalidArgument, "exactly_once", id="delivery"),
-        pytest.param(m.Attach("s", "g", "c", holds=[(5, 4, 1)]), InvalidArgument, "range", id="holds"),
-        pytest.param(m.Attach("s", "g", "c", began=-1), InvalidArgument, "no version of a route", id="began"),
-        pytest.param(m.Send(99), StaleRoute, "partition 99", id="partition"),
-        pytest.param(m.Send(-1), StaleRoute, "partition -1", id="negative partition"),
-        pytest.param(m.Pull(99, 1, 1, 0.0), StaleSession, "attach again", id="session"),
-        pytest.param(m.Ack(99, []), StaleSession, "attach again", id="ack without session"),
-        pytest.param(m.Nack(99, [], -1.0), StaleSession, "attach again", id="nack with a past delay, without session"),
-        pytest.param(m.Nack(99, []), StaleSession, "attach again", id="nack without session"),
-        pytest.param(m.Read("s", None, 1, 1, 0.0), InvalidArgument, "start None", id="read from nowhere"),
-        pytest.param(m.Read("s", "latest", 1, 1, float("nan")), InvalidArgument, "wait of nan", id="wait"),
-        pytest.param(m.Admin("subject.explode"), InvalidArgument, "is not known", id="operation"),
-        pytest.param(m.Admin("subject.create"), InvalidArgument, "subject", id="no argument"),
-        pytest.param(m.Admin("subject.create", {"subject": 5}), InvalidArgument, "subject.create", id="argument type"),
-        pytest.param(m.Admin("subject.create", {"subject": "s", "x": 1}), InvalidArgument, "x", id="extra argument"),
+        pytest.param(m.AttachRequest("s", "a b", "c"), InvalidName, "group name", id="group"),
         pytest.param(
-            m.Admin("subject.create", {"subject": "s", "retention_seconds": -1}),
+            m.AttachRequest("s", "%broadcast%c", "c"), InvalidName, "begin with % are reserved", id="reserved group"
+        ),
+        pytest.param(m.AttachRequest("s", "%broadcast%" + "x" * 200, "c"), InvalidName, "group name", id="long group"),
+        pytest.param(m.AttachRequest("s", "g", "c", "yesterday"), InvalidArgument, "start 'yesterday'", id="start"),
+        pytest.param(m.AttachRequest("s", "g", "c", ("sequence", -1)), InvalidArgument, "start", id="negative start"),
+        pytest.param(
+            m.AttachRequest("s", "g", "c", None, "exactly_once"), InvalidArgument, "exactly_once", id="delivery"
+        ),
+        pytest.param(m.AttachRequest("s", "g", "c", holds=[(5, 4, 1)]), InvalidArgument, "range", id="holds"),
+        pytest.param(m.AttachRequest("s", "g", "c", began=-1), InvalidArgument, "no version of a route", id="began"),
+        pytest.param(m.SendRequest(99), StaleRoute, "partition 99", id="partition"),
+        pytest.param(m.SendRequest(-1), StaleRoute, "partition -1", id="negative partition"),
+        pytest.param(m.PullRequest(99, 1, 1, 0.0), StaleSession, "attach again", id="session"),
+        pytest.param(m.AckRequest(99, []), StaleSession, "attach again", id="ack without session"),
+        pytest.param(
+            m.NackRequest(99, [], -1.0), StaleSession, "attach again", id="nack with a past delay, without session"
+        ),
+        pytest.param(m.NackRequest(99, []), StaleSession, "attach again", id="nack without session"),
+        pytest.param(m.ReadRequest("s", None, 1, 1, 0.0), InvalidArgument, "start None", id="read from nowhere"),
+        pytest.param(m.ReadRequest("s", "latest", 1, 1, float("nan")), InvalidArgument, "wait of nan", id="wait"),
+        pytest.param(m.AdminRequest("subject.explode"), InvalidArgument, "is not known", id="operation"),
+        pytest.param(m.AdminRequest("subject.create"), InvalidArgument, "subject", id="no argument"),
+        pytest.param(
+            m.AdminRequest("subject.create", {"subject": 5}), InvalidArgument, "subject.create", id="argument type"
+        ),
+        pytest.param(
+            m.AdminRequest("subject.create", {"subject": "s", "x": 1}), InvalidArgument, "x", id="extra argument"
+        ),
+        pytest.param(
+            m.AdminRequest("subject.create", {"subject": "s", "retention_seconds": -1}),
             InvalidArgument,
             "more than 0",
             id="age",
@@ -322,14 +338,14 @@ async def test_dead_letters_of_a_frame_that_inflates_take_what_it_takes(server: 
     ],
 )
 async def test_a_request_that_makes_no_sense_is_answered_with_the_reason(
-    server: Server, witness: plait.Client, request_: m.Message, kind: type[PlaitError], words: str
+    server: Server, witness: plait.Client, request_: m.PacketHead, kind: type[PlaitError], words: str
 ):
     async with Raw(server) as raw:
         await raw.hello()
         await raw.route("s")
         with pytest.raises(kind, match=words):
             await raw.ask(request_)
-        assert await raw.ask(m.Heartbeat()) == m.Done()
+        assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
 
 
 @pytest.mark.parametrize(
@@ -350,10 +366,10 @@ async def test_impossible_ranges_are_refused_and_change_nothing(
         await raw.hello()
         await raw.store("orders", b"a", b"b")
         session = await raw.attach("orders")
-        for request in (m.Ack(session, ranges), m.Nack(session, ranges)):
+        for request in (m.AckRequest(session, ranges), m.NackRequest(session, ranges)):
             with pytest.raises(InvalidArgument, match="is not a range"):
                 await raw.ask(request)
-        pulled = await raw.ask(m.Pull(session, 10, 1000, 0.0))
+        pulled = await raw.ask(m.PullRequest(session, 10, 1000, 0.0))
         assert pulled.ranges == [(0, 2, 1)]
 
 
@@ -363,14 +379,14 @@ async def test_acks_and_holds_of_what_was_never_handed_out_skip_nothing(server: 
         await raw.hello()
         await raw.store("orders", *[b"x"] * 10)
         session = await raw.attach("orders", group, start="earliest")
-        await raw.ask(m.Ack(session, [(0, 10, 1)]))
-        await raw.ask(m.Detach(session))
+        await raw.ask(m.AckRequest(session, [(0, 10, 1)]))
+        await raw.ask(m.DetachRequest(session))
         session = await raw.attach("orders", group, holds=[(0, 10, 1)])
-        await raw.ask(m.Ack(session, [(0, 10, 1)]))
-        pulled = await raw.ask(m.Pull(session, 4, 10_000, 0.0))
+        await raw.ask(m.AckRequest(session, [(0, 10, 1)]))
+        pulled = await raw.ask(m.PullRequest(session, 4, 10_000, 0.0))
         assert pulled.ranges == [(0, 4, 1)]
-        await raw.ask(m.Ack(session, [(0, 10, 1)]))
-        pulled = await raw.ask(m.Pull(session, 10, 10_000, 0.0))
+        await raw.ask(m.AckRequest(session, [(0, 10, 1)]))
+        pulled = await raw.ask(m.PullRequest(session, 10, 10_000, 0.0))
         assert pulled.ranges == [(4, 10, 1)]
 
 
@@ -379,10 +395,10 @@ async def test_ranges_that_overlap_count_once(server: Server):
         await raw.hello()
         await raw.store("orders", *[b"x"] * 10)
         session = await raw.attach("orders")
-        await raw.ask(m.Pull(session, 10, 10_000, 0.0))
-        await raw.ask(m.Ack(session, [(4, 6, 1), (0, 5, 1), (0, 5, 1), (5, 5, 1), (2, 3, 7)]))
-        await raw.ask(m.Nack(session, [(6, 8, 1), (7, 8, 1)], 0.0))
-        pulled = await raw.ask(m.Pull(session, 10, 10_000, 0.0))
+        await raw.ask(m.PullRequest(session, 10, 10_000, 0.0))
+        await raw.ask(m.AckRequest(session, [(4, 6, 1), (0, 5, 1), (0, 5, 1), (5, 5, 1), (2, 3, 7)]))
+        await raw.ask(m.NackRequest(session, [(6, 8, 1), (7, 8, 1)], 0.0))
+        pulled = await raw.ask(m.PullRequest(session, 10, 10_000, 0.0))
         assert pulled.ranges == [(6, 8, 2)]
         group = server.membership.group("orders", "g")
     assert (group.pull_log.floor, group.pull_log.held_count) == (6, 4)
@@ -393,14 +409,14 @@ async def test_a_consumer_that_names_a_range_a_thousand_times_costs_no_more_than
         await raw.hello()
         await raw.store("orders", *[b"x"] * 100)
         session = await raw.attach("orders")
-        await raw.ask(m.Pull(session, 100, 100_000, 0.0))
+        await raw.ask(m.PullRequest(session, 100, 100_000, 0.0))
         # Every other row in its hands: fifty ranges, each of which every claim overlaps.
-        await raw.ask(m.Ack(session, [(n, n + 1, 1) for n in range(0, 100, 2)]))
-        await raw.ask(m.Detach(session))
+        await raw.ask(m.AckRequest(session, [(n, n + 1, 1) for n in range(0, 100, 2)]))
+        await raw.ask(m.DetachRequest(session))
         written = server.broker.action_log.end
         await raw.attach("orders", holds=[(0, 100, 1)] * 1000)
-        await raw.ask(m.Admin("group.list"))
-        await raw.ask(m.Route("another"))
+        await raw.ask(m.AdminRequest("group.list"))
+        await raw.ask(m.PartitionNumberRequest("another"))
     assert server.broker.action_log.end - written < 10_000
 
 
@@ -412,9 +428,9 @@ async def test_any_count_and_size_of_a_pull_or_read_is_understood(server: Server
         await raw.store("orders", b"a")
         await raw.store("orders", b"b", first=2, previous=1)
         session = await raw.attach("orders")
-        pulled = await raw.ask(m.Pull(session, count, size, 0.0))
+        pulled = await raw.ask(m.PullRequest(session, count, size, 0.0))
         assert pulled.ranges[0][0] == 0
-        read = await raw.ask(m.Read("orders", "earliest", count, size, 0.0))
+        read = await raw.ask(m.ReadRequest("orders", "earliest", count, size, 0.0))
         assert 0 <= read.next <= 2
 
 
@@ -428,7 +444,7 @@ async def test_a_defect_costs_one_connection_and_is_answered_as_such(
     async with Raw(server) as raw:
         await raw.hello()
         with caplog.at_level(logging.CRITICAL, "plait.server"):
-            raw.request(m.Attach("orders", "g", "raw"))
+            raw.request(m.AttachRequest("orders", "g", "raw"))
             error = await raw.ending()
     assert isinstance(error, InternalError)
     assert "KeyError" in error.message
@@ -446,7 +462,7 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
         partition = await raw.route("orders")
         monkeypatch.setattr(server.broker, "_finish", broken)
         with caplog.at_level(logging.CRITICAL + 1, "plait.server"):
-            raw.request(m.Send(partition), WHOLE)
+            raw.request(m.SendRequest(partition), WHOLE)
             assert await raw.ending() is None
             assert server.failed is not None
             failure = await asyncio.wait_for(server.failed, 60)
@@ -456,7 +472,7 @@ async def test_a_defect_in_a_commit_stops_the_server_before_anything_is_acknowle
 async def test_a_packet_that_never_ends_is_no_burden(server: Server, witness: plait.Client):
     async with Raw(server) as raw:
         await raw.hello()
-        raw.write(HEADER.pack(PACKET_SIZE_MAX, m.Send.KIND, 0, 1, 8) + bytes(100))
+        raw.write(HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 1, 8) + bytes(100))
         await witness.send("other", b"x")
     async with Raw(server) as raw:
         await raw.hello()
@@ -465,7 +481,10 @@ async def test_a_packet_that_never_ends_is_no_burden(server: Server, witness: pl
 
 async def test_random_bytes_never_reach_further_than_their_connection(server: Server, witness: plait.Client, seed: int):
     rng = random.Random(seed)
-    heads = [m.encode(message) for message in (m.Route("s"), m.Attach("s", "g", "c"), m.Pull(1, 1, 1, 0.0))]
+    heads = [
+        m.encode(message)
+        for message in (m.PartitionNumberRequest("s"), m.AttachRequest("s", "g", "c"), m.PullRequest(1, 1, 1, 0.0))
+    ]
     for _ in range(60):
         async with Raw(server) as raw:
             await raw.hello()

@@ -21,7 +21,7 @@ from plait.limits import KIB, MIB
 from plait.server import Server
 from plait.server.connection import Connection
 from plait.storage.disk import RealDisk
-from plait.testing.disk import Operation, SimulatedDisk
+from plait.testing.simulated_disk import Operation, SimulatedDisk
 from plait.wire import messages as m
 from plait.wire.packets import HEADER, PACKET_SIZE_MAX, pack
 from tests.server.conftest import Serve
@@ -73,12 +73,12 @@ async def test_a_half_open_connection_is_closed_and_its_consumer_lost(serve: Ser
         await alive.hello("alive")
         await alive.store("orders", b"a")
         session = await half_open.attach("orders", client="gone")
-        await half_open.ask(m.Pull(session, 10, 1000, 0.0))
+        await half_open.ask(m.PullRequest(session, 10, 1000, 0.0))
         other = await alive.attach("orders", client="alive")
-        waiting = alive.request(m.Pull(other, 10, 1000, 60.0))
+        waiting = alive.request(m.PullRequest(other, 10, 1000, 60.0))
         for _ in range(31):
             clock.advance(1.0)
-            alive.request(m.Heartbeat())
+            alive.request(m.HeartbeatRequest())
             await alive.next()
             server.tick()
             if clock.monotonic() < 1005.5:
@@ -97,14 +97,14 @@ async def test_a_lost_consumer_is_told_so_when_its_connection_still_stands(serve
     async with Raw(server) as stopped:
         await stopped.hello()
         session = await stopped.attach("orders")
-        waiting = stopped.request(m.Pull(session, 10, 1000, 60.0))
-        await stopped.ask(m.Heartbeat())
+        waiting = stopped.request(m.PullRequest(session, 10, 1000, 60.0))
+        await stopped.ask(m.HeartbeatRequest())
         clock.advance(6.0)
         server.tick()
         with pytest.raises(StaleSession, match="attach again"):
             await stopped.answer(waiting)
         with pytest.raises(StaleSession):
-            await stopped.ask(m.Ack(session, []))
+            await stopped.ask(m.AckRequest(session, []))
         assert await stopped.attach("orders") != session
 
 
@@ -118,11 +118,15 @@ async def test_a_session_belongs_to_its_connection(serve: Serve):
         await thief.hello("thief")
         await owner.store("orders", b"a")
         session = await owner.attach("orders", client="owner")
-        for request in (m.Pull(session, 1, 1, 0.0), m.Ack(session, [(0, 1, 1)]), m.Nack(session, [(0, 1, 1)])):
+        for request in (
+            m.PullRequest(session, 1, 1, 0.0),
+            m.AckRequest(session, [(0, 1, 1)]),
+            m.NackRequest(session, [(0, 1, 1)]),
+        ):
             with pytest.raises(StaleSession):
                 await thief.ask(request)
-        assert await thief.ask(m.Detach(session)) == m.Done()
-        assert (await owner.ask(m.Pull(session, 1, 1, 0.0))).ranges == [(0, 1, 1)]
+        assert await thief.ask(m.DetachRequest(session)) == m.DoneReply()
+        assert (await owner.ask(m.PullRequest(session, 1, 1, 0.0))).ranges == [(0, 1, 1)]
 
 
 async def test_heartbeats_of_an_old_connection_do_not_keep_a_consumer_alive_that_moved_on(serve: Serve):
@@ -133,18 +137,18 @@ async def test_heartbeats_of_an_old_connection_do_not_keep_a_consumer_alive_that
         await new.hello("c")
         await old.store("orders", b"a")
         session = await old.attach("orders", client="c")
-        waiting = old.request(m.Pull(session, 1, 1, 60.0))
+        waiting = old.request(m.PullRequest(session, 1, 1, 60.0))
         assert (await old.answer(waiting)).message.ranges == [(0, 1, 1)]
-        waiting = old.request(m.Pull(session, 1, 1, 60.0))
-        await old.ask(m.Heartbeat())
+        waiting = old.request(m.PullRequest(session, 1, 1, 60.0))
+        await old.ask(m.HeartbeatRequest())
         clock.advance(5.1)
         moved = await new.attach("orders", client="c")
         with pytest.raises(StaleSession):
             await old.answer(waiting)
-        assert (await new.ask(m.Pull(moved, 1, 1, 0.0))).ranges == [(0, 1, 2)]
+        assert (await new.ask(m.PullRequest(moved, 1, 1, 0.0))).ranges == [(0, 1, 2)]
         for _ in range(6):
             clock.advance(1.0)
-            await old.ask(m.Heartbeat())
+            await old.ask(m.HeartbeatRequest())
             server.tick()
         assert not server.broker.sessions
         assert server.membership.group("orders", "g").pull_log.returned.count == 1
@@ -155,11 +159,11 @@ async def test_a_detached_consumer_gets_its_open_poll_answered(serve: Serve):
     async with Raw(server) as raw:
         await raw.hello()
         session = await raw.attach("orders")
-        waiting = raw.request(m.Pull(session, 1, 1, 60.0))
-        detached = raw.request(m.Detach(session))
+        waiting = raw.request(m.PullRequest(session, 1, 1, 60.0))
+        detached = raw.request(m.DetachRequest(session))
         with pytest.raises(StaleSession):
             await raw.answer(waiting)
-        assert (await raw.answer(detached)).message == m.Done()
+        assert (await raw.answer(detached)).message == m.DoneReply()
 
 
 async def test_long_polls_of_one_connection_are_counted_and_given_back(serve: Serve):
@@ -167,18 +171,18 @@ async def test_long_polls_of_one_connection_are_counted_and_given_back(serve: Se
     async with Raw(server) as raw:
         await raw.hello()
         session = await raw.attach("orders")
-        pulls = [raw.request(m.Pull(session, 1, 1, 60.0)) for _ in range(2)]
-        read = raw.request(m.Read("orders", "latest", 1, 1, 60.0))
+        pulls = [raw.request(m.PullRequest(session, 1, 1, 60.0)) for _ in range(2)]
+        read = raw.request(m.ReadRequest("orders", "latest", 1, 1, 60.0))
         with pytest.raises(LimitExceeded, match="3 long polls"):
-            await raw.ask(m.Read("orders", "latest", 1, 1, 60.0))
+            await raw.ask(m.ReadRequest("orders", "latest", 1, 1, 60.0))
         with pytest.raises(LimitExceeded):
-            await raw.ask(m.Pull(session, 1, 1, 60.0))
+            await raw.ask(m.PullRequest(session, 1, 1, 60.0))
         async with Raw(server) as other:
             await other.hello("other")
             await other.store("orders", b"a", b"b")
         assert {(await raw.next()).correlation for _ in range(3)} == {*pulls, read}
         for _ in range(10):
-            assert (await raw.ask(m.Read("orders", "earliest", 1, 1, 60.0))).next == 1
+            assert (await raw.ask(m.ReadRequest("orders", "earliest", 1, 1, 60.0))).next == 1
 
 
 # --- connections ---------------------------------------------------------------------------------
@@ -193,7 +197,7 @@ async def test_more_connections_than_the_limit_are_refused_by_its_name(serve: Se
             error = await third.ending()
         assert isinstance(error, LimitExceeded)
         assert error.message == "this server has its 2 connections"
-        await first.ask(m.Heartbeat())
+        await first.ask(m.HeartbeatRequest())
     await until(lambda: not server.connections)
     async with Raw(server) as again:
         await again.hello()
@@ -240,7 +244,7 @@ async def unread_socket(server: Server, client: str) -> AsyncIterator[Callable[[
         raw.close()
 
 
-def packet(message: m.Message, correlation: int = 1, payload: bytes = b"") -> bytes:
+def packet(message: m.PacketHead, correlation: int = 1, payload: bytes = b"") -> bytes:
     return pack(message.KIND, correlation, m.encode(message), len(payload)) + payload
 
 
@@ -252,12 +256,12 @@ async def test_a_reader_that_takes_nothing_costs_its_share_and_hurts_nobody(serv
         await client.send_many("large", [bytes(100 * KIB)] * 300)
         before = resident()
         async with unread_socket(server, "slow") as write:
-            write(packet(m.Read("large", "earliest", 1000, 16 * MIB, 0.0)) * 2000)
+            write(packet(m.ReadRequest("large", "earliest", 1000, 16 * MIB, 0.0)) * 2000)
             connection = connection_of(server, "slow")
             await until(lambda: connection.writing_paused)
             # One answer is under way, the other requests wait, and no more are read.
             for _ in range(200):
-                write(packet(m.Heartbeat()) * 1000)
+                write(packet(m.HeartbeatRequest()) * 1000)
                 await asyncio.sleep(0)
             assert connection._outgoing_size() < 20 * MIB
             # The log is mapped, and 30 MiB of it have been read; unbounded it would be gigabytes.
@@ -281,7 +285,7 @@ async def test_all_readers_that_take_nothing_cost_a_total_and_those_with_the_mos
         highest = 0
         for number in range(20):
             write = await stack.enter_async_context(unread_socket(server, f"slow-{number}"))
-            write(packet(m.Read("large", "earliest", 1000, 4 * MIB, 0.0)))
+            write(packet(m.ReadRequest("large", "earliest", 1000, 4 * MIB, 0.0)))
             await until(lambda number=number: server.outgoing_bytes or number == 0)
             await client.send("calm", b"x")
             highest = max(highest, sum(connection._outgoing_size() for connection in server.connections))
@@ -306,13 +310,13 @@ async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_st
             await raw.hello(client)
         for first in range(1, 31):
             await sender.store("large", bytes(1 * MIB), first=first, previous=first - 1)
-        beating.request(m.Pull(await beating.attach("large", "a", "beating"), 1000, 16 * MIB, 0.0))
+        beating.request(m.PullRequest(await beating.attach("large", "a", "beating"), 1000, 16 * MIB, 0.0))
         session = await taking.attach("large", "b", "taking")
         for _ in range(2):
-            taking.request(m.Pull(session, 1000, 16 * MIB, 0.0))
-            taking.write(packet(m.Heartbeat()) * 2000)
+            taking.request(m.PullRequest(session, 1000, 16 * MIB, 0.0))
+            taking.write(packet(m.HeartbeatRequest()) * 2000)
         async with unread_socket(server, "stuck") as write:
-            write(packet(m.Read("large", "earliest", 1000, 16 * MIB, 0.0)))
+            write(packet(m.ReadRequest("large", "earliest", 1000, 16 * MIB, 0.0)))
             for client in ("stuck", "beating", "taking"):
                 await until(lambda client=client: connection_of(server, client).writing_paused)
             await until(lambda: connection_of(server, "taking")._reading_paused)
@@ -324,10 +328,10 @@ async def test_of_those_that_do_not_read_the_silent_are_closed_and_the_living_st
                         await taking.reader.readexactly(64 * KIB)
                 for _ in range(3):
                     clock.advance(1.0)
-                    await sender.ask(m.Heartbeat())
-                    beating.request(m.Heartbeat())
+                    await sender.ask(m.HeartbeatRequest())
+                    beating.request(m.HeartbeatRequest())
                     await until(lambda: not beating.writer.transport.get_write_buffer_size())
-                    await sender.ask(m.Heartbeat())
+                    await sender.ask(m.HeartbeatRequest())
                     server.tick()
             await until(lambda: len(server.connections) == 3)
             assert {connection.client for connection in server.connections} == {"sender", "beating", "taking"}
@@ -342,15 +346,15 @@ async def test_requests_that_waited_for_a_slow_reader_are_all_served_in_order(se
             await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
         wanted = []
         for sequence in range(5):
-            wanted.append(raw.request(m.Read("large", ("sequence", sequence), 1, 1, 0.0)))
-            wanted.append(raw.request(m.Heartbeat()))
+            wanted.append(raw.request(m.ReadRequest("large", ("sequence", sequence), 1, 1, 0.0)))
+            wanted.append(raw.request(m.HeartbeatRequest()))
         connection = connection_of(server, "raw")
         await until(lambda: connection.writing_paused)
         answers = [await raw.next() for _ in wanted]
         assert [answer.correlation for answer in answers] == wanted
         assert [answer.message.next for answer in answers[::2]] == [1, 2, 3, 4, 5]
         assert not connection.writing_paused
-        assert await raw.ask(m.Heartbeat()) == m.Done()
+        assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
 
 
 async def test_a_broken_request_that_waited_for_a_slow_reader_still_closes_the_connection(serve: Serve):
@@ -359,8 +363,8 @@ async def test_a_broken_request_that_waited_for_a_slow_reader_still_closes_the_c
         await raw.hello()
         for first in range(1, 9):
             await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
-        raw.request(m.Read("large", "earliest", 100, 16 * MIB, 0.0))
-        raw.write(pack(m.Route.KIND, 3, b"\xc1"))
+        raw.request(m.ReadRequest("large", "earliest", 100, 16 * MIB, 0.0))
+        raw.write(pack(m.PartitionNumberRequest.KIND, 3, b"\xc1"))
         connection = connection_of(server, "raw")
         await until(lambda: connection.writing_paused)
         error = await raw.ending()
@@ -373,10 +377,10 @@ async def test_an_answer_that_fits_no_packet_is_an_error_and_nothing_else(serve:
     async with Raw(server) as raw:
         await raw.hello()
         await raw.route("orders")
-        connection_of(server, "raw").answer(77, m.Done(), [], PACKET_SIZE_MAX)
+        connection_of(server, "raw").answer(77, m.DoneReply(), [], PACKET_SIZE_MAX)
         answer = await raw.next()
         assert (answer.correlation, answer.message.code) == (77, "too_large")
-        assert await raw.ask(m.Heartbeat()) == m.Done()
+        assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
 
 
 async def test_listings_of_thousands_of_subjects_fit(serve: Serve):
@@ -384,7 +388,7 @@ async def test_listings_of_thousands_of_subjects_fit(serve: Serve):
     async with plait.connect(server.address) as client, Raw(server) as raw:
         await raw.hello()
         for number in range(2000):
-            raw.request(m.Route(f"subject.{number:04}"))
+            raw.request(m.PartitionNumberRequest(f"subject.{number:04}"))
         for _ in range(2000):
             await raw.next()
         subjects = await client.admin.subjects()
@@ -397,7 +401,7 @@ async def test_listings_of_thousands_of_subjects_fit(serve: Serve):
 async def test_a_thousand_connections_that_drip_cost_little_and_hurt_nobody(serve: Serve, tmp_path: Path):
     server = await serve(RealDisk(tmp_path))
     loop = asyncio.get_running_loop()
-    began = HEADER.pack(PACKET_SIZE_MAX, m.Send.KIND, 0, 2, 8) + m.encode(m.Send(1))
+    began = HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 2, 8) + m.encode(m.SendRequest(1))
     sockets = [socket.socket() for _ in range(1000)]
     before = resident()
     try:
@@ -431,26 +435,26 @@ async def test_a_thousand_connections_that_drip_cost_little_and_hurt_nobody(serv
 async def test_when_unfinished_packets_take_too_much_the_longest_unfinished_goes(serve: Serve):
     clock = ManualClock()
     server = await serve(clock=clock, limits={"partial_bytes_total": 4 * MIB})
-    began = HEADER.pack(PACKET_SIZE_MAX, m.Send.KIND, 0, 2, 8)
+    began = HEADER.pack(PACKET_SIZE_MAX, m.SendRequest.KIND, 0, 2, 8)
     async with Raw(server) as old, Raw(server) as young, Raw(server) as whole:
         for raw, client in ((old, "old"), (young, "young"), (whole, "whole")):
             await raw.hello(client)
         partition = await whole.route("orders")
         frame = build_frame([bytes(2 * MIB)], producer=7, first=1, previous=0).tobytes()
-        sent = packet(m.Send(partition), 9, frame)
+        sent = packet(m.SendRequest(partition), 9, frame)
         whole.write(sent[:100])
         await until(lambda: connection_of(server, "whole").partial == 100)
         clock.advance(1.0)
         server.tick()
         # Always in the middle of a packet, and none of them is old.
         whole.write(sent[100:] + sent[:100])
-        assert (await whole.answer(9)).message == m.Sent(0)
+        assert (await whole.answer(9)).message == m.SendReply(0)
         old.write(began + bytes(MIB))
         await until(lambda: connection_of(server, "old").partial > MIB)
         clock.advance(1.0)
         server.tick()
         whole.write(sent[100:] + sent[:100])
-        assert (await whole.answer(9)).message == m.Sent(0)
+        assert (await whole.answer(9)).message == m.SendReply(0)
         young.write(began + bytes(MIB))
         await until(lambda: connection_of(server, "young").partial > MIB)
         whole.write(sent[100 : 2 * MIB])
@@ -458,7 +462,7 @@ async def test_when_unfinished_packets_take_too_much_the_longest_unfinished_goes
         assert isinstance(error, LimitExceeded)
         assert "unfinished packets" in error.message
         whole.write(sent[2 * MIB :])
-        assert (await whole.answer(9)).message == m.Sent(0)
+        assert (await whole.answer(9)).message == m.SendReply(0)
         await until(lambda: len(server.connections) == 2)
         assert server.partial_bytes == connection_of(server, "young").partial
 
@@ -493,24 +497,24 @@ async def test_reading_stops_while_too_many_bytes_have_an_open_fate(serve: Serve
         hanging = True
         for first in range(1, 101):
             frame = build_frame([bytes(300 * KIB)], producer=7, first=first, previous=first - 1)
-            raw.request(m.Send(partition), frame.tobytes())
+            raw.request(m.SendRequest(partition), frame.tobytes())
         connection = connection_of(server, "raw")
         await until(lambda: connection._reading_paused)
         size = connection.in_flight
         # One read more than the limit at most, and others are served.
         assert 1 * MIB < size < 2 * MIB
-        await other.ask(m.Heartbeat())
+        await other.ask(m.HeartbeatRequest())
         assert connection.in_flight == size
         # What it says is not heard, and that is not its fault.
         for _ in range(40):
             clock.advance(1.0)
-            await other.ask(m.Heartbeat())
+            await other.ask(m.HeartbeatRequest())
             server.tick()
         assert len(server.connections) == 2
         hanging = False
         let_go.set()
         sequences = [(await raw.next()).message for _ in range(100)]
-        answered = [message.sequence for message in sequences if isinstance(message, m.Sent)]
+        answered = [message.sequence for message in sequences if isinstance(message, m.SendReply)]
         assert answered == list(range(len(answered)))
         assert connection.in_flight == 0
         assert not connection._reading_paused

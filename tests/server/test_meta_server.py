@@ -15,13 +15,13 @@ import plait
 from plait.broker import BrokerConfig
 from plait.errors import InvalidArgument, ProtocolError, Unavailable
 from plait.limits import LOGICAL_PARTITIONS, NAME_LENGTH_MAX
-from plait.meta.allocating import Writing
-from plait.meta.database import file_url
-from plait.meta.leaving import Leave, Leaving
-from plait.meta.lps import NumberedRun
+from plait.meta.database.connection import file_url
+from plait.meta.members.allocator import AllocationWrite
+from plait.meta.members.leaving import Leave, LeaveQueue
 from plait.meta.service import MetaService
-from plait.server import meta_host
-from plait.server.meta_server import MetaServer
+from plait.model.lp_runs import NumberedRun
+from plait.server.meta import meta_host
+from plait.server.meta.meta_server import MetaServer
 from plait.testing import EmbeddedBroker
 from plait.wire import messages as m
 from tests.server.raw import Raw, until
@@ -55,7 +55,11 @@ async def test_who_asks_while_it_stops_is_told_to_ask_another(server: MetaServer
     async with Raw(server) as raw:
         await raw.hello()
         await server._meta_handlers.stop()
-        for request in (m.FindRoute("s", True), m.Admin("broker.describe"), m.Beat("c", [], 0, 0.0)):
+        for request in (
+            m.RouteRequest("s", True),
+            m.AdminRequest("broker.describe"),
+            m.MemberHeartbeatRequest("c", [], 0, 0.0),
+        ):
             with pytest.raises(Unavailable, match="this meta server is stopping"):
                 await raw.ask(request)
 
@@ -63,16 +67,16 @@ async def test_who_asks_while_it_stops_is_told_to_ask_another(server: MetaServer
 async def test_what_is_a_brokers_is_refused(server: MetaServer):
     async with Raw(server) as raw:
         await raw.hello()
-        for request in (m.Route("s"), m.Admin("subject.list"), m.Admin("group.parked")):
+        for request in (m.PartitionNumberRequest("s"), m.AdminRequest("subject.list"), m.AdminRequest("group.parked")):
             with pytest.raises(InvalidArgument, match="this is a meta server"):
                 await raw.ask(request)
         with pytest.raises(InvalidArgument, match=r"subject\.route: .*subject"):
-            await raw.ask(m.Admin("subject.route"))
+            await raw.ask(m.AdminRequest("subject.route"))
 
 
 async def test_the_first_word_is_hello(server: MetaServer):
     async with Raw(server) as raw:
-        raw.request(m.Admin("broker.describe"))
+        raw.request(m.AdminRequest("broker.describe"))
         assert isinstance(await raw.ending(), ProtocolError)
 
 
@@ -82,7 +86,7 @@ async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(se
         for group in ("g1", "g2"):
             # Nobody is there: what is ordered of it is only late.
             facts = {"group": group, "broker": "b", "address": "plait://127.0.0.1:1", "state": "RW", "epoch": 1}
-            await raw.ask(m.Admin("broker.register", {**facts, "partitions": []}))
+            await raw.ask(m.AdminRequest("broker.register", {**facts, "partitions": []}))
     await server.stop()
     again = MetaServer(file_url(str(tmp_path / "meta.db")), port=0)
     await again.start()
@@ -90,16 +94,18 @@ async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(se
         async with Raw(again) as raw, Raw(again) as broker:
             await raw.hello()
             await broker.hello()
-            await broker.ask(m.Admin("broker.beat", {"group": "g1", "broker": "b", "state": "RW"}))
-            asked = raw.request(m.FindRoute("s", True))
+            await broker.ask(m.AdminRequest("broker.beat", {"group": "g1", "broker": "b", "state": "RW"}))
+            asked = raw.request(m.RouteRequest("s", True))
             for _ in range(5):
                 # Each is answered after what was asked before it.
-                await broker.ask(m.Admin("broker.describe"))
-                await broker.ask(m.Admin("subject.names"))
-            assert await broker.ask(m.Admin("subject.names")) == m.AdminReply(msgspec.Raw(msgspec.msgpack.encode([])))
-            await broker.ask(m.Admin("broker.beat", {"group": "g2", "broker": "b", "state": "RW"}))
+                await broker.ask(m.AdminRequest("broker.describe"))
+                await broker.ask(m.AdminRequest("subject.names"))
+            assert await broker.ask(m.AdminRequest("subject.names")) == m.AdminReply(
+                msgspec.Raw(msgspec.msgpack.encode([]))
+            )
+            await broker.ask(m.AdminRequest("broker.beat", {"group": "g2", "broker": "b", "state": "RW"}))
             found = (await raw.answer(asked)).message
-            assert isinstance(found, m.RouteFound)
+            assert isinstance(found, m.RouteReply)
             assert sorted(group for _, group in found.partitions) == ["g1", "g2"]
     finally:
         await again.stop()
@@ -108,15 +114,15 @@ async def test_a_subject_is_not_put_anywhere_before_all_brokers_were_heard_of(se
 async def test_allocations_are_written_beside_the_thread_that_answers_heartbeats(
     server: MetaServer, monkeypatch: pytest.MonkeyPatch
 ):
-    threads: dict[Writing, str] = {}
-    carry_out = Writing.carry_out
+    threads: dict[AllocationWrite, str] = {}
+    carry_out = AllocationWrite.carry_out
 
-    def noted(writing: Writing) -> None:
+    def noted(writing: AllocationWrite) -> None:
         # Who takes it in asks for it once more.
         threads.setdefault(writing, threading.current_thread().name)
         carry_out(writing)
 
-    monkeypatch.setattr(Writing, "carry_out", noted)
+    monkeypatch.setattr(AllocationWrite, "carry_out", noted)
     await member(server)
     assert [name.rpartition("_")[0] for name in threads.values()] == ["plait-meta-writer"]
 
@@ -124,13 +130,13 @@ async def test_allocations_are_written_beside_the_thread_that_answers_heartbeats
 async def test_leaves_are_written_beside_it_too(server: MetaServer, monkeypatch: pytest.MonkeyPatch):
     await member(server)
     threads: list[str] = []
-    write = Leaving._write
+    write = LeaveQueue._write
 
-    def noted(leaving: Leaving, leaves: list[Leave]) -> None:
+    def noted(leaving: LeaveQueue, leaves: list[Leave]) -> None:
         threads.append(threading.current_thread().name)
         write(leaving, leaves)
 
-    monkeypatch.setattr(Leaving, "_write", noted)
+    monkeypatch.setattr(LeaveQueue, "_write", noted)
     assert (await server.meta.beat("c", [], 0, 5.0, leaving=True, affinity=[])).seen == 0
     assert [name.rpartition("_")[0] for name in threads] == ["plait-meta-writer"]
     assert (await server.meta.call(lambda service: service.allocation("s", "g"))).members == {}
@@ -143,14 +149,14 @@ async def test_what_a_client_says_before_its_leave_is_written_counts_afterwards_
     seen = await member(server)
     begun, answered = threading.Event(), threading.Event()
     in_time: list[bool] = []
-    write = Leaving._write
+    write = LeaveQueue._write
 
-    def late(leaving: Leaving, leaves: list[Leave]) -> None:
+    def late(leaving: LeaveQueue, leaves: list[Leave]) -> None:
         begun.set()
         in_time.append(answered.wait(3))
         write(leaving, leaves)
 
-    monkeypatch.setattr(Leaving, "_write", late)
+    monkeypatch.setattr(LeaveQueue, "_write", late)
     said = [asyncio.ensure_future(server.meta.beat("c", [], 0, 0.0, leaving=True, affinity=[]))]
     await asyncio.to_thread(begun.wait)
     back = asyncio.ensure_future(beat(server, seen, 0.0))
@@ -199,10 +205,10 @@ async def test_nor_does_one_that_is_told_of_news(server: MetaServer, wait: float
     await asyncio.to_thread(begun.wait)
     async with Raw(server) as raw:
         await raw.hello()
-        told = await raw.ask(m.Beat("c", [("s", "g", True)], seen, wait))
+        told = await raw.ask(m.MemberHeartbeatRequest("c", [("s", "g", True)], seen, wait))
     answered.set()
     assert await deciding
-    assert isinstance(told, m.Beaten)
+    assert isinstance(told, m.MemberHeartbeatReply)
     assert told.seen > seen
     assert sum(end - first for _, _, _, runs in told.members for first, end, _ in runs) == LOGICAL_PARTITIONS // 2
 
@@ -307,23 +313,23 @@ async def test_a_broker_is_only_where_clients_may_be_sent(server: MetaServer, ad
     async with Raw(server) as raw:
         await raw.hello()
         with pytest.raises(InvalidArgument, match=words):
-            await raw.ask(m.Admin("broker.register", {**FACTS, "address": address}))
-        reply = await raw.ask(m.Admin("broker.list"))
+            await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": address}))
+        reply = await raw.ask(m.AdminRequest("broker.list"))
     assert not msgspec.msgpack.decode(reply.result)
 
 
 async def test_a_broker_that_lives_is_not_moved_by_another_process(server: MetaServer):
     async with Raw(server) as raw:
         await raw.hello()
-        await raw.ask(m.Admin("broker.register", FACTS))
-        await raw.ask(m.Admin("broker.register", FACTS))
+        await raw.ask(m.AdminRequest("broker.register", FACTS))
+        await raw.ask(m.AdminRequest("broker.register", FACTS))
         with pytest.raises(InvalidArgument, match=r"is at plait://127.0.0.1:1 and lives"):
-            await raw.ask(m.Admin("broker.register", {**FACTS, "address": "plait://127.0.0.1:2"}))
+            await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": "plait://127.0.0.1:2"}))
         # One that crashed has a higher epoch.
-        await raw.ask(m.Admin("broker.register", {**FACTS, "address": "plait://127.0.0.1:3", "epoch": 4}))
+        await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": "plait://127.0.0.1:3", "epoch": 4}))
         # One that stopped in order has said so.
-        await raw.ask(m.Admin("broker.beat", {"group": "g1", "broker": "b", "state": "NRW"}))
-        await raw.ask(m.Admin("broker.register", {**FACTS, "address": "plait://127.0.0.1:4", "epoch": 4}))
+        await raw.ask(m.AdminRequest("broker.beat", {"group": "g1", "broker": "b", "state": "NRW"}))
+        await raw.ask(m.AdminRequest("broker.register", {**FACTS, "address": "plait://127.0.0.1:4", "epoch": 4}))
 
 
 async def test_the_database_is_closed_to_other_users(server: MetaServer, tmp_path: Path):

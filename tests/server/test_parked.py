@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from plait.client.rows import hash_keys
+from plait.client.send.open_rows import hash_keys
 from plait.errors import GroupNotFound, InvalidArgument, KeyNotParked, PlaitError, SubjectNotFound
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.view import frames_in
 from plait.limits import LOGICAL_PARTITIONS
-from plait.reason import Reason
-from plait.retry import Retry
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
 from plait.server import Server
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -30,7 +30,7 @@ def hash_of(key: str) -> int:
 
 
 async def ask(raw: Raw, operation: str, **arguments: Any) -> Any:
-    reply: m.AdminReply = await raw.ask(m.Admin(operation, arguments))
+    reply: m.AdminReply = await raw.ask(m.AdminRequest(operation, arguments))
     return msgspec.msgpack.decode(reply.result)
 
 
@@ -44,7 +44,7 @@ async def send(raw: Raw, *rows: tuple[str, bytes], first: int = 1) -> None:
         keys=keys,
         key_hashes=hash_keys(keys, len(keys)),
     )
-    await raw.ask(m.Send(await raw.route("orders")), frame.tobytes())
+    await raw.ask(m.SendRequest(await raw.route("orders")), frame.tobytes())
 
 
 class Member:
@@ -54,21 +54,21 @@ class Member:
         self.raw = raw
         self.session = session
 
-    async def lease(self) -> m.Leased:
-        leased: m.Leased = await self.raw.ask(m.Lease(self.session, [(0, LOGICAL_PARTITIONS, 1, 0)]))
+    async def lease(self) -> m.LeaseReply:
+        leased: m.LeaseReply = await self.raw.ask(m.LeaseRequest(self.session, [(0, LOGICAL_PARTITIONS, 1, 0)]))
         return leased
 
     async def pull(self, wait: float = 0.0) -> list[bytes]:
-        return self.take(await self.raw.answer(self.raw.request(m.Pull(self.session, *PULL, wait))))
+        return self.take(await self.raw.answer(self.raw.request(m.PullRequest(self.session, *PULL, wait))))
 
     def take(self, answer: Any) -> list[bytes]:
         """The bodies of an answer; what came stays in its hands."""
-        self.pulled: m.Pulled = answer.message
+        self.pulled: m.PullReply = answer.message
         return [body for frame in frames_in(answer.payload) for body in frame.binary(Column.BODY).to_pylist()]
 
     async def ack(self) -> None:
         ranges = [(start, end, 1) for start, end, _ in self.pulled.ranges]
-        await self.raw.ask(m.Ack(self.session, ranges, self.pulled.tags))
+        await self.raw.ask(m.AckRequest(self.session, ranges, self.pulled.tags))
 
     async def reject(self, sequence: int, text: str) -> None:
         """One of those that came last."""
@@ -76,7 +76,7 @@ class Member:
             tag for (a, b, _), tag in zip(self.pulled.ranges, self.pulled.tags, strict=True) if a <= sequence < b
         )
         reason = Reason("ValueError", text, "h")
-        await self.raw.ask(m.Nack(self.session, [(sequence, sequence + 1, 1)], None, reason, True, True, [tag]))
+        await self.raw.ask(m.NackRequest(self.session, [(sequence, sequence + 1, 1)], None, reason, True, True, [tag]))
 
 
 async def park(raw: Raw) -> Member:
@@ -140,7 +140,7 @@ async def test_resume_goes_on_with_the_message_that_failed_and_wakes_who_waits(s
     async with Raw(server) as raw, Raw(server) as operator:
         member = await park(raw)
         await operator.hello("operator")
-        waiting = raw.request(m.Pull(member.session, *PULL, 30.0))
+        waiting = raw.request(m.PullRequest(member.session, *PULL, 30.0))
         assert await ask(operator, "group.resume", **OF, keys=[hash_of("a")]) == 1
         # It is told that there is news, asks what it has, and goes on.
         assert member.take(await raw.answer(waiting)) == []

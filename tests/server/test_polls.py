@@ -23,8 +23,8 @@ async def test_a_send_wakes_a_pull_at_once(serve: Serve):
         await producer.hello("producer")
         session = await consumer.attach("orders", client="consumer")
         for number in range(5):
-            waiting = consumer.request(m.Pull(session, 10, 1000, 60.0))
-            await consumer.ask(m.Heartbeat())
+            waiting = consumer.request(m.PullRequest(session, 10, 1000, 60.0))
+            await consumer.ask(m.HeartbeatRequest())
             await producer.store("orders", b"x", first=number + 1, previous=number)
             answer = await consumer.answer(waiting)
             assert answer.message.ranges == [(number, number + 1, 1)]
@@ -36,8 +36,8 @@ async def test_a_send_wakes_a_read_at_once(serve: Serve):
         await reader.hello("reader")
         await producer.hello("producer")
         await producer.store("orders", b"before")
-        waiting = reader.request(m.Read("orders", "latest", 10, 1000, 60.0))
-        await reader.ask(m.Heartbeat())
+        waiting = reader.request(m.ReadRequest("orders", "latest", 10, 1000, 60.0))
+        await reader.ask(m.HeartbeatRequest())
         await producer.store("orders", b"after", first=2, previous=1)
         answer = await reader.answer(waiting)
         assert answer.message.next == 2
@@ -50,8 +50,8 @@ async def test_with_flush_sync_a_pull_is_woken_by_the_sync(serve: Serve):
         await consumer.hello("consumer")
         await producer.hello("producer")
         session = await consumer.attach("orders", client="consumer")
-        waiting = consumer.request(m.Pull(session, 10, 1000, 60.0))
-        await consumer.ask(m.Heartbeat())
+        waiting = consumer.request(m.PullRequest(session, 10, 1000, 60.0))
+        await consumer.ask(m.HeartbeatRequest())
         await producer.store("orders", b"x")
         assert (await consumer.answer(waiting)).message.ranges == [(0, 1, 1)]
 
@@ -65,13 +65,13 @@ async def test_one_send_wakes_every_group_once_and_one_consumer_of_each(serve: S
         for number in range(60):
             for member in ("a", "b"):
                 session = await consumers.attach("orders", f"group-{number}", member)
-                waiting[consumers.request(m.Pull(session, 10, 1000, 60.0))] = f"group-{number}"
-        await consumers.ask(m.Heartbeat())
+                waiting[consumers.request(m.PullRequest(session, 10, 1000, 60.0))] = f"group-{number}"
+        await consumers.ask(m.HeartbeatRequest())
         await producer.store("orders", b"x", b"y")
         woken = [await consumers.next() for _ in range(60)]
         assert {waiting[answer.correlation] for answer in woken} == {f"group-{number}" for number in range(60)}
         assert all(answer.message.ranges == [(0, 2, 1)] for answer in woken)
-        beating = consumers.request(m.Heartbeat())
+        beating = consumers.request(m.HeartbeatRequest())
         assert (await consumers.next()).correlation == beating
 
 
@@ -81,17 +81,17 @@ async def test_a_pull_whose_time_is_up_is_answered_empty_on_the_clock_it_was_giv
     async with Raw(server) as raw:
         await raw.hello()
         session = await raw.attach("orders")
-        waits = {raw.request(m.Pull(session, 10, 1000, seconds)): seconds for seconds in (300.0, 100.0, 200.0)}
-        read = raw.request(m.Read("orders", "earliest", 10, 1000, 250.0))
+        waits = {raw.request(m.PullRequest(session, 10, 1000, seconds)): seconds for seconds in (300.0, 100.0, 200.0)}
+        read = raw.request(m.ReadRequest("orders", "earliest", 10, 1000, 250.0))
         waits[read] = 250.0
-        await raw.ask(m.Heartbeat())
+        await raw.ask(m.HeartbeatRequest())
         ended: list[float] = []
         for count in (1, 1, 2):
             clock.advance(100.0)
             server.tick()
             for _ in range(count):
                 answer = await raw.next()
-                assert answer.message == (m.ReadReply(1, "orders", 0) if answer.correlation == read else m.Pulled())
+                assert answer.message == (m.ReadReply(1, "orders", 0) if answer.correlation == read else m.PullReply())
                 ended.append(waits[answer.correlation])
         assert ended == [100.0, 200.0, 250.0, 300.0]
 
@@ -101,14 +101,14 @@ async def test_a_pull_may_not_wait_longer_than_the_limit(serve: Serve):
     server = await serve(clock=clock, limits=PATIENT | {"pull_wait_seconds": 50.0})
     async with Raw(server) as raw:
         await raw.hello()
-        waiting = raw.request(m.Pull(await raw.attach("orders"), 10, 1000, float("inf")))
-        await raw.ask(m.Heartbeat())
+        waiting = raw.request(m.PullRequest(await raw.attach("orders"), 10, 1000, float("inf")))
+        await raw.ask(m.HeartbeatRequest())
         clock.advance(49.0)
         server.tick()
-        assert await raw.ask(m.Heartbeat()) == m.Done()
+        assert await raw.ask(m.HeartbeatRequest()) == m.DoneReply()
         clock.advance(1.0)
         server.tick()
-        assert (await raw.answer(waiting)).message == m.Pulled()
+        assert (await raw.answer(waiting)).message == m.PullReply()
 
 
 async def test_on_the_machines_clock_a_pull_ends_by_its_own_timer(serve: Serve):
@@ -118,9 +118,9 @@ async def test_on_the_machines_clock_a_pull_ends_by_its_own_timer(serve: Serve):
         await raw.hello()
         session = await raw.attach("orders")
         began = loop.time()
-        slow = raw.request(m.Pull(session, 10, 1000, 30.0))
-        quick = raw.request(m.Pull(session, 10, 1000, 0.05))
-        assert (await raw.answer(quick)).message == m.Pulled()
+        slow = raw.request(m.PullRequest(session, 10, 1000, 30.0))
+        quick = raw.request(m.PullRequest(session, 10, 1000, 0.05))
+        assert (await raw.answer(quick)).message == m.PullReply()
         # Not at once, and not by the tick of the next second.
         assert 0.04 < loop.time() - began < 0.9
         assert slow
@@ -133,12 +133,12 @@ async def test_a_nack_wakes_another_consumer_at_once(serve: Serve):
         await raw.store("orders", b"x")
         first = await raw.attach("orders", client="first")
         second = await raw.attach("orders", client="second")
-        await raw.ask(m.Pull(first, 1, 1, 0.0))
-        waiting = raw.request(m.Pull(second, 1, 1, 60.0))
-        nacking = raw.request(m.Nack(first, [(0, 1, 1)], 0.0))
+        await raw.ask(m.PullRequest(first, 1, 1, 0.0))
+        waiting = raw.request(m.PullRequest(second, 1, 1, 60.0))
+        nacking = raw.request(m.NackRequest(first, [(0, 1, 1)], 0.0))
         answers = {answer.correlation: answer.message for answer in [await raw.next(), await raw.next()]}
         assert answers[waiting].ranges == [(0, 1, 2)]
-        assert answers[nacking] == m.Nacked()
+        assert answers[nacking] == m.NackReply()
 
 
 async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Serve):
@@ -151,16 +151,16 @@ async def test_a_consumer_that_leaves_or_is_lost_wakes_another_at_once(serve: Se
         session = await staying.attach("orders", client="staying")
         leaving = await lost.attach("orders", client="leaving")
         losing = await lost.attach("orders", client="losing")
-        await lost.ask(m.Pull(leaving, 1, 1, 0.0))
-        await lost.ask(m.Pull(losing, 1, 1, 0.0))
-        waiting = staying.request(m.Pull(session, 10, 1000, 60.0))
-        await staying.ask(m.Heartbeat())
-        await lost.ask(m.Detach(leaving))
+        await lost.ask(m.PullRequest(leaving, 1, 1, 0.0))
+        await lost.ask(m.PullRequest(losing, 1, 1, 0.0))
+        waiting = staying.request(m.PullRequest(session, 10, 1000, 60.0))
+        await staying.ask(m.HeartbeatRequest())
+        await lost.ask(m.DetachRequest(leaving))
         assert (await staying.answer(waiting)).message.ranges == [(0, 1, 2)]
-        waiting = staying.request(m.Pull(session, 10, 1000, 60.0))
-        await staying.ask(m.Heartbeat())
+        waiting = staying.request(m.PullRequest(session, 10, 1000, 60.0))
+        await staying.ask(m.HeartbeatRequest())
         clock.advance(3.0)
-        await staying.ask(m.Heartbeat())
+        await staying.ask(m.HeartbeatRequest())
         clock.advance(3.0)
         server.tick()
         assert (await staying.answer(waiting)).message.ranges == [(1, 2, 2)]
@@ -172,10 +172,10 @@ async def test_a_reset_and_a_deletion_answer_who_waits(serve: Serve):
         await raw.hello()
         session = await raw.attach("orders")
         waiting = {
-            raw.request(m.Pull(session, 10, 1000, 60.0)),
-            raw.request(m.Read("orders", "latest", 10, 1000, 60.0)),
+            raw.request(m.PullRequest(session, 10, 1000, 60.0)),
+            raw.request(m.ReadRequest("orders", "latest", 10, 1000, 60.0)),
         }
-        deleting = raw.request(m.Admin("subject.delete", {"subject": "orders"}))
+        deleting = raw.request(m.AdminRequest("subject.delete", {"subject": "orders"}))
         answers = [await raw.next() for _ in range(3)]
         assert {answer.correlation for answer in answers} == {*waiting, deleting}
 
@@ -187,13 +187,13 @@ async def test_thousands_of_answered_polls_leave_nothing_behind(serve: Serve):
         await idle.hello("idle")
         await busy.hello("busy")
         await idle.route("calm")
-        idle.request(m.Read("calm", "latest", 1, 1, 30.0))
-        await idle.ask(m.Heartbeat())
+        idle.request(m.ReadRequest("calm", "latest", 1, 1, 30.0))
+        await idle.ask(m.HeartbeatRequest())
         partition = await busy.route("orders")
         for first in range(1, 1601):
             frame = build_frame([b"x"], producer=7, first=first, previous=first - 1)
-            busy.request(m.Read("orders", "latest", 1, 1, 60.0))
-            busy.request(m.Send(partition), frame.tobytes())
+            busy.request(m.ReadRequest("orders", "latest", 1, 1, 60.0))
+            busy.request(m.SendRequest(partition), frame.tobytes())
             await busy.next()
             await busy.next()
         assert len(server.broker.deadlines) < 1200

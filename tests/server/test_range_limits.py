@@ -12,7 +12,7 @@ from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
 
-Request = Callable[[int, list[tuple[int, int, int]]], m.Message]
+Request = Callable[[int, list[tuple[int, int, int]]], m.PacketHead]
 
 
 def scattered(count: int) -> list[tuple[int, int, int]]:
@@ -23,18 +23,22 @@ def scattered(count: int) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize(
     ("request_of", "most", "limit"),
     [
-        (lambda session, ranges: m.Ack(session, ranges), REQUEST_RANGES_MAX, "REQUEST_RANGES_MAX"),
-        (lambda session, ranges: m.Nack(session, ranges, counted=False), REQUEST_RANGES_MAX, "REQUEST_RANGES_MAX"),
+        (lambda session, ranges: m.AckRequest(session, ranges), REQUEST_RANGES_MAX, "REQUEST_RANGES_MAX"),
         (
-            lambda session, ranges: m.Nack(
+            lambda session, ranges: m.NackRequest(session, ranges, counted=False),
+            REQUEST_RANGES_MAX,
+            "REQUEST_RANGES_MAX",
+        ),
+        (
+            lambda session, ranges: m.NackRequest(
                 session, ranges[:10], counted=False, lp_ranges=ranges[10:], lp_tags=[1] * len(ranges[10:])
             ),
             REQUEST_RANGES_MAX,
             "REQUEST_RANGES_MAX",
         ),
-        (lambda session, ranges: m.Nack(session, ranges), FAILED_RANGES_MAX, "FAILED_RANGES_MAX"),
-        (lambda session, ranges: m.Nack(session, ranges, reject=True), FAILED_RANGES_MAX, "FAILED_RANGES_MAX"),
-        (lambda _, ranges: m.Attach("s", "h", "raw", holds=ranges), REQUEST_RANGES_MAX, "REQUEST_RANGES_MAX"),
+        (lambda session, ranges: m.NackRequest(session, ranges), FAILED_RANGES_MAX, "FAILED_RANGES_MAX"),
+        (lambda session, ranges: m.NackRequest(session, ranges, reject=True), FAILED_RANGES_MAX, "FAILED_RANGES_MAX"),
+        (lambda _, ranges: m.AttachRequest("s", "h", "raw", holds=ranges), REQUEST_RANGES_MAX, "REQUEST_RANGES_MAX"),
     ],
     ids=["ack", "give back", "give back by logical partitions", "nack", "reject", "attach"],
 )
@@ -46,7 +50,7 @@ async def test_a_request_with_more_ranges_than_the_limit_is_refused(
         await raw.hello()
         await raw.store("s", b"a", b"b", b"c")
         session = await raw.attach("s")
-        await raw.ask(m.Pull(session, 10, 1000, 0.0))
+        await raw.ask(m.PullRequest(session, 10, 1000, 0.0))
         with pytest.raises(LimitExceeded, match=f"{most + 1} ranges .* {most} \\({limit}\\); send several") as refused:
             await raw.ask(request_of(session, scattered(most + 1)))
         assert refused.value.details == {"limit": limit, "value": most}

@@ -18,8 +18,8 @@ from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import KIB, MIB
 from plait.testing import EmbeddedBroker
-from plait.testing.disk import SimulatedDisk
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
+from plait.testing.simulated_disk import SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw, until
@@ -133,9 +133,9 @@ async def test_a_stop_answers_what_was_taken(serve: Serve):
         sends = []
         for first in range(1, 51):
             frame = build_frame([bytes(1000)], producer=7, first=first, previous=first - 1)
-            sends.append(raw.request(m.Send(partition), frame.tobytes()))
-        waiting = raw.request(m.Pull(session, 1000, 16 * MIB, 60.0))
-        beating = raw.request(m.Heartbeat())
+            sends.append(raw.request(m.SendRequest(partition), frame.tobytes()))
+        waiting = raw.request(m.PullRequest(session, 1000, 16 * MIB, 60.0))
+        beating = raw.request(m.HeartbeatRequest())
         answers = [await raw.next()]
         while answers[-1].correlation != beating:
             answers.append(await raw.next())
@@ -146,8 +146,8 @@ async def test_a_stop_answers_what_was_taken(serve: Serve):
         except (asyncio.IncompleteReadError, ConnectionError):
             await stopping
     by_number = {answer.correlation: answer.message for answer in answers}
-    assert [by_number[number] for number in sends] == [m.Sent(number) for number in range(50)]
-    assert isinstance(by_number[waiting], m.Pulled)
+    assert [by_number[number] for number in sends] == [m.SendReply(number) for number in range(50)]
+    assert isinstance(by_number[waiting], m.PullReply)
 
 
 async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve, monkeypatch: pytest.MonkeyPatch):
@@ -157,7 +157,7 @@ async def test_a_stop_does_not_wait_for_a_client_that_does_not_read(serve: Serve
         await client.send_many("large", [bytes(1 * MIB - 1000)] * 30)
     async with Raw(server) as raw:
         await raw.hello()
-        raw.request(m.Read("large", "earliest", 1000, 16 * MIB, 0.0))
+        raw.request(m.ReadRequest("large", "earliest", 1000, 16 * MIB, 0.0))
         await raw.reader.readexactly(1000)
         began = asyncio.get_running_loop().time()
         await server.stop()
@@ -177,11 +177,11 @@ async def test_requests_that_wait_for_a_slow_reader_are_not_served_after_a_stop(
             await raw.store("large", bytes(1 * MIB), first=first, previous=first - 1)
         partition = await raw.route("orders")
         (connection,) = server.connections
-        raw.request(m.Read("large", "earliest", 1000, 16 * MIB, 0.0))
+        raw.request(m.ReadRequest("large", "earliest", 1000, 16 * MIB, 0.0))
         await until(lambda: connection.writing_paused)
         delayed = [
-            raw.request(m.Send(partition), build_frame([b"late"], producer=8, first=1, previous=0).tobytes()),
-            raw.request(m.Route("late")),
+            raw.request(m.SendRequest(partition), build_frame([b"late"], producer=8, first=1, previous=0).tobytes()),
+            raw.request(m.PartitionNumberRequest("late")),
         ]
         await until(lambda: len(connection._delayed) == len(delayed))
         stopping = asyncio.create_task(server.stop())
@@ -263,7 +263,7 @@ async def test_a_lost_consumer_is_forgotten():
             await raw.hello("gone")
             await raw.store("orders", b"x")
             session = await raw.attach("orders", client="gone")
-            await raw.ask(m.Pull(session, 1, 1, 0.0))
+            await raw.ask(m.PullRequest(session, 1, 1, 0.0))
         await until(lambda: len(broker.server.connections) == 1)
         await broker.advance(10)
         group = await client.admin.group("orders", "g")
@@ -301,7 +301,7 @@ async def test_an_ordered_consumer_is_told_to_ask_again_while_its_node_stops(bro
     async with Raw(server) as raw:
         await raw.hello()
         await server.cluster.stop()
-        for request in (m.Beat("c", [("orders", "g", True)], 0, 0.0), m.FindRoute("orders", True)):
+        for request in (m.MemberHeartbeatRequest("c", [("orders", "g", True)], 0, 0.0), m.RouteRequest("orders", True)):
             with pytest.raises(Unavailable, match="this meta server is stopping"):
                 await raw.ask(request)
     assert not server.broker.subjects

@@ -12,7 +12,7 @@ from plait.errors import FrameError, InvalidArgument, SubjectNotFound
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.view import frames_in
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -22,31 +22,31 @@ SECOND = 1_000_000
 
 async def delayed(raw: Raw, due: int, *bodies: bytes, first: int = 1, subject: str = "orders") -> int:
     """Delay a frame; its first number."""
-    partition = (await raw.ask(m.Route(subject, delayed=True))).partition
+    partition = (await raw.ask(m.PartitionNumberRequest(subject, delayed=True))).partition
     frame = build_frame(bodies, producer=7, first=first, previous=first - 1, deliver_at=due)
-    sent: m.Sent = await raw.ask(m.Send(partition), frame.tobytes())
+    sent: m.SendReply = await raw.ask(m.SendRequest(partition), frame.tobytes())
     assert sent.sequence is not None
     return sent.sequence
 
 
 async def admin(raw: Raw, operation: str, **arguments: Any) -> Any:
-    reply: m.AdminReply = await raw.ask(m.Admin(operation, arguments))
+    reply: m.AdminReply = await raw.ask(m.AdminRequest(operation, arguments))
     return msgspec.msgpack.decode(reply.result)
 
 
 async def read(raw: Raw, subject: str = "orders", wait: float = 0) -> list[bytes]:
-    answer = await raw.answer(raw.request(m.Read(subject, "earliest", 1000, 1 << 20, wait)))
+    answer = await raw.answer(raw.request(m.ReadRequest(subject, "earliest", 1000, 1 << 20, wait)))
     return [body for frame in frames_in(answer.payload) for body in frame.binary(Column.BODY).to_pylist()]
 
 
 async def test_the_schedule_has_a_route_of_its_own(serve: Serve) -> None:
     async with Raw(await serve()) as raw:
         await raw.hello()
-        later = await raw.ask(m.Route("orders", delayed=True))
-        plain = await raw.ask(m.Route("orders"))
+        later = await raw.ask(m.PartitionNumberRequest("orders", delayed=True))
+        plain = await raw.ask(m.PartitionNumberRequest("orders"))
         assert later.name == plain.name == "orders"
         assert later.partition != plain.partition
-        assert await raw.ask(m.Route("orders", delayed=True)) == later
+        assert await raw.ask(m.PartitionNumberRequest("orders", delayed=True)) == later
         assert [view["subject"] for view in await admin(raw, "subject.list")] == ["orders"]
 
 
@@ -129,7 +129,7 @@ async def test_wrong_requests_are_refused_and_harm_nothing(serve: Serve) -> None
         plain = await raw.route("orders")
         frame = build_frame([b"x"], producer=7, first=1, deliver_at=due).tobytes()
         with pytest.raises(FrameError, match="schedule"):
-            await raw.ask(m.Send(plain), frame)
+            await raw.ask(m.SendRequest(plain), frame)
         with pytest.raises(InvalidArgument, match="at most"):
             await delayed(raw, clock.now() + 3 * 366 * 86_400 * SECOND, b"x")
         for operation, arguments, error in [

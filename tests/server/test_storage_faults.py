@@ -13,13 +13,13 @@ import pytest
 from crc32c import crc32c
 
 import plait
-from plait.cli.checkup.examine import in_use
 from plait.clock import ManualClock
+from plait.doctor.examine import in_use
 from plait.errors import DataDirError, DiskFull, PlaitError, StorageFailed
 from plait.limits import FRAME_SIZE_MAX, MIB
 from plait.server import Server
 from plait.storage.disk import RealDisk
-from plait.testing.disk import Operation, SimulatedDisk
+from plait.testing.simulated_disk import Operation, SimulatedDisk
 from plait.wire import messages as m
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
@@ -105,29 +105,29 @@ async def test_progress_that_cannot_be_recorded_is_not_acknowledged(serve: Serve
         await raw.hello()
         await raw.store("orders", *[b"x"] * 2000)
         session = await raw.attach("orders")
-        await raw.ask(m.Pull(session, 2000, MIB, 0.0))
+        await raw.ask(m.PullRequest(session, 2000, MIB, 0.0))
         disk.capacity = 64 * MIB - disk.space()[0]
         acked = 0
         while not server.broker._actions_stalled:
-            acking = raw.request(m.Ack(session, [(n, n + 1, 1) for n in range(acked, acked + 100, 2)]))
+            acking = raw.request(m.AckRequest(session, [(n, n + 1, 1) for n in range(acked, acked + 100, 2)]))
             # The turn that took the ack has ended when the second answer comes.
-            await raw.ask(m.Heartbeat())
-            beating = raw.request(m.Heartbeat())
+            await raw.ask(m.HeartbeatRequest())
+            beating = raw.request(m.HeartbeatRequest())
             answers = [(await raw.next()).correlation]
             while answers[-1] != beating:
                 answers.append((await raw.next()).correlation)
             assert (acking in answers) != server.broker._actions_stalled
             acked += 100
-        assert (await raw.ask(m.Read("orders", "earliest", 5, 1000, 0.0))).next == 5
-        assert (await raw.ask(m.Admin("subject.list"))).result
+        assert (await raw.ask(m.ReadRequest("orders", "earliest", 5, 1000, 0.0))).next == 5
+        assert (await raw.ask(m.AdminRequest("subject.list"))).result
         with pytest.raises(DiskFull, match="progress cannot be recorded"):
-            await raw.ask(m.Pull(session, 1, 1, 0.0))
+            await raw.ask(m.PullRequest(session, 1, 1, 0.0))
         with pytest.raises(DiskFull):
-            await raw.ask(m.Ack(session, [(1, 2, 1)]))
+            await raw.ask(m.AckRequest(session, [(1, 2, 1)]))
         disk.capacity = 64 * MIB
         server.tick()
-        assert (await raw.answer(acking)).message == m.Done()
-        assert (await raw.ask(m.Ack(session, [(1, 2, 1)]))) == m.Done()
+        assert (await raw.answer(acking)).message == m.DoneReply()
+        assert (await raw.ask(m.AckRequest(session, [(1, 2, 1)]))) == m.DoneReply()
 
 
 async def test_a_server_that_stops_on_a_full_disk_lets_go_of_everything(tmp_path: Path):
@@ -220,8 +220,10 @@ async def ack_all(client: plait.Client) -> None:
             await batch.ack()
 
 
-@pytest.mark.parametrize("request_", [m.Route("new"), m.Admin("subject.create", {"subject": "new"})])
-async def test_a_segment_that_cannot_be_made_for_a_subject_ends_the_server(serve: Serve, request_: m.Message):
+@pytest.mark.parametrize(
+    "request_", [m.PartitionNumberRequest("new"), m.AdminRequest("subject.create", {"subject": "new"})]
+)
+async def test_a_segment_that_cannot_be_made_for_a_subject_ends_the_server(serve: Serve, request_: m.PacketHead):
     disk = SimulatedDisk()
     server = await serve(disk)
     disk.fail("allocate", path="message/*", times=None)
@@ -240,9 +242,9 @@ async def test_a_subject_is_named_to_nobody_before_it_is_stored(serve: Serve):
         await raw.hello()
         known = await raw.route("known")
         disk.fail("write", path="message/*", times=None)
-        raw.request(m.Route("new"))
+        raw.request(m.PartitionNumberRequest("new"))
         # Asked for twice: it is as new to the second as to the first.
-        raw.request(m.Route("new"))
+        raw.request(m.PartitionNumberRequest("new"))
         with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
             await raw.next()
     again = await serve(disk.copy())
@@ -263,7 +265,7 @@ async def test_a_defect_in_a_background_job_stops_the_server(serve: Serve, monke
     monkeypatch.setattr(server.broker, "begin_sync", broken)
     async with Raw(server) as raw:
         await raw.hello()
-        raw.request(m.Route("orders"))
+        raw.request(m.PartitionNumberRequest("orders"))
         assert await raw.ending() is None
         assert "defect" in (await failure_of(server)).message
         assert not server.connections
@@ -277,9 +279,9 @@ async def test_an_action_log_that_cannot_be_written_ends_the_server_before_an_ac
         await raw.hello()
         await raw.store("orders", b"a")
         session = await raw.attach("orders")
-        await raw.ask(m.Pull(session, 1, 1, 0.0))
+        await raw.ask(m.PullRequest(session, 1, 1, 0.0))
         disk.fail("write", path="action/*", times=None)
-        raw.request(m.Ack(session, [(0, 1, 1)]))
+        raw.request(m.AckRequest(session, [(0, 1, 1)]))
         assert await raw.ending() is None
     assert isinstance(await failure_of(server), StorageFailed)
     again = await serve(disk.copy(), clock=clock)
@@ -289,7 +291,7 @@ async def test_an_action_log_that_cannot_be_written_ends_the_server_before_an_ac
     async with Raw(again) as raw:
         await raw.hello("other")
         session = await raw.attach("orders", client="other")
-        assert (await raw.ask(m.Pull(session, 1, 1, 0.0))).ranges == [(0, 1, 2)]
+        assert (await raw.ask(m.PullRequest(session, 1, 1, 0.0))).ranges == [(0, 1, 2)]
 
 
 async def test_a_checkpoint_that_cannot_be_written_is_no_failure(serve: Serve):

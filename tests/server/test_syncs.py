@@ -8,7 +8,7 @@ import pytest
 
 from plait.clock import ManualClock
 from plait.limits import KIB
-from plait.testing.disk import Operation, SimulatedDisk
+from plait.testing.simulated_disk import Operation, SimulatedDisk
 from tests.server.conftest import Serve
 from tests.server.raw import Raw
 

@@ -20,7 +20,7 @@ from plait.errors import FlowControl, PlaitError
 from plait.limits import KIB, MIB
 from plait.server import Server
 from plait.testing.checker import Violation, check
-from plait.testing.history import Handling, History, Send, Value
+from plait.testing.history import Handling, History, RecordedSend, Value
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
 
 T = TypeVar("T")
@@ -203,13 +203,13 @@ class Cluster:
                 await self._outcome(records, _one(client.send(SUBJECT, body, key=record.key)))
         del self._sending[numbers[0]]
 
-    def _message(self, client: plait.Client, draw: random.Random) -> tuple[Send, bytes]:
+    def _message(self, client: plait.Client, draw: random.Random) -> tuple[RecordedSend, bytes]:
         number = self._number = self._number + 1
         key = draw.choice([None, "a", "b", "c"])
         record = self.history.send(key, number, self.simulation.now, producer=client.client_id)
         return record, f"{number}|".encode() + bytes(draw.choice((0, 100, 3000)))
 
-    async def _outcome(self, records: list[Send], sending: Awaitable[Iterable[plait.Receipt]]) -> None:
+    async def _outcome(self, records: list[RecordedSend], sending: Awaitable[Iterable[plait.Receipt]]) -> None:
         try:
             receipts = list(await sending)
         except FlowControl as error:

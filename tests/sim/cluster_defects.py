@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.once import OnceGroup
+from plait.broker.groups.at_most_once import AtMostOnceGroup
 from plait.client.closing import Closing
 
 
@@ -15,4 +15,4 @@ def interrupt_closing(patch: pytest.MonkeyPatch) -> None:
 
 def throw_rows_away_at_a_clean_stop(patch: pytest.MonkeyPatch) -> None:
     """What an at-most-once consumer pulled ahead is lost when it closes."""
-    patch.setattr(OnceGroup, "nack", lambda *_: 0)
+    patch.setattr(AtMostOnceGroup, "nack", lambda *_: 0)

@@ -21,14 +21,14 @@ import msgspec
 
 import plait
 from plait.broker import BrokerConfig
-from plait.broker.ordered import OrderedGroup
+from plait.broker.groups.ordered_group import OrderedGroup
 from plait.errors import MetaUnavailable, PlaitError
 from plait.limits import KIB, MIB, MetaLimits, ServerLimits
-from plait.meta.database import Database, file_url
+from plait.meta.database.connection import Database, file_url
 from plait.server import Server
-from plait.server.meta_server import MetaServer
+from plait.server.meta.meta_server import MetaServer
 from plait.testing.checker import Violation, check
-from plait.testing.embedded import empty_database
+from plait.testing.embedded_broker import empty_database
 from plait.testing.history import History
 from plait.testing.sim import Fault, FaultKind, Faults, Process, Simulation, SimulationFailed, play
 from tests.sim.delayed_sends import DelayedSends

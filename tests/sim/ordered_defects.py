@@ -8,25 +8,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.broker.forwards import Forwards
-from plait.broker.group import Consumer
-from plait.broker.leases import Leases
-from plait.broker.locks import Locks
-from plait.broker.ordered import OrderedGroup
-from plait.broker.partition import Partition
-from plait.broker.steps import Steps
-from plait.client import ordered_consumer
-from plait.client.leases import Wanted
-from plait.client.ordered_buffer import OrderedBuffer
-from plait.client.ordered_delivered import OrderedDelivered
-from plait.client.ordered_pull import OrderedPullClient
-from plait.client.queue import PartitionQueue
-from plait.client.rights import Rights, no_lps
-from plait.frame.lp import lp_set
+from plait.broker.groups.lease_grants import LeaseGrants
+from plait.broker.groups.locks import Locks
+from plait.broker.groups.ordered_group import OrderedGroup
+from plait.broker.groups.shared_group import AttachedConsumer
+from plait.broker.partitions.partition import Partition
+from plait.broker.schedule.forwards import Forwards
+from plait.client.consume.ordered import ordered_consumer
+from plait.client.consume.ordered.lock_rights import LockRights, no_lps
+from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered
+from plait.client.consume.ordered.ordered_pull import OrderedPullClient
+from plait.client.consume.ordered.wanted_locks import WantedLocks
+from plait.client.send.partition_queue import PartitionQueue
 from plait.limits import LOGICAL_PARTITIONS
-from plait.meta import allocating, allocation
+from plait.meta.members import allocation
+from plait.meta.members import allocator as allocating
+from plait.model.logical_partitions import lp_set
+from plait.model.lp_numbers import LpNumbers
+from plait.storage.cursor import Cursor, CursorState
 from plait.storage.ranges import Ranges
-from plait.storage.strand import Strand, StrandState
 
 Patch = pytest.MonkeyPatch
 Defect = Callable[[Patch], None]
@@ -61,8 +62,8 @@ def report_drained_too_early(patch: Patch) -> None:
 def ask_the_newest_span_first(patch: Patch) -> None:
     """R4: consumers go where the rows are sent now, whatever is left where they were before."""
 
-    def naive(route: Any, mine: Any, _: Any) -> list[Wanted]:
-        chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
+    def naive(route: Any, mine: Any, _: Any) -> list[WantedLocks]:
+        chosen = [WantedLocks(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
         for first, end, spans in route.histories:
             chosen[spans[-1].partition].lps[first:end] |= mine[first:end]
         return chosen
@@ -73,8 +74,8 @@ def ask_the_newest_span_first(patch: Patch) -> None:
 def ask_all_spans_at_once(patch: Patch) -> None:
     """R4: all that a logical partition has is pulled at once, from wherever it is."""
 
-    def naive(route: Any, mine: Any, _: Any) -> list[Wanted]:
-        chosen = [Wanted(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
+    def naive(route: Any, mine: Any, _: Any) -> list[WantedLocks]:
+        chosen = [WantedLocks(no_lps(), np.zeros(LOGICAL_PARTITIONS, np.int64)) for _ in route.partitions]
         for first, end, spans in route.histories:
             for span in spans:
                 chosen[span.partition].lps[first:end] |= mine[first:end]
@@ -137,8 +138,8 @@ def accept_a_lower_epoch(patch: Patch) -> None:
     def naive(self: Locks, consumer: int, epochs: Any) -> bool:
         changed = wants(self, consumer, epochs)
         asked = epochs > 0
-        self._top = Steps.of(np.where(asked, epochs, self._top.array()))
-        self._top_by = Steps.of(np.where(asked, consumer, self._top_by.array()))
+        self._top = LpNumbers.of(np.where(asked, epochs, self._top.array()))
+        self._top_by = LpNumbers.of(np.where(asked, consumer, self._top_by.array()))
         self._changed()
         return changed
 
@@ -153,13 +154,13 @@ def accept_a_lower_epoch(patch: Patch) -> None:
 
 def ignore_the_lease(patch: Patch) -> None:
     """R14: a consumer hands out what it has, however long ago the broker was heard."""
-    patch.setattr(Rights, "valid", lambda self: True)
+    patch.setattr(LockRights, "valid", lambda self: True)
 
 
 def keep_what_is_not_ours_any_more(patch: Patch) -> None:
     """What a consumer has got it handles, whoever has the lock by then."""
     patch.setattr(OrderedPullClient, "_drop_unstarted", lambda self, link, loop: None)
-    patch.setattr(Rights, "valid", lambda self: True)
+    patch.setattr(LockRights, "valid", lambda self: True)
     patch.setattr(OrderedBuffer, "take_back", lambda self, partition=None, lps=None: [])
     patch.setattr(OrderedDelivered, "may_begin", lambda self, rows: True)
 
@@ -174,7 +175,7 @@ def grant_right_after_a_start(patch: Patch) -> None:
 
     patch.setattr(Locks, "keep", naive)
     patch.setattr(OrderedGroup, "frozen_until", property(lambda self: 0.0, lambda self, _: None))
-    patch.setattr(Leases, "waits_for_floors", property(lambda self: False, lambda self, _: None), raising=False)
+    patch.setattr(LeaseGrants, "waits_for_floors", property(lambda self: False, lambda self, _: None), raising=False)
 
 
 # --- rows ---------------------------------------------------------------------------------------
@@ -184,7 +185,7 @@ def take_rows_of_a_lost_owner_for_done(patch: Patch) -> None:
     """What a lost consumer had in its hands is not handed out again."""
     offline = OrderedGroup.offline
 
-    def naive(self: OrderedGroup, consumer: Consumer, journal: Any, now: int) -> int:
+    def naive(self: OrderedGroup, consumer: AttachedConsumer, journal: Any, now: int) -> int:
         for strand in self._holding(consumer.id):
             strand.held = {}
         return offline(self, consumer, journal, now)
@@ -194,14 +195,14 @@ def take_rows_of_a_lost_owner_for_done(patch: Patch) -> None:
 
 def lose_returned_rows_when_a_strand_is_split(patch: Patch) -> None:
     """Rows that came back are forgotten when their logical partition changes hands."""
-    split = Strand.split
+    split = Cursor.split
 
-    def naive(self: Strand, number: int, lps: Any, key: int | None = None) -> Strand:
+    def naive(self: Cursor, number: int, lps: Any, key: int | None = None) -> Cursor:
         part = split(self, number, lps, key)
         part.returned = Ranges()
         return part
 
-    patch.setattr(Strand, "split", naive)
+    patch.setattr(Cursor, "split", naive)
 
 
 def let_a_failed_row_be_overtaken(patch: Patch) -> None:
@@ -216,23 +217,25 @@ def hand_out_a_key_twice_at_a_time(patch: Patch) -> None:
 
 def forget_rows_in_hands_at_a_checkpoint(patch: Patch) -> None:
     """What is in hands when a checkpoint is made counts as done by who starts from it."""
-    dump = Strand.dump
+    dump = Cursor.dump
 
-    def naive(self: Strand) -> StrandState:
+    def naive(self: Cursor) -> CursorState:
         held, self.held = self.held, {}
         try:
             return dump(self)
         finally:
             self.held = held
 
-    patch.setattr(Strand, "dump", naive)
+    patch.setattr(Cursor, "dump", naive)
 
 
 def settle_rows_of_other_tags(patch: Patch) -> None:
     """An ack settles all that its consumer has between two rows, whatever it was handed out with."""
     ack = OrderedGroup.ack
 
-    def naive(self: OrderedGroup, consumer: Consumer, ranges: list[Any], journal: Any, tags: Sequence[int] = ()) -> int:
+    def naive(
+        self: OrderedGroup, consumer: AttachedConsumer, ranges: list[Any], journal: Any, tags: Sequence[int] = ()
+    ) -> int:
         held = {*tags, *(each for strand in self.strands for each in strand.held)}
         return sum(ack(self, consumer, ranges, journal, [tag] * len(ranges)) for tag in sorted(held))
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 import plait
 from plait.errors import PlaitError
-from plait.frame.lp import lp_of_key
+from plait.model.logical_partitions import lp_of_key
 from plait.testing.history import Handling, History
 from plait.testing.sim import Main, Process, Simulation
 

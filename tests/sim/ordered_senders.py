@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import plait
 from plait.errors import FlowControl, PlaitError
-from plait.testing.history import Handling, History, Send
+from plait.testing.history import Handling, History, RecordedSend
 from plait.testing.sim import Process, Simulation
 from tests.sim.delayed_sends import DelayedSends
 
@@ -88,7 +88,7 @@ class Senders:
                 process.spawn(self._sent(client, ticket, number, record, draw))
 
     async def _sent(
-        self, client: plait.Client, ticket: plait.Ticket, number: int, record: Send, draw: random.Random
+        self, client: plait.Client, ticket: plait.Ticket, number: int, record: RecordedSend, draw: random.Random
     ) -> None:
         try:
             receipt = await ticket

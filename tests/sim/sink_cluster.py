@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 import plait
-from plait.client.committing import abort, commit
-from plait.client.rows import hash_keys
-from plait.client.staging import Staged, StagedRows, StageWriter
+from plait.client.send.open_rows import hash_keys
+from plait.client.staged.batch_commit import abort, commit
+from plait.client.staged.stage_writer import Staged, StagedRows, StageWriter
 from plait.errors import PlaitError
 from plait.frame.columns import Column
-from plait.frame.lp import lp_of_key
 from plait.frame.view import frames_in
+from plait.model.logical_partitions import lp_of_key
 from plait.testing.sim import Fault, Faults, Process
 from tests.sim.ordered_cluster import (
     ADDRESSES,
@@ -113,7 +113,7 @@ class SinkCluster(OrderedCluster):
         """Nothing is excused here."""
 
     def _run(self) -> list[Any]:
-        from plait.testing.embedded import empty_database
+        from plait.testing.embedded_broker import empty_database
         from plait.testing.sim import play
 
         sim = self.simulation

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from plait.meta.age import Age
+from plait.meta.cluster_age import ClusterAge
 
 
 def forget_decisions_by_the_wall_clock(patch: pytest.MonkeyPatch) -> None:
     """How old a decision is, is read from the meta server's wall clock."""
-    patch.setattr(Age, "advance", lambda age, connection: age._clock.now() // 1_000_000)
+    patch.setattr(ClusterAge, "advance", lambda age, connection: age._clock.now() // 1_000_000)

@@ -10,8 +10,8 @@ import pytest
 import plait
 from plait.broker import BrokerConfig
 from plait.limits import MIB
-from plait.testing.disk import SimulatedDisk
 from plait.testing.sim import Simulation
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.sim.cluster import ADDRESS, serve
 
 CAPACITY = 24 * MIB

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from plait.limits import ServerLimits
-from plait.meta.database import file_url
+from plait.meta.database.connection import file_url
 from plait.server import Server
-from plait.testing.embedded import empty_database
+from plait.testing.embedded_broker import empty_database
 from plait.testing.sim import Process, Simulation
 from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from plait.broker.group import Group
-from plait.storage.producers import ProducerTable, Verdict
-from plait.testing.disk import SimulatedDisk
+from plait.broker.groups.shared_group import Group
+from plait.storage.producers import FrameVerdict, ProducerTable
 from plait.testing.sim import Fault
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.sim import cluster_defects as defects
 from tests.sim.cluster import Cluster
 
@@ -31,9 +31,9 @@ def found(script: list[Fault]) -> str:
 def test_resends_that_are_stored_twice_are_found(monkeypatch: pytest.MonkeyPatch):
     judge = ProducerTable.judge
 
-    def forgetful(self: ProducerTable, *arguments: int) -> Verdict:
+    def forgetful(self: ProducerTable, *arguments: int) -> FrameVerdict:
         verdict = judge(self, *arguments)
-        return Verdict.NEW if verdict is Verdict.DUPLICATE else verdict
+        return FrameVerdict.NEW if verdict is FrameVerdict.DUPLICATE else verdict
 
     monkeypatch.setattr(ProducerTable, "judge", forgetful)
     assert "stored_twice" in found(CRASHES)

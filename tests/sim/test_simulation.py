@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from plait import chance
-from plait.testing.disk import SimulatedCrash
 from plait.testing.sim import Process, SimLoop, Simulation, SimulationFailed
+from plait.testing.simulated_disk import SimulatedCrash
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

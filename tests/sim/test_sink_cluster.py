@@ -7,8 +7,8 @@ from __future__ import annotations
 import pytest
 
 import plait
-from plait.client import committing
-from plait.client.staging import Staged
+from plait.client.staged import batch_commit as committing
+from plait.client.staged.stage_writer import Staged
 from plait.testing.sim import Fault
 from tests.sim import sink_cluster
 from tests.sim.ordered_cluster import STRICT, Change

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 
 import plait
-from plait.broker.ordered import OrderedGroup
+from plait.broker.groups.ordered_group import OrderedGroup
 from plait.limits import MIB
-from plait.meta.database import file_url
+from plait.meta.database.connection import file_url
 from plait.server import Server
-from plait.testing.embedded import empty_database
+from plait.testing.embedded_broker import empty_database
 from plait.testing.sim import Process, Simulation
 from tests.sim.cluster import ADDRESS
 from tests.sim.ordered_cluster import CONFIG

@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from plait.broker import passed
-from plait.broker.forwards import Forwards
+from plait.broker.partitions import finished as passed
 from plait.broker.retention import Retention
-from plait.client import consumer as client_consumer
+from plait.broker.schedule.forwards import Forwards
+from plait.client.app.subscription import Subscription
 from plait.client.closing import Closing
-from plait.client.producer import Producer
-from plait.client.subscription import Subscription
+from plait.client.consume import consumer as client_consumer
+from plait.client.send.producer import Producer
 from plait.errors import CodecError
-from plait.storage.archived import Archived
+from plait.storage.archive_mark import ArchiveMark
 
 Patch = pytest.MonkeyPatch
 Defect = Callable[[Patch], None]
@@ -33,7 +33,7 @@ def deliver_behind_the_fence(patch: Patch) -> None:
 
 def delete_what_is_not_archived(patch: Patch) -> None:
     """Retention does not wait for archives."""
-    everything = Archived(1 << 62, 1 << 62, kept_offset=1 << 62)
+    everything = ArchiveMark(1 << 62, 1 << 62, kept_offset=1 << 62)
     patch.setattr(Retention, "_archived", lambda self: everything)
 
 

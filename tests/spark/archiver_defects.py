@@ -8,9 +8,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from plait.spark import commits
-from plait.spark.commits import Directory, Votes, conflict, look, manifest_name
-from plait.spark.manifest import Archive
+from plait.spark.archiving import manifest_votes as commits
+from plait.spark.archiving.manifest import Archive
+from plait.spark.archiving.manifest_votes import Directory, Votes, conflict, look, manifest_name
 from tests.spark.slow_archivers import Archivers
 
 Plant = Callable[[pytest.MonkeyPatch, Archivers], None]

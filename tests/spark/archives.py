@@ -10,24 +10,24 @@ import msgspec
 import pyarrow as pa
 
 from plait import chance
-from plait.broker.group import Consumer
-from plait.client.rows import hash_keys
+from plait.broker.groups.shared_group import AttachedConsumer
+from plait.client.send.open_rows import hash_keys
 from plait.errors import from_code
 from plait.frame.view import FrameView
-from plait.reason import Reason
-from plait.retry import Retry
-from plait.spark import archiving
-from plait.spark.archiving import ArchiveReport
-from plait.spark.columns import STORED_COLUMNS, record_batches
-from plait.spark.files import read_file
-from plait.spark.manifest import Archive, Manifest
-from plait.spark.tasks import Job, TaskFacts
-from plait.storage.chunks import Wanted, plan, read_chunk
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.archive_tasks import Job, TaskFacts
+from plait.spark.archiving.archiver import ArchiveReport
+from plait.spark.archiving.file_writer import read_file
+from plait.spark.archiving.manifest import Archive, ArchiveManifest
+from plait.spark.source.spark_columns import STORED_COLUMNS, record_batches
 from plait.storage.disk import RealDisk
-from plait.storage.kept import DIRECTORY as KEPT
-from plait.storage.kept import is_head, note_of
-from plait.storage.reader import LogReader, MappedLog, open_log
-from plait.storage.recovery import LogScan
+from plait.storage.logs.recovery import LogScan
+from plait.storage.logs.retained_log import DIRECTORY as KEPT
+from plait.storage.logs.retained_log import is_head, note_of
+from plait.storage.reading.log_chunks import WantedRows, plan, read_chunk
+from plait.storage.reading.log_reader import LogReader, MappedLog, open_log
 from tests.support.broker_node import Node, Producer
 
 SCHEMA = pa.schema([pa.field(name, column.type, column.nullable) for name, column in STORED_COLUMNS.items()])
@@ -60,11 +60,11 @@ class Filler:
                     self.node.ack(consumer, (start, end))
             self.node.clock.advance(seconds)
 
-    def failing(self, group: str = "failing", attempts: int = 1) -> Consumer:
+    def failing(self, group: str = "failing", attempts: int = 1) -> AttachedConsumer:
         """A consumer of "orders" whose messages die after so many attempts."""
         return self.node.attach("orders", group, f"{group}-worker", retry=Retry(attempts=attempts))
 
-    def fail(self, consumer: Consumer, reason: Reason, count: int = 1000) -> int:
+    def fail(self, consumer: AttachedConsumer, reason: Reason, count: int = 1000) -> int:
         """All that it is handed, or so many messages, fail; how many it were."""
         ranges = self.node.pull(consumer, count).ranges
         self.node.nack(consumer, *[(start, end) for start, end, _ in ranges], reason=reason)
@@ -109,7 +109,7 @@ def damage_frames(data: Path, *sequences: int) -> None:
 def log_rows(root: Path) -> list[dict[str, Any]]:
     """Every message of a data directory, as the log has it."""
     reader = open_log(str(root))
-    wanted = Wanted(prefixes=("",))
+    wanted = WantedRows(prefixes=("",))
     planned = plan(reader, wanted, expired=True)
     rows: list[dict[str, Any]] = []
     for chunk in planned.chunks:
@@ -118,7 +118,7 @@ def log_rows(root: Path) -> list[dict[str, Any]]:
     return sorted(rows, key=place)
 
 
-def commit_next(archive: Archive, **changes: Any) -> Manifest:
+def commit_next(archive: Archive, **changes: Any) -> ArchiveManifest:
     """Commit a manifest that differs from the newest one."""
     newest = archive.open()
     following = msgspec.structs.replace(
@@ -128,7 +128,7 @@ def commit_next(archive: Archive, **changes: Any) -> Manifest:
     return following
 
 
-def archived_rows(to: Path | str, manifest: Manifest | None = None) -> list[dict[str, Any]]:
+def archived_rows(to: Path | str, manifest: ArchiveManifest | None = None) -> list[dict[str, Any]]:
     """Every message of an archive, as its manifest has it."""
     archive = Archive.at(to)
     rows: list[dict[str, Any]] = []

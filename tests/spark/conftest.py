@@ -21,6 +21,6 @@ TEST_CONFIG = {
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[SparkSession]:
-    """A real local session, as ``plait.spark.session`` makes it."""
+    """A real local session, as ``plait.spark.runtime.session`` makes it."""
     with spark_session("local[2]", TEST_CONFIG) as session:
         yield session

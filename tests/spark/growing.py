@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import plait.sync
-from plait.testing.embedded import BlockingBroker
+from plait.testing.embedded_broker import BlockingBroker
 from tests.spark.archives import archive_here
 
 

@@ -14,9 +14,10 @@ import pytest
 import plait
 from plait.broker import BrokerConfig
 from plait.server import Server
-from plait.spark import archiving, files
-from plait.spark import history as history_module
-from plait.spark.history import History
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving import file_writer as files
+from plait.spark.history import lookup as history_module
+from plait.spark.history.lookup import History
 from plait.storage.disk import RealDisk
 from tests.spark.archives import archive_here, commit_next, run_here
 from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS

@@ -13,7 +13,7 @@ import sys
 from types import FrameType
 from typing import Any
 
-from plait.spark import archiving
+from plait.spark.archiving import archiver as archiving
 from tests.spark.archives import run_here
 
 #: Where steps are counted.
@@ -38,7 +38,7 @@ class Steps:
 def main(data: str, to: str, last: str, how: str = "") -> None:
     spark: Any = object()
     if how == "spark":
-        from plait.spark import session
+        from plait.spark.runtime import session
 
         # What is of interest is what comes after the start.
         spark = session("plait-killed", master="local[2]", config={"spark.driver.extraJavaOptions": "-XX:+UseSerialGC"})

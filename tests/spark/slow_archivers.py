@@ -26,14 +26,14 @@ from pyarrow import fs
 from plait import chance
 from plait.clock import ManualClock
 from plait.errors import ArchiveConflict, ArchiveError
-from plait.spark import archiving
-from plait.spark.archiving import Archiver
-from plait.spark.compaction import compaction_tasks
-from plait.spark.files import FileWriter
-from plait.spark.intake import Round
-from plait.spark.manifest import Archive, ArchivedFile, Manifest
-from plait.spark.tasks import CompactTask, TaskFacts
-from plait.storage.archived import Archived
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.archive_tasks import CompactTask, TaskFacts
+from plait.spark.archiving.archiver import Archiver
+from plait.spark.archiving.compaction import compaction_tasks
+from plait.spark.archiving.file_writer import FileWriter
+from plait.spark.archiving.intake import Round
+from plait.spark.archiving.manifest import Archive, ArchivedFile, ArchiveManifest
+from plait.storage.archive_mark import ArchiveMark
 from tests.spark.archives import run_here
 
 #: Operations of the store while archivers are started; some ten to forty commits.
@@ -226,8 +226,8 @@ class Judge:
         #: The first thing that did not hold: an archiver may swallow its error.
         self.broken: Broken | None = None
         #: Number → (writer, manifest) as they were committed.
-        self.history: dict[int, tuple[str, Manifest]] = {}
-        self.newest = Manifest()
+        self.history: dict[int, tuple[str, ArchiveManifest]] = {}
+        self.newest = ArchiveManifest()
         self.reported = 0
 
     def fail(self, text: str) -> Broken:
@@ -245,7 +245,7 @@ class Judge:
                 raise self.fail(f"manifest {number} was {self.history[number][0]}'s, and is {writer}'s now")
             return
         manifest = msgspec.json.decode(
-            bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["manifest"]), type=Manifest
+            bytes(msgspec.json.decode(raw, type=dict[str, msgspec.Raw])["manifest"]), type=ArchiveManifest
         )
         if (manifest.number, manifest.previous) != (self.newest.number + 1, self.newest.writer):
             raise self.fail(f"manifest {number} of {writer} does not follow on {self.newest.number}")
@@ -358,7 +358,7 @@ class Archivers:
 
         return Intake
 
-    def _report(self, disk: object, archived: Archived) -> None:
+    def _report(self, disk: object, archived: ArchiveMark) -> None:
         self.turns.step()
         self.judge.report(archived.message_offset)
 

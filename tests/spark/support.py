@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 
-from plait.spark.source import PlaitDataSource, PlaitReader
-from plait.spark.stream import Offset, PlaitStreamReader
+from plait.spark.source.data_source import PlaitDataSource, PlaitReader
+from plait.spark.source.stream_reader import Offset, PlaitStreamReader
 
 
 def batch_reader(**options: Any) -> PlaitReader:

@@ -14,12 +14,12 @@ from plait.errors import FrameError
 from plait.frame.builder import build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
-from plait.spark.actions import ACTION_SCHEMA, Names, action_batches
-from plait.storage.action_log import EVENT, Action, ActionBuffer, ConsumerDefinition, GroupDefinition
-from plait.storage.action_reader import open_actions, read_actions
+from plait.spark.archiving.action_table import ACTION_SCHEMA, Names, action_batches
 from plait.storage.catalog import PartitionRow
 from plait.storage.disk import RealDisk
-from plait.storage.reader import open_log
+from plait.storage.logs.action_log import EVENT, Action, ActionBuffer, ConsumerDefinition, GroupDefinition
+from plait.storage.reading.action_reader import open_actions, read_actions
+from plait.storage.reading.log_reader import open_log
 from tests.support.broker_node import Node
 
 NAMES = {7: PartitionRow(7, "orders", "orders", 0), 8: PartitionRow(8, "orders", "orders#delayed", 0, kind="schedule")}

@@ -17,16 +17,18 @@ from pyarrow import fs
 
 import plait
 from plait.broker import BrokerConfig
-from plait.client.rows import hash_keys
+from plait.client.send.open_rows import hash_keys
 from plait.errors import ArchiveConflict, ArchiveError, DamageError, DataDirError, InvalidArgument, SubjectNotFound
 from plait.server import Server
-from plait.server.standing import database_in
-from plait.spark import archiving, intake, tasks
-from plait.spark.archiving import Archiver
-from plait.spark.files import MESSAGE_SCHEMA, read_batches, read_file
-from plait.spark.manifest import Archive, Manifest
-from plait.spark.views import moved
-from plait.storage.archived import read_archived
+from plait.server.cluster.cluster_role import database_in
+from plait.spark.archiving import archive_tasks as tasks
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving import intake
+from plait.spark.archiving.archiver import Archiver
+from plait.spark.archiving.array_views import moved
+from plait.spark.archiving.file_writer import MESSAGE_SCHEMA, read_batches, read_file
+from plait.spark.archiving.manifest import Archive, ArchiveManifest
+from plait.storage.archive_mark import read_archived
 from plait.storage.disk import RealDisk
 from tests.spark.archives import (
     Filler,
@@ -230,7 +232,7 @@ def test_damage_fails_the_run_and_nothing_is_committed(here: None, data: Path, t
     offset = damage(path)
     with pytest.raises(DamageError, match=rf"{path.name} is damaged.*at offset {offset}.*plait doctor.*--skip-damage"):
         archive_here(data, to, now=True)
-    assert Archive.at(to).load() == Manifest()
+    assert Archive.at(to).load() == ArchiveManifest()
     report = archive_here(data, to, now=True, skip_damage=True)
     assert (report.messages, report.left_out) == (243, 1)
     (source,) = Archive.at(to).open().sources.values()
@@ -318,14 +320,14 @@ def test_a_file_that_does_not_read_back_is_not_committed(
         for batch in read_batches(archive, relative):
             yield from spoil(batch) if "body" in batch.schema.names else [batch]
 
-    monkeypatch.setattr("plait.spark.files.read_batches", other)
+    monkeypatch.setattr("plait.spark.archiving.file_writer.read_batches", other)
     with pytest.raises(ArchiveError, match=r"does not read back as it was written.*nothing was committed"):
         archive_here(data, to, now=True)
-    assert Archive.at(to).load() == Manifest()
+    assert Archive.at(to).load() == ArchiveManifest()
 
 
 def test_rows_that_a_sort_loses_are_noticed(here: None, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("plait.spark.arranging.moved", lambda rows, order: moved(rows, order).slice(1))
+    monkeypatch.setattr("plait.spark.archiving.row_order.moved", lambda rows, order: moved(rows, order).slice(1))
     with pytest.raises(ArchiveError, match="sorted rows are not those that were read"):
         archive_here(data, tmp_path / "archive", now=True)
 
@@ -429,7 +431,7 @@ def test_an_archive_that_cannot_be_written_is_told_in_one_line(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("plait.spark.files.pq.write_table", full)
+    monkeypatch.setattr("plait.spark.archiving.file_writer.pq.write_table", full)
     with pytest.raises(ArchiveError, match=r"cannot be written: .*No space left.*nothing was committed"):
         archive_here(data, tmp_path / "archive", now=True)
 
@@ -498,7 +500,7 @@ def test_large_files_stay_as_they_are(here: None, data: Path, tmp_path: Path, mo
     to = tmp_path / "archive"
     for _ in range(2):
         archive_here(data, to, now=True)
-    monkeypatch.setattr("plait.spark.compaction.SMALL_SIZE_MAX", 1)
+    monkeypatch.setattr("plait.spark.archiving.compaction.SMALL_SIZE_MAX", 1)
     assert archive_here(None, to, compact=True).merged == 0
 
 

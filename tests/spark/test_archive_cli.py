@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from plait.cli import spark_archive
-from plait.cli.run import run
+from plait.cli.commands.spark import archive as spark_archive
+from plait.cli.entry import run
 from plait.errors import ArchiveConflict, ArchiveError
-from plait.reason import Reason
-from plait.spark import archiving
+from plait.model.reason import Reason
+from plait.spark.archiving import archiver as archiving
 from tests.spark.archives import Filler, archived_rows, log_rows, run_here
 
 Call = Callable[..., subprocess.CompletedProcess[str]]
@@ -25,7 +25,7 @@ Call = Callable[..., subprocess.CompletedProcess[str]]
 def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Call:
     """The command in this process, its tasks too."""
     monkeypatch.setattr(archiving, "run_job", run_here)
-    monkeypatch.setattr(sys.modules["plait.spark.session"], "session", lambda *_, **__: object())
+    monkeypatch.setattr(sys.modules["plait.spark.runtime.session"], "session", lambda *_, **__: object())
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         code = run(["spark", "archive", *arguments])

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.reason import Reason
-from plait.spark.manifest import Archive
-from plait.storage.archived import read_archived
+from plait.model.reason import Reason
+from plait.spark.archiving.manifest import Archive
+from plait.storage.archive_mark import read_archived
 from plait.storage.disk import RealDisk
 from tests.spark.archives import (
     Filler,

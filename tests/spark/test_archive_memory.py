@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.spark import archiving, columns, tasks
+from plait.spark.archiving import archive_tasks as tasks
+from plait.spark.archiving import archiver as archiving
+from plait.spark.source import spark_columns as columns
 from tests.spark.archives import archive_here, archived_rows, log_rows, run_here, three_days
 
 

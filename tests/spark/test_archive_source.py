@@ -14,9 +14,10 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from pyspark.sql.datasource import EqualTo, Filter, GreaterThan, GreaterThanOrEqual, LessThanOrEqual
 
-from plait.spark import archive_task, archiving
-from plait.spark.archive_task import ArchiveTask
-from plait.spark.manifest import Archive
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.manifest import Archive
+from plait.spark.inputs import archive_task
+from plait.spark.inputs.archive_task import ArchiveReadTask
 from tests.spark.archives import Filler, archive_here, run_here
 from tests.spark.support import Stream, batch_reader, rows_of
 
@@ -60,7 +61,7 @@ def read_and_files(to: Path, *filters: Filter) -> tuple[list[dict[str, Any]], li
     """The rows, and the files that were to be read for them."""
     reader = batch_reader(path=to, subject="*", minPartitions=1)
     reader.pushFilters(list(filters))
-    tasks: list[ArchiveTask] = [partition.value for partition in reader.partitions()]
+    tasks: list[ArchiveReadTask] = [partition.value for partition in reader.partitions()]
     return rows_of(reader), [part.file.path for task in tasks for part in task.parts]
 
 

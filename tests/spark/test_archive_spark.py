@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from plait.errors import ArchiveError, DamageError
-from plait.reason import Reason
-from plait.spark.archiving import archive
-from plait.spark.running import run_job
-from plait.spark.tasks import Job
+from plait.model.reason import Reason
+from plait.spark.archiving.archive_tasks import Job
+from plait.spark.archiving.archiver import archive
+from plait.spark.runtime.job_runner import run_job
 from tests.spark.archives import Filler, archived_deaths, archived_rows, damage, log_deaths, log_rows, three_days
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from pyspark.sql.streaming.datasource import ReadAllAvailable
 
-from plait.spark import archiving
-from plait.spark.manifest import Archive
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.manifest import Archive
 from tests.spark.archives import DAY, Filler, archive_here, files_below, run_here
 from tests.spark.growing import Growing
 from tests.spark.support import Stream, batch_reader

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import ArchiveError
-from plait.spark import archiving
-from plait.spark.arranging import arranged, log_order, lookup_order
-from plait.spark.columns import one_batch
-from plait.spark.files import MESSAGE_SCHEMA
-from plait.spark.views import is_moved, joined, moved, raw_size, viewed_batch
-from plait.storage.chunks import Wanted, plan, read_chunk
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.array_views import is_moved, joined, moved, raw_size, viewed_batch
+from plait.spark.archiving.file_writer import MESSAGE_SCHEMA
+from plait.spark.archiving.row_order import arranged, log_order, lookup_order
+from plait.spark.source.spark_columns import one_batch
 from plait.storage.disk import RealDisk
-from plait.storage.reader import open_log
+from plait.storage.reading.log_chunks import WantedRows, plan, read_chunk
+from plait.storage.reading.log_reader import open_log
 from tests.spark.archives import Filler, archive_here, archived_rows, log_rows, run_here
 
 LONG = b"too long to stand in its view: "
@@ -101,14 +101,14 @@ def test_rows_are_sorted_by_key_and_none_is_another():
 def test_whatever_sorting_does_to_a_row_is_noticed(
     spoil: Callable[[pa.RecordBatch], pa.RecordBatch], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("plait.spark.arranging.moved", lambda rows, order: spoil(moved(rows, order)))
+    monkeypatch.setattr("plait.spark.archiving.row_order.moved", lambda rows, order: spoil(moved(rows, order)))
     with pytest.raises(ArchiveError, match=r"sorted rows are not those that were read; nothing was committed"):
         arranged(ROWS, lookup_order(ROWS))
 
 
 def test_the_same_values_in_other_memory_are_the_same(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
-        "plait.spark.arranging.moved",
+        "plait.spark.archiving.row_order.moved",
         lambda rows, order: changed("body", [LONG + b"2", b"", LONG + b"0", b"short"])(moved(rows, order)),
     )
     assert arranged(ROWS, lookup_order(ROWS)).column("sequence").to_pylist() == [2, 3, 0, 1]
@@ -158,7 +158,7 @@ def test_bodies_of_large_frames_stay_where_they_are_until_they_are_written(
     filler = Filler(data)
     filler.rounds(4, size=20_000)
     filler.stop()
-    wanted = Wanted(prefixes=("",))
+    wanted = WantedRows(prefixes=("",))
     disk = RealDisk(data, read_only=True)
     chunks = plan(open_log(str(data)), wanted).chunks
     members = [member for chunk in chunks for member in read_chunk(disk, str(data), chunk, wanted)]

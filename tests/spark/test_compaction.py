@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from plait.limits import MIB
-from plait.spark.compaction import MERGED_SIZE_MAX, SMALL_SIZE_MAX, compaction_tasks
-from plait.spark.manifest import ArchivedFile, Life, Source
+from plait.spark.archiving.compaction import MERGED_SIZE_MAX, SMALL_SIZE_MAX, compaction_tasks
+from plait.spark.archiving.manifest import ArchivedFile, ArchivedSource, PartitionLife
 
 #: Nothing was ever made anew.
-SOURCES: dict[str, Source] = {}
+SOURCES: dict[str, ArchivedSource] = {}
 
 
 def file(start: int, raw_size: int, **fields: Any) -> ArchivedFile:
@@ -46,8 +46,10 @@ def test_merges_are_of_one_source_kind_subject_and_day():
 
 
 def test_no_merge_has_rows_of_two_lives_of_a_partition():
-    lives = [Life(number=number, offset=offset, ranges=[(0, 9)], epochs=[]) for number, offset in ((1, 0), (2, 300))]
-    source = Source(group="g1", lives={"orders@g1": lives, "refunds@g1": lives[:1]})
+    lives = [
+        PartitionLife(number=number, offset=offset, ranges=[(0, 9)], epochs=[]) for number, offset in ((1, 0), (2, 300))
+    ]
+    source = ArchivedSource(group="g1", lives={"orders@g1": lives, "refunds@g1": lives[:1]})
     files = [file(start, 1, partitions={"orders@g1": (0, 9)}) for start in range(0, 600, 100)]
     others = [file(start, 1, subject="refunds", partitions={"refunds@g1": (0, 9)}) for start in range(0, 600, 100)]
     tasks = compaction_tasks([*files, *others], {"g1-1": source})

@@ -9,25 +9,25 @@ import msgspec
 import numpy as np
 import pytest
 
-from plait.broker.dead_letters import Choice
+from plait.broker.groups.dead_letters import Choice
 from plait.errors import ArchiveError, DamageError, FrameError
 from plait.frame.builder import build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.slicing import keep_mask
 from plait.frame.view import FrameView
-from plait.reason import Reason
-from plait.spark import archiving
-from plait.spark.actions import Names
-from plait.spark.deaths import DEATH_SCHEMA, death_table
-from plait.spark.files import FileWriter, read_file
-from plait.spark.manifest import Archive, Settings, Source
-from plait.spark.views import joined
-from plait.storage.archived import read_archived
+from plait.model.reason import Reason
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.action_table import Names
+from plait.spark.archiving.array_views import joined
+from plait.spark.archiving.death_table import DEATH_SCHEMA, death_table
+from plait.spark.archiving.file_writer import FileWriter, read_file
+from plait.spark.archiving.manifest import Archive, ArchivedSettings, ArchivedSource
+from plait.storage.archive_mark import read_archived
 from plait.storage.catalog import PartitionRow
-from plait.storage.chunks import Wanted
 from plait.storage.disk import RealDisk, RealFile
-from plait.storage.kept import Death, Note, kept_frames
-from plait.storage.kept_reader import open_kept
+from plait.storage.logs.retained_log import DeathRecord, Note, kept_frames
+from plait.storage.reading.log_chunks import WantedRows
+from plait.storage.reading.retained_reader import open_kept
 from tests.spark.archives import (
     DAY,
     Filler,
@@ -52,7 +52,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
-def source_of(to: Path) -> Source:
+def source_of(to: Path) -> ArchivedSource:
     (source,) = Archive.at(to).open().sources.values()
     return source
 
@@ -195,14 +195,14 @@ def test_a_note_that_does_not_decode_is_damage():
     original.stamp_with(pack_stamp(7, 0, 1, 0, 1))
     frame = FrameView(original.tobytes())
     everything = np.ones(1, bool)
-    ((parts, _),) = kept_frames(frame, everything, Note(3, Death(1, 2, 3, WRONG)))
+    ((parts, _),) = kept_frames(frame, everything, Note(3, DeathRecord(1, 2, 3, WRONG)))
     broken = keep_mask(frame, everything, b"\xc1")
     names = Names({7: PartitionRow(7, "orders", "orders", 0)}, "g1")
-    table = death_table([(40, FrameView(parts.tobytes()))], names, Wanted(prefixes=("",)))
+    table = death_table([(40, FrameView(parts.tobytes()))], names, WantedRows(prefixes=("",)))
     (row,) = table.to_pylist()
     assert (row["consumer_group"], row["group_number"], row["partition"]) == (None, 3, "orders@g1")
     with pytest.raises(FrameError, match="the note of a kept frame does not decode"):
-        death_table([(40, FrameView(broken.tobytes()))], names, Wanted(prefixes=("",)))
+        death_table([(40, FrameView(broken.tobytes()))], names, WantedRows(prefixes=("",)))
 
 
 def test_what_retention_took_of_the_kept_log_before_it_was_archived_is_noted(tmp_path: Path):
@@ -310,7 +310,7 @@ def test_an_archive_that_knows_nothing_of_deaths_is_gone_on_with(tmp_path: Path)
     assert Archive.at(to).open().version == 2
     row = filler.node.partition("orders").row
     settings = source_of(to).settings["orders@g1"]
-    assert settings == Settings(created=row.created, number=row.id, subject="orders", next=settings.next)
+    assert settings == ArchivedSettings(created=row.created, number=row.id, subject="orders", next=settings.next)
 
 
 def test_deaths_that_an_earlier_plait_archived_are_merged_with_later_ones(tmp_path: Path):

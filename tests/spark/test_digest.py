@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.spark.digest import Digest, bounds
-from plait.spark.files import MESSAGE_SCHEMA
+from plait.spark.archiving.digest import Digest, bounds
+from plait.spark.archiving.file_writer import MESSAGE_SCHEMA
 
 ROW: dict[str, Any] = {
     "partition": "a@g1",

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from plait.client.encoding import decode_headers, decode_tags, encode_headers, encode_tags
-from plait.client.staging import StagedRows
+from plait.client.send.encoding import decode_headers, decode_tags, encode_headers, encode_tags
+from plait.client.staged.stage_writer import StagedRows
 from plait.errors import InvalidArgument, InvalidName, TooLarge
-from plait.frame.lp import NO_KEY_HASH
-from plait.spark import encode as encoding
-from plait.spark.encode import check_columns, encode
+from plait.model.logical_partitions import NO_KEY_HASH
+from plait.spark.sink import frame_columns as encoding
+from plait.spark.sink.frame_columns import check_columns, encode
 
 NOW = 1_700_000_000_000_000
 MAP = pa.map_(pa.string(), pa.string())

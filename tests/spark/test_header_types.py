@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.client.encoding import UNREADABLE, decode_headers, encode_headers, read_headers
-from plait.client.rows import hash_keys
-from plait.spark import archiving
-from plait.spark.columns import header_maps
-from plait.spark.header_types import encoded_of, letters_of
-from plait.spark.history import History
-from plait.spark.live import ENCODED
+from plait.client.send.encoding import UNREADABLE, decode_headers, encode_headers, read_headers
+from plait.client.send.open_rows import hash_keys
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.header_types import encoded_of, letters_of
+from plait.spark.history.live_part import ENCODED
+from plait.spark.history.lookup import History
+from plait.spark.source.spark_columns import header_maps
 from plait.storage.disk import RealDisk
 from tests.spark.archives import archive_here, archived_rows, log_rows, run_here
 from tests.support.broker_node import Node, Producer

@@ -13,15 +13,15 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from plait.client.regroup import restamp
-from plait.client.rows import hash_keys
+from plait.client.send.open_rows import hash_keys
+from plait.client.send.regroup import restamp
 from plait.errors import ArchiveError, DataDirError, InvalidArgument, SubjectNotFound
-from plait.spark import history as history_module
-from plait.spark import ordering as ordering_module
-from plait.spark.history import History, Piece
-from plait.spark.live import SCHEMA
-from plait.storage.chunks import Wanted, plan
-from plait.storage.reader import open_log
+from plait.spark.history import lookup as history_module
+from plait.spark.history import storage_order as ordering_module
+from plait.spark.history.live_part import SCHEMA
+from plait.spark.history.lookup import History, Piece
+from plait.storage.reading.log_chunks import WantedRows, plan
+from plait.storage.reading.log_reader import open_log
 from tests.spark.archives import Filler, three_days
 from tests.spark.histories import archive, copy_segments, replaced_once, sent, serving, thirty_messages
 
@@ -369,7 +369,7 @@ def test_what_retention_has_expired_is_found_while_its_file_is_there(tmp_path: P
     filler.node.retention.run()
     filler.node.checkpoint()
     filler.stop()
-    expired = plan(open_log(str(data)), Wanted(frozenset(["orders"]))).chunks
+    expired = plan(open_log(str(data)), WantedRows(frozenset(["orders"]))).chunks
     assert expired == []
     assert History(place, data=data).find("orders")["sequence"].to_pylist() == list(range(12))
 
@@ -473,7 +473,7 @@ async def test_what_retention_took_before_it_was_archived_is_said(
 def test_a_lookup_in_an_archive_brings_neither_spark_nor_pandas_in(both: tuple[Path, Path]):
     """Either takes longer to start than a lookup may take, and with it Java or not."""
     program = (
-        "import sys; from plait.spark.history import History; "
+        "import sys; from plait.spark.history.lookup import History; "
         f"rows = History({str(both[1])!r}).find('orders', key='order-1', since='-1h'); "
         "assert rows.num_rows == 6; sys.exit('pyspark' in sys.modules or 'pandas' in sys.modules)"
     )

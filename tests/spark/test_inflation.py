@@ -7,8 +7,8 @@ import pyarrow as pa
 from plait.frame.builder import build_frame
 from plait.frame.view import FrameView
 from plait.limits import MIB
-from plait.spark.columns import BATCH_SIZE, COLUMNS, record_batches
-from plait.storage.chunks import ChunkPartition
+from plait.spark.source.spark_columns import BATCH_SIZE, COLUMNS, record_batches
+from plait.storage.reading.log_chunks import ChunkPartition
 
 
 def test_a_batch_has_no_more_than_its_bytes_inflated():

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from plait.errors import DataDirError, Expired
-from plait.spark import archiving, intake
-from plait.spark.manifest import Archive, Gap, Manifest, Source
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving import intake
+from plait.spark.archiving.manifest import Archive, ArchivedGap, ArchivedSource, ArchiveManifest
 from plait.storage.disk import RealDisk, RealFile
 from tests.spark.archives import Filler, archive_here, archived_events, archived_rows, log_rows, run_here
 from tests.support.broker_node import Node, Producer
@@ -22,7 +23,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archiving, "run_job", run_here)
 
 
-def source_of(to: Path) -> Source:
+def source_of(to: Path) -> ArchivedSource:
     (source,) = Archive.at(to).open().sources.values()
     return source
 
@@ -63,10 +64,10 @@ def test_gaps_behind_what_retention_took_are_noted_as_expired_in_whichever_run_t
     assert [each.reason for each in source.left_out if each.log == "message"] == [
         "retention removed it before it was archived"
     ]
-    assert source.gaps == [Gap("orders@g1", 30, 120, expired=True, number=1)]
+    assert source.gaps == [ArchivedGap("orders@g1", 30, 120, expired=True, number=1)]
     filler.rounds(1, ("rare",))
     archive_here(data, to, now=True)
-    assert source_of(to).gaps[1:] == [Gap("rare@g1", 30, 120, expired=True, number=2)]
+    assert source_of(to).gaps[1:] == [ArchivedGap("rare@g1", 30, 120, expired=True, number=2)]
     assert source_of(to).overtaken == []
     filler.stop()
 
@@ -120,10 +121,10 @@ def test_damage_and_what_is_lost_are_noted_with_the_round_that_they_are_in(
     path = sorted((data / "message").iterdir())[-3]
     break_frame(path)
     monkeypatch.setattr(intake.Intake.rounds, "__kwdefaults__", {"round_size": 1})
-    committed: list[Source] = []
+    committed: list[ArchivedSource] = []
     commit = Archive.commit
 
-    def watched(self: Archive, manifest: Manifest) -> None:
+    def watched(self: Archive, manifest: ArchiveManifest) -> None:
         committed.extend(manifest.sources.values())
         commit(self, manifest)
 
@@ -150,7 +151,7 @@ def test_how_far_a_checkpoint_saw_the_log_come_is_noted_with_the_round_that_come
     committed: list[tuple[int, int]] = []
     commit = Archive.commit
 
-    def watched(self: Archive, manifest: Manifest) -> None:
+    def watched(self: Archive, manifest: ArchiveManifest) -> None:
         (source,) = manifest.sources.values()
         committed.append((source.settings["orders@g1"].next, source.sequences["orders@g1"]))
         commit(self, manifest)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
-from plait.spark.java import Java, SparkUnavailable, find_java
+from plait.spark.runtime.java import Java, SparkUnavailable, find_java
 from tests.support.require import require_package
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 import plait
-from plait.client.cursor import Cursor
+from plait.client.read.read_position import ReadPosition
 from plait.errors import SubjectNotFound, Unavailable
 from plait.frame.view import FrameView
-from plait.spark import live_server
-from plait.spark.history import History
-from plait.spark.selection import Selection
+from plait.spark.history import broker_part as live_server
+from plait.spark.history.lookup import History
+from plait.spark.history.selection import HistorySelection
 from tests.spark.histories import archive, sent, serving
 
 
@@ -75,9 +75,9 @@ async def test_what_came_after_the_question_is_not_waited_for(place: Path):
         assert len(await found(client, place)) == 11
 
 
-async def piece_of(client: plait.Client, end: int) -> live_server.ServerPiece:
+async def piece_of(client: plait.Client, end: int) -> live_server.BrokerPart:
     (partition,) = (await client._router.refresh("orders", create=False)).partitions
-    return live_server.ServerPiece(client._node._addresses[0], "orders", partition, 0, end, None)
+    return live_server.BrokerPart(client._node._addresses[0], "orders", partition, 0, end, None)
 
 
 async def test_messages_that_a_broker_lost_after_it_was_asked_are_warned_of(
@@ -86,21 +86,21 @@ async def test_messages_that_a_broker_lost_after_it_was_asked_are_warned_of(
     monkeypatch.setattr(live_server, "STALL_SECONDS", 0.0)
     async with serving(place.parent / "data") as client:
         piece = await piece_of(client, 13)
-        tables = await asyncio.to_thread(lambda: list(piece.read(Selection("orders"))))
+        tables = await asyncio.to_thread(lambda: list(piece.read(HistorySelection("orders"))))
         assert sum(rows.num_rows for rows in tables) == 10
     assert "orders@g1 ends at sequence 10: 10 to 12, which it had when it was asked, are lost" in caplog.text
 
 
 async def test_messages_that_are_there_and_do_not_come_are_an_error(place: Path, monkeypatch: pytest.MonkeyPatch):
-    async def nothing(self: Cursor, count: int, wait: float) -> list[FrameView]:
+    async def nothing(self: ReadPosition, count: int, wait: float) -> list[FrameView]:
         return []
 
     # As a broker answers that is busy with its output.
-    monkeypatch.setattr(Cursor, "read_frames", nothing)
+    monkeypatch.setattr(ReadPosition, "read_frames", nothing)
     async with serving(place.parent / "data") as client:
         piece = await piece_of(client, 10)
         with pytest.raises(Unavailable, match="messages up to sequence 9, and those from 0 on did not come"):
-            await asyncio.to_thread(lambda: list(piece.read(Selection("orders"))))
+            await asyncio.to_thread(lambda: list(piece.read(HistorySelection("orders"))))
 
 
 async def test_a_subject_that_nobody_knows_is_not_made(place: Path):

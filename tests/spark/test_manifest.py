@@ -9,19 +9,19 @@ import pytest
 from pyarrow import fs
 
 from plait.errors import ArchiveConflict, ArchiveError
-from plait.spark.commits import KEEP
-from plait.spark.manifest import (
+from plait.spark.archiving.manifest import (
     Archive,
     ArchivedFile,
-    Gap,
-    Life,
-    Manifest,
-    Source,
+    ArchivedGap,
+    ArchivedSource,
+    ArchiveManifest,
+    PartitionLife,
     day_directory,
     source_id,
     subject_directory,
     subject_of,
 )
+from plait.spark.archiving.manifest_votes import KEEP
 
 
 def file_of(subject: str, day: int = 1, kind: str = "messages") -> ArchivedFile:
@@ -53,21 +53,21 @@ def archive(request: pytest.FixtureRequest, tmp_path: Path) -> Archive:
     return Archive(fs.SubTreeFileSystem(str(tmp_path), fs.LocalFileSystem()), "archive", "other://archive")
 
 
-def chain(archive: Archive, count: int) -> Manifest:
+def chain(archive: Archive, count: int) -> ArchiveManifest:
     """So many commits, one after another; the last manifest."""
     manifest = archive.load()
     for number in range(manifest.number + 1, manifest.number + count + 1):
-        manifest = Manifest(number=number, writer=f"w{number}", previous=manifest.writer)
+        manifest = ArchiveManifest(number=number, writer=f"w{number}", previous=manifest.writer)
         archive.commit(manifest)
     return manifest
 
 
 def test_the_highest_number_is_the_truth_and_reads_back_as_written(archive: Archive):
-    assert archive.load() == Manifest()
-    life = Life(number=7, offset=2, ranges=[(0, 3), (4, 9)], epochs=[(0, 1), (5, 2)])
-    source = Source(group="g1", message_offset=10, gaps=[Gap("a@g1", 3, 4)], lives={"a@g1": [life]})
+    assert archive.load() == ArchiveManifest()
+    life = PartitionLife(number=7, offset=2, ranges=[(0, 3), (4, 9)], epochs=[(0, 1), (5, 2)])
+    source = ArchivedSource(group="g1", message_offset=10, gaps=[ArchivedGap("a@g1", 3, 4)], lives={"a@g1": [life]})
     assert source.sequences == {"a@g1": 9}
-    first = Manifest(number=1, time=5, writer="w", sources={"g1-1": source}, files=[file_of("a")])
+    first = ArchiveManifest(number=1, time=5, writer="w", sources={"g1-1": source}, files=[file_of("a")])
     archive.commit(first)
     assert archive.load() == archive.open() == first
     files = [file_of("a"), file_of("b")]
@@ -78,10 +78,10 @@ def test_the_highest_number_is_the_truth_and_reads_back_as_written(archive: Arch
 
 
 def test_a_number_is_committed_once(archive: Archive):
-    archive.commit(Manifest(number=1, writer="first"))
+    archive.commit(ArchiveManifest(number=1, writer="first"))
     before = archive.names()
     with pytest.raises(ArchiveConflict, match=r"another archiver.*newest manifest is 1.*nothing is lost"):
-        archive.commit(Manifest(number=1, writer="second"))
+        archive.commit(ArchiveManifest(number=1, writer="second"))
     assert archive.load().writer == "first"
     assert archive.names() == before
 
@@ -89,7 +89,7 @@ def test_a_number_is_committed_once(archive: Archive):
 @pytest.mark.parametrize("others", [1, KEEP, KEEP + 1, 3 * KEEP])
 def test_a_number_is_committed_once_however_late_the_second_comes(archive: Archive, others: int):
     before = chain(archive, 3)
-    late = Manifest(number=4, writer="late", previous=before.writer)
+    late = ArchiveManifest(number=4, writer="late", previous=before.writer)
     newest = chain(archive, others)
     with pytest.raises(ArchiveConflict, match=rf"newest manifest is {3 + others}, this run was to commit 4"):
         archive.commit(late)
@@ -100,7 +100,7 @@ def test_a_number_is_committed_once_however_late_the_second_comes(archive: Archi
 def test_an_archiver_that_ended_while_it_committed_blocks_no_other_one(archive: Archive):
     """Whether its manifest was chosen or not: the next one completes it, or takes its number."""
     before = chain(archive, 1)
-    chosen = Manifest(number=2, writer="ended", previous=before.writer)
+    chosen = ArchiveManifest(number=2, writer="ended", previous=before.writer)
     with pytest.MonkeyPatch.context() as patch:
         inner = archive.put
 
@@ -114,7 +114,7 @@ def test_an_archiver_that_ended_while_it_committed_blocks_no_other_one(archive: 
             archive.commit(chosen)
     assert archive.load() == before
     with pytest.raises(ArchiveConflict, match="newest manifest is 2"):
-        archive.commit(Manifest(number=2, writer="next", previous=before.writer))
+        archive.commit(ArchiveManifest(number=2, writer="next", previous=before.writer))
     assert archive.load() == chosen
     chain(archive, 1)
 
@@ -126,7 +126,7 @@ def test_an_archive_that_was_removed_and_made_again_is_not_gone_on_with(archive:
         archive.discard(name)
     chain(archive, 2)
     with pytest.raises(ArchiveConflict, match="this run was to commit 4"):
-        archive.commit(Manifest(number=4, writer="late", previous=before.writer))
+        archive.commit(ArchiveManifest(number=4, writer="late", previous=before.writer))
     assert archive.load().number == 2
 
 
@@ -155,8 +155,8 @@ def test_a_place_without_an_archive_is_said_to_be_none(tmp_path: Path):
 @pytest.mark.parametrize("damage", ["cut", "flipped", "nothing"])
 def test_a_damaged_manifest_is_an_error_and_no_older_one_takes_its_place(tmp_path: Path, damage: str):
     archive = Archive.at(tmp_path)
-    archive.commit(Manifest(number=1, writer="w1"))
-    archive.commit(Manifest(number=2, writer="w2", previous="w1", files=[file_of("orders")]))
+    archive.commit(ArchiveManifest(number=1, writer="w1"))
+    archive.commit(ArchiveManifest(number=2, writer="w2", previous="w1", files=[file_of("orders")]))
     path = tmp_path / "_plait" / "manifest-00000000000000000002-w2.json"
     data = path.read_bytes()
     path.write_bytes({"cut": data[:50], "flipped": data.replace(b"orders", b"0rders"), "nothing": b""}[damage])
@@ -166,14 +166,14 @@ def test_a_damaged_manifest_is_an_error_and_no_older_one_takes_its_place(tmp_pat
 
 def test_a_newer_format_is_refused(tmp_path: Path):
     archive = Archive.at(tmp_path)
-    archive.commit(Manifest(number=1, writer="w", version=9))
+    archive.commit(ArchiveManifest(number=1, writer="w", version=9))
     with pytest.raises(ArchiveError, match="format version 9, this Plait reads up to 2"):
         archive.load()
 
 
 def test_files_are_found_by_kind_subject_and_time():
     files = [file_of("a", 1), file_of("a", 2), file_of("b", 1), file_of("", 1, "actions")]
-    manifest = Manifest(number=1, files=files)
+    manifest = ArchiveManifest(number=1, files=files)
     assert manifest.find("messages", subjects=["a"]) == files[:2]
     assert manifest.find("messages", time_min=160) == [files[1]]
     assert manifest.find("messages", time_max=150) == [files[0], files[2]]

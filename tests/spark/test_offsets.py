@@ -13,19 +13,19 @@ import pytest
 
 import plait.sync
 from plait.client.arguments import to_datetime
-from plait.client.spans import PartitionSpan
+from plait.client.read.surveyor import PartitionSpan
 from plait.clock import ManualClock
 from plait.errors import DataLost, Expired, InvalidArgument
 from plait.storage.disk import RealDisk
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import BlockingBroker
+from plait.testing.embedded_broker import BlockingBroker
 from tests.support.broker_node import Node, Producer
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
-from plait.spark import log_place
-from plait.spark.offsets import Position, check_end, check_start, parse_bound
-from plait.spark.options import ReadOptions
+from plait.spark.inputs import log_input as log_place
+from plait.spark.source.offsets import PartitionOffset, check_end, check_start, parse_bound
+from plait.spark.source.read_options import ReadOptions
 from tests.spark.support import batch_reader, bodies, lose_tail, rows_of
 
 START = ManualClock().now()
@@ -171,23 +171,23 @@ SPAN = PartitionSpan("orders", "orders", 7, 10, 50, [(0, 1), (20, 2), (40, 5)], 
 @pytest.mark.parametrize(
     ("start", "expected", "lost"),
     [
-        (Position(10), 10, None),
-        (Position(50), 50, None),
-        (Position(50, 5, 7), 50, None),
-        (Position(40, 2, 7), 40, None),
-        (Position(10, 1, 7), 10, None),
-        (Position(3), 10, "sequences 3 to 9 are expired"),
-        (Position(60), 50, "sequences 50 to 59 are lost"),
-        (Position(60, 5), 50, "sequences 50 to 59 of epoch 5 are lost"),
-        (Position(60, 2), 40, "sequences 50 to 59 of epoch 2 are lost"),
-        (Position(45, 2), 40, "other messages from sequence 40 on"),
-        (Position(30, 1), 20, "other messages from sequence 20 on"),
-        (Position(30, 3), 40, "other messages from sequence 40 on"),
-        (Position(20, 2, 6), 10, "deleted and made anew"),
+        (PartitionOffset(10), 10, None),
+        (PartitionOffset(50), 50, None),
+        (PartitionOffset(50, 5, 7), 50, None),
+        (PartitionOffset(40, 2, 7), 40, None),
+        (PartitionOffset(10, 1, 7), 10, None),
+        (PartitionOffset(3), 10, "sequences 3 to 9 are expired"),
+        (PartitionOffset(60), 50, "sequences 50 to 59 are lost"),
+        (PartitionOffset(60, 5), 50, "sequences 50 to 59 of epoch 5 are lost"),
+        (PartitionOffset(60, 2), 40, "sequences 50 to 59 of epoch 2 are lost"),
+        (PartitionOffset(45, 2), 40, "other messages from sequence 40 on"),
+        (PartitionOffset(30, 1), 20, "other messages from sequence 20 on"),
+        (PartitionOffset(30, 3), 40, "other messages from sequence 40 on"),
+        (PartitionOffset(20, 2, 6), 10, "deleted and made anew"),
     ],
 )
 def test_a_start_that_leads_elsewhere_goes_on_with_the_first_message_not_seen(
-    start: Position, expected: int, lost: str | None
+    start: PartitionOffset, expected: int, lost: str | None
 ):
     sequence, loss = check_start(SPAN, start)
     assert sequence == expected
@@ -198,18 +198,18 @@ def test_a_start_that_leads_elsewhere_goes_on_with_the_first_message_not_seen(
 @pytest.mark.parametrize(
     ("end", "expected", "lost"),
     [
-        (Position(50, 5, 7), 50, False),
-        (Position(40, 2), 40, False),
-        (Position(51), 50, True),
-        (Position(60, 5), 50, True),
-        (Position(60, 2), 40, True),
-        (Position(60, 1), 20, True),
-        (Position(45, 2), 40, True),
-        (Position(30, 3), 30, True),
-        (Position(45, 5, 8), 10, True),
+        (PartitionOffset(50, 5, 7), 50, False),
+        (PartitionOffset(40, 2), 40, False),
+        (PartitionOffset(51), 50, True),
+        (PartitionOffset(60, 5), 50, True),
+        (PartitionOffset(60, 2), 40, True),
+        (PartitionOffset(60, 1), 20, True),
+        (PartitionOffset(45, 2), 40, True),
+        (PartitionOffset(30, 3), 30, True),
+        (PartitionOffset(45, 5, 8), 10, True),
     ],
 )
-def test_an_end_that_leads_elsewhere_is_known(end: Position, expected: int, lost: bool):
+def test_an_end_that_leads_elsewhere_is_known(end: PartitionOffset, expected: int, lost: bool):
     sequence, loss = check_end(SPAN, end)
     assert (sequence, loss is not None) == (expected, lost)
 
@@ -219,15 +219,15 @@ def test_an_end_that_leads_elsewhere_is_known(end: Position, expected: int, lost
     ("sequence", "epoch"), [(15, 1), (30, 1), (30, 2), (45, 1), (45, 2), (45, 5), (50, 5), (60, 1), (60, 2), (60, 5)]
 )
 def test_a_batch_ends_where_the_next_one_starts(sequence: int, epoch: int, number: int):
-    place = Position(sequence, epoch, number)
+    place = PartitionOffset(sequence, epoch, number)
     assert check_end(SPAN, place)[0] == check_start(SPAN, place)[0]
 
 
 def test_offsets_are_json_with_sorted_names():
-    position = Position.of(SPAN, 45)
+    position = PartitionOffset.of(SPAN, 45)
     assert json.dumps(position.to_json()) == '{"epoch": 5, "id": 7, "sequence": 45}'
-    assert Position.from_json("orders@g1", position.to_json()) == position
-    assert Position.of(SPAN, 10) == Position(10, 0, 7)
+    assert PartitionOffset.from_json("orders@g1", position.to_json()) == position
+    assert PartitionOffset.of(SPAN, 10) == PartitionOffset(10, 0, 7)
 
 
 def test_filters_and_offsets_narrow_each_other(timed: Timed):

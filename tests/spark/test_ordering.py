@@ -8,8 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from plait.spark import ordering as ordering_module
-from plait.spark.ordering import Ordering
+from plait.spark.history import storage_order as ordering_module
+from plait.spark.history.storage_order import Ordering
 
 Row = tuple[str, int, int]
 

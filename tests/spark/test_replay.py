@@ -14,15 +14,15 @@ import pytest
 
 import plait
 from plait.broker import BrokerConfig
-from plait.client import steady
+from plait.client.send import resumable_sender as steady
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, PlaitError, TooLarge
 from plait.limits import HEADERS_SIZE_MAX
 from plait.server import Server
-from plait.spark import replay as replay_module
-from plait.spark.history import History
-from plait.spark.replay import REPLAY, REPLAYED_FROM, KeyCount, Replay
-from plait.spark.replay_state import StateFile
+from plait.spark.history import replay as replay_module
+from plait.spark.history.lookup import History
+from plait.spark.history.replay import REPLAY, REPLAYED_FROM, KeyCount, Replay
+from plait.spark.history.replay_state import StateFile
 from plait.storage.disk import RealDisk
 from tests.spark.histories import archive, serving, thirty_messages
 from tests.support.broker_node import NO_WATERMARKS, SMALL_SEGMENTS

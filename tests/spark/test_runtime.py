@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.spark import runtime as runtime_module
-from plait.spark.java import Java, find_java
-from plait.spark.runtime import Runtime, cache_directory, runtime_for
+from plait.spark.runtime import session_files as runtime_module
+from plait.spark.runtime.java import Java, find_java
+from plait.spark.runtime.session_files import Runtime, cache_directory, runtime_for
 from tests.support.require import require_package
 
 INCUBATOR = "--add-modules=jdk.incubator.vector"

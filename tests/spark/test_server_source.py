@@ -12,16 +12,16 @@ import pytest
 import plait.sync
 from plait.errors import DamageError, DataLost, InvalidArgument, SubjectNotFound, Unavailable
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import BlockingBroker
+from plait.testing.embedded_broker import BlockingBroker
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
 from pyspark.errors import AnalysisException
 from pyspark.sql.datasource import EqualTo, GreaterThanOrEqual, LessThan
 
-from plait.client import scan as scan_module
-from plait.spark import server_place
-from plait.spark.server_place import ServerTask
+from plait.client.read import range_scan as scan_module
+from plait.spark.inputs import broker_input as server_place
+from plait.spark.inputs.broker_input import BrokerTask
 from tests.spark.support import batch_reader, bodies, rows_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def test_reads_and_tasks_are_cut_where_frames_end_and_every_row_is_read_once(
     reader = batch_reader(server=plait_broker.address, columns="sequence,body", minPartitions=4)
     partitions = pickle.loads(pickle.dumps(list(reader.partitions())))
     assert len(partitions) == 4
-    tasks: list[ServerTask] = [partition.value for partition in partitions]
+    tasks: list[BrokerTask] = [partition.value for partition in partitions]
     assert all(task.start % 10 == 0 for task in tasks)
     assert max(task.end - task.start for task in tasks) < 150
     rows = [row for p in partitions for b in pickle.loads(pickle.dumps(reader)).read(p) for row in b.to_pylist()]
@@ -158,7 +158,7 @@ def test_a_broker_that_restarts_in_the_middle_is_read_on(
     reader = batch_reader(server=plait_broker.address, columns="body", minPartitions=1)
     (partition,) = reader.partitions()
     batches = reader.read(partition)
-    task: ServerTask = partition.value
+    task: BrokerTask = partition.value
     frames = task.frames(reader.options, reader.wanted)
     read = [next(frames)]
     plait_broker.kill()
@@ -215,13 +215,13 @@ def test_a_subject_made_anew_since_the_planning_is_no_longer_what_was_planned(
 def test_a_rate_is_shared_by_all_tasks(plait_broker: BlockingBroker, client: Client, small_reads: None):
     send(client, 500)
     reader = batch_reader(server=plait_broker.address, bytesPerSecond=1_000_000, minPartitions=4)
-    tasks: list[ServerTask] = [partition.value for partition in reader.partitions()]
+    tasks: list[BrokerTask] = [partition.value for partition in reader.partitions()]
     assert sum(task.bytes_per_second or 0 for task in tasks) == pytest.approx(1_000_000)
     assert len(rows_of(reader)) == 500
 
 
 def test_a_pace_lets_so_many_bytes_through_in_any_time():
-    pace = scan_module.Pace(1000)
+    pace = scan_module.ByteRate(1000)
     now, waited = 50.0, []
     for _ in range(10):
         wait = pace.take(100, now)

@@ -16,8 +16,8 @@ import pytest
 
 import plait.spark
 from plait.errors import InvalidArgument
-from plait.spark.java import SparkUnavailable, find_java
-from plait.spark.session import _local_threads, find_runtime
+from plait.spark.runtime.java import SparkUnavailable, find_java
+from plait.spark.runtime.session import _local_threads, find_runtime
 from tests.spark.conftest import TEST_CONFIG
 from tests.support.require import require_package
 
@@ -31,7 +31,7 @@ import json, sys
 import plait.spark
 
 config = json.loads(sys.argv[1])
-spark = plait.spark.session("alone", master="local[2]", config=config)
+spark = plait.spark.runtime.session("alone", master="local[2]", config=config)
 same = spark.range(1000).mapInArrow(lambda batches: batches, "id bigint")
 java = spark._jvm.java.lang.System
 print(json.dumps({"sum": same.selectExpr("sum(id)").first()[0], "java": java.getProperty("java.home")}))
@@ -128,7 +128,7 @@ def test_a_second_call_gives_the_running_session_the_settings_that_can_change(sp
     before = spark.conf.get(key)
     changed = "false" if before == "true" else "true"
     try:
-        again = plait.spark.session(config={key: changed == "true"})
+        again = plait.spark.runtime.session(config={key: changed == "true"})
         assert again is spark
         assert spark.conf.get(key) == changed
     finally:
@@ -138,13 +138,13 @@ def test_a_second_call_gives_the_running_session_the_settings_that_can_change(sp
 @pytest.mark.parametrize("key", ["spark.buffer.size", "spark.sql.warehouse.dir"])
 def test_a_setting_that_cannot_change_any_more_is_refused(spark: SparkSession, key: str):
     with pytest.raises(InvalidArgument, match=rf"{key} is .* cannot become 7: stop\(\) that session first"):
-        plait.spark.session(config={key: 7})
+        plait.spark.runtime.session(config={key: 7})
 
 
 def test_another_master_than_the_running_session_s_is_refused(spark: SparkSession):
     with pytest.raises(InvalidArgument, match=r"spark\.master is local\[2\]"):
-        plait.spark.session(master="local[1]")
-    assert plait.spark.session(master="local[2]") is spark
+        plait.spark.runtime.session(master="local[1]")
+    assert plait.spark.runtime.session(master="local[2]") is spark
 
 
 def test_a_session_of_somebody_else_s_making_is_told_to_allow_filters(spark: SparkSession):
@@ -159,13 +159,13 @@ def test_a_session_of_somebody_else_s_making_is_told_to_allow_filters(spark: Spa
 def test_without_the_extra_the_error_says_how_to_get_it(package: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SparkUnavailable, match=rf'^{package} cannot be imported: pip install "plait\[spark\]"$'):
-        plait.spark.session()
+        plait.spark.runtime.session()
 
 
 def test_a_pyspark_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(require_package("pyspark", extra="spark"), "__version__", "4.1.2")
     with pytest.raises(SparkUnavailable, match=r"pyspark 4\.1\.2 is too old, Plait needs 4\.3 or newer"):
-        plait.spark.session()
+        plait.spark.runtime.session()
 
 
 @pytest.mark.parametrize(

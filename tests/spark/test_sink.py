@@ -132,7 +132,7 @@ def test_a_save_without_rows_is_a_save(spark: SparkSession, broker: BlockingBrok
 )
 def test_options_that_are_wrong_are_said_at_once(options: dict[str, str], text: str):
     pytest.importorskip("pyspark")
-    from plait.spark.sink import WriteOptions
+    from plait.spark.sink.writer import WriteOptions
 
     with pytest.raises(InvalidArgument, match=text):
         WriteOptions.parse(options, pa.schema({"body": pa.binary()}), overwrite=False)

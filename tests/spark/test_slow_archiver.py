@@ -10,10 +10,10 @@ import pytest
 from pyarrow import fs
 
 from plait.errors import ArchiveConflict
-from plait.spark import archiving
-from plait.spark.commits import KEEP
-from plait.spark.manifest import Archive
-from plait.storage.archived import read_archived
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.manifest import Archive
+from plait.spark.archiving.manifest_votes import KEEP
+from plait.storage.archive_mark import read_archived
 from plait.storage.disk import RealDisk
 from tests.spark.archives import Filler, archive_here, archived_rows, files_below, log_rows, run_here
 

@@ -20,12 +20,12 @@ from xxhash import xxh3_64_intdigest
 
 import plait
 from plait.broker import BrokerConfig
-from plait.client.rows import hash_keys
+from plait.client.send.open_rows import hash_keys
 from plait.client.types import MessageId
 from plait.errors import DamageError, DataDirError, FrameError, InvalidArgument, SubjectNotFound
 from plait.server import Server
-from plait.storage.chunks import Wanted
 from plait.storage.disk import RealDisk
+from plait.storage.reading.log_chunks import WantedRows
 from tests.support.broker_node import Node, Producer
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
@@ -47,10 +47,10 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
-from plait.spark import columns as columns_module
-from plait.spark.columns import COLUMNS
-from plait.spark.filters import narrow
-from plait.spark.source import PlaitDataSource, PlaitReader
+from plait.spark.source import spark_columns as columns_module
+from plait.spark.source.data_source import PlaitDataSource, PlaitReader
+from plait.spark.source.filters import narrow
+from plait.spark.source.spark_columns import COLUMNS
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -406,12 +406,12 @@ MICROS = 1_700_000_040_123_456
     ],
 )
 def test_a_filter_becomes_bounds_on_what_is_read(condition: Filter, expected: dict[str, Any]):
-    narrowed = narrow(Wanted(), condition, "g1")
-    assert narrowed == Wanted(**expected)
+    narrowed = narrow(WantedRows(), condition, "g1")
+    assert narrowed == WantedRows(**expected)
 
 
 def test_filters_narrow_each_other_and_never_widen():
-    wanted = Wanted()
+    wanted = WantedRows()
     for condition in (
         GreaterThan(("sequence",), 5),
         GreaterThan(("sequence",), 3),

@@ -15,7 +15,7 @@ import plait.sync
 from plait.clock import ManualClock
 from plait.errors import DataLost, InvalidArgument
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import BlockingBroker
+from plait.testing.embedded_broker import BlockingBroker
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from plait.spark.warmup import UNUSED_SECONDS_MAX, _remove_unused
+from plait.spark.runtime.warmup import UNUSED_SECONDS_MAX, _remove_unused
 
 PROGRAM = """
 import plait.spark
 archive = plait.spark.prepare()
 written = archive.stat()
 assert plait.spark.prepare() == archive and archive.stat() == written
-spark = plait.spark.session(master="local[2]")
+spark = plait.spark.runtime.session(master="local[2]")
 assert spark.range(10).count() == 10
 with open(f"/proc/{spark._jvm.java.lang.ProcessHandle.current().pid()}/maps") as maps:
     print(any(str(archive) in line for line in maps), sorted(path.name for path in archive.parent.iterdir()))

@@ -12,17 +12,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from plait.cli import spark_history
-from plait.cli.spark_selection import Where
+from plait.cli.commands.spark import history as spark_history
+from plait.cli.commands.spark.selection_options import Where
 from plait.errors import ArchiveError
-from plait.spark.history import History
-from plait.spark.live import SCHEMA
+from plait.spark.history.live_part import SCHEMA
+from plait.spark.history.lookup import History
 from tests.spark.histories import replaced_once, thirty_messages
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
-from plait.spark import wide
-from plait.spark.wide import dataframe, tables, write
+from plait.spark.history import spark_lookup as wide
+from plait.spark.history.spark_lookup import dataframe, tables, write
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("pyspark", reason="pip install 'plait[spark]'")
 
-from plait.spark.worker import prepare_worker
+from plait.spark.runtime.worker import prepare_worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +30,7 @@ def test_a_worker_spares_its_modules_from_garbage_collection(spark: SparkSession
     def frozen(_: Iterator[Any]) -> Iterator[pa.RecordBatch]:
         import gc as collector
 
-        from plait.spark.worker import prepare_worker as prepare
+        from plait.spark.runtime.worker import prepare_worker as prepare
 
         prepare()
         yield pa.RecordBatch.from_pydict({"count": [collector.get_freeze_count()]})
@@ -49,7 +49,7 @@ def worker(sock, authenticated):
     raise BrokenPipeError(32, "Broken pipe")
 
 sys.modules["__main__"].__spec__ = ModuleSpec("pyspark.daemon", None)
-from plait.spark.worker import prepare_worker
+from plait.spark.runtime.worker import prepare_worker
 prepare_worker()
 prepare_worker()
 worker(None, True)

@@ -9,9 +9,9 @@ from plait.frame.builder import FrameParts, build_frame
 from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
-from plait.storage.log import Log
-from plait.storage.recovery import LogScan, settle
-from plait.testing.disk import SimulatedDisk
+from plait.storage.logs.log import Log
+from plait.storage.logs.recovery import LogScan, settle
+from plait.testing.simulated_disk import SimulatedDisk
 
 DIRECTORY = "message"
 SEGMENT_SIZE = 4096

@@ -9,7 +9,7 @@ from plait.frame.builder import FrameParts
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
 from plait.limits import FRAME_SIZE_MAX
-from plait.storage.action_log import (
+from plait.storage.logs.action_log import (
     DEFINITIONS,
     EVENTS,
     EVENTS_MAX,

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from plait.errors import DamageError, DataDirError
-from plait.retry import Retry
-from plait.storage.action_log import EVENTS, presumed_kept
-from plait.storage.action_reader import ActionPart, ActionReader, open_actions, read_actions
+from plait.model.retry_policy import Retry
 from plait.storage.disk import RealDisk
-from plait.storage.kept_reader import open_kept
+from plait.storage.logs.action_log import EVENTS, presumed_kept
+from plait.storage.reading.action_reader import ActionPart, ActionReader, open_actions, read_actions
+from plait.storage.reading.retained_reader import open_kept
 from tests.support.broker_node import Node
 
 

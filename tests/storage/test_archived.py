@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from plait.storage.archived import PATH, Archived, read_archived, write_archived
-from plait.testing.disk import SimulatedDisk
+from plait.storage.archive_mark import PATH, ArchiveMark, read_archived, write_archived
+from plait.testing.simulated_disk import SimulatedDisk
 
 
 def test_a_note_reads_back_and_survives_the_machine():
     disk = SimulatedDisk()
-    assert read_archived(disk) == Archived()
-    write_archived(disk, Archived(100, 50, "/archive", 3))
-    assert read_archived(disk.after_crash(None, "none")) == Archived(100, 50, "/archive", 3)
+    assert read_archived(disk) == ArchiveMark()
+    write_archived(disk, ArchiveMark(100, 50, "/archive", 3))
+    assert read_archived(disk.after_crash(None, "none")) == ArchiveMark(100, 50, "/archive", 3)
 
 
 def test_offsets_never_go_back():
     disk = SimulatedDisk()
-    write_archived(disk, Archived(100, 50, "/a", 3, 20))
-    assert write_archived(disk, Archived(40, 60, "/b", 1, 10)) == Archived(100, 60, "/b", 1, 20)
-    assert read_archived(disk) == Archived(100, 60, "/b", 1, 20)
+    write_archived(disk, ArchiveMark(100, 50, "/a", 3, 20))
+    assert write_archived(disk, ArchiveMark(40, 60, "/b", 1, 10)) == ArchiveMark(100, 60, "/b", 1, 20)
+    assert read_archived(disk) == ArchiveMark(100, 60, "/b", 1, 20)
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"crc": 1, "archived": {"message_offset": 999}}'])
@@ -28,4 +28,4 @@ def test_a_note_that_cannot_be_believed_says_that_nothing_is_archived(damage: by
     file = disk.open(PATH, create=True)
     file.write([damage], 0)
     file.close()
-    assert read_archived(disk) == Archived()
+    assert read_archived(disk) == ArchiveMark()

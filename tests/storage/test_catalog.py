@@ -15,7 +15,7 @@ from plait.storage.catalog import (
     catalog_frame,
     read_rows,
 )
-from plait.storage.chunks import Wanted
+from plait.storage.reading.log_chunks import WantedRows
 
 ROWS = [
     PartitionRow(1, "orders", "orders", 5, SubjectSettings(retention_seconds=60.0, retention_bytes=1 << 30)),
@@ -44,7 +44,7 @@ def test_a_row_of_a_later_version_with_more_fields_can_be_read():
 
 
 def test_who_reads_files_does_not_see_what_waits_or_is_staged():
-    wanted = Wanted(frozenset({"orders"}))
+    wanted = WantedRows(frozenset({"orders"}))
     assert wanted.covers(ROWS[0])
     for kind in (SCHEDULE, STAGE):
         assert not wanted.covers(PartitionRow(5, "orders", "orders", 9, kind=kind))

@@ -10,11 +10,11 @@ import pytest
 from crc32c import crc32c
 
 from plait.errors import DataDirError
-from plait.storage.checkpoint import DIRECTORY, FORMAT_VERSION, KEEP, Checkpoints, Loaded, Manifest
-from plait.testing.disk import SimulatedCrash, SimulatedDisk
+from plait.storage.checkpoint import DIRECTORY, FORMAT_VERSION, KEEP, CheckpointManifest, Checkpoints, LoadedCheckpoint
+from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 
 
-def manifest(number: int, **facts: Any) -> Manifest:
+def manifest(number: int, **facts: Any) -> CheckpointManifest:
     values: dict[str, Any] = {
         "message_offset": number * 100,
         "action_offset": number * 10,
@@ -29,7 +29,7 @@ def manifest(number: int, **facts: Any) -> Manifest:
         "next_consumer": 1,
         "shards": {},
     }
-    return Manifest(number=number, **{**values, **facts})
+    return CheckpointManifest(number=number, **{**values, **facts})
 
 
 def shard(name: str, number: int) -> bytes:
@@ -40,7 +40,7 @@ def write(checkpoints: Checkpoints, number: int, *names: str) -> None:
     checkpoints.write(manifest(number), {name: shard(name, number) for name in names})
 
 
-def loaded(disk: SimulatedDisk) -> tuple[Checkpoints, Loaded | None]:
+def loaded(disk: SimulatedDisk) -> tuple[Checkpoints, LoadedCheckpoint | None]:
     checkpoints = Checkpoints(disk)
     return checkpoints, checkpoints.load()
 

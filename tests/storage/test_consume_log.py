@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from plait.storage.consume_log import DIRECTORY, RECORD, ConsumeLog, Record
-from plait.testing.disk import SimulatedDisk
+from plait.storage.logs.consume_log import DIRECTORY, RECORD, ConsumeLog, Record
+from plait.testing.simulated_disk import SimulatedDisk
 
 
 def new_disk() -> SimulatedDisk:

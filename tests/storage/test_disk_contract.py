@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.storage.disk import IOV_MAX, Disk, RealDisk
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 
 
 @pytest.fixture(params=["real", "simulated"])

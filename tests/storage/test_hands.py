@@ -8,24 +8,24 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.frame.lp import lp_set
-from plait.storage.hands import Hands, Rows
+from plait.model.logical_partitions import lp_set
+from plait.storage.held_rows import HeldRowArrays, HeldRows
 
 TAGS = (1, 2)
 #: (sequence, logical partition, tag) of rows; a key is told apart by more than its logical partition.
 ROWS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(TAGS), st.booleans()), max_size=40)
 
 
-def hands_of(rows: dict[int, tuple[int, int, int]]) -> Hands:
+def hands_of(rows: dict[int, tuple[int, int, int]]) -> HeldRows:
     by_tag = {}
     for tag in TAGS:
         mine = [(sequence, lp, key) for sequence, (lp, each, key) in sorted(rows.items()) if each == tag]
         sequences, lps, keys = zip(*mine, strict=True) if mine else ((), (), ())
-        by_tag[tag] = Rows(np.array(sequences, np.int64), np.array(lps, np.uint16), np.array(keys, np.uint64))
-    return Hands(by_tag)
+        by_tag[tag] = HeldRowArrays(np.array(sequences, np.int64), np.array(lps, np.uint16), np.array(keys, np.uint64))
+    return HeldRows(by_tag)
 
 
-def counts_of(hands: Hands) -> dict[int, int]:
+def counts_of(hands: HeldRows) -> dict[int, int]:
     return {lp: int(hands.counts[lp]) for lp in np.flatnonzero(hands.counts).tolist()}
 
 

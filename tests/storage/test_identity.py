@@ -8,8 +8,8 @@ import re
 import pytest
 
 from plait.errors import DataDirError
-from plait.storage.identity import PATH, identity
-from plait.testing.disk import SimulatedCrash, SimulatedDisk
+from plait.storage.directory_id import PATH, identity
+from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 
 
 def test_it_is_drawn_once():

@@ -8,17 +8,17 @@ import numpy as np
 import pytest
 
 from plait.errors import DamageError, SubjectNotFound
-from plait.storage import log_index
-from plait.storage.chunks import Wanted
 from plait.storage.disk import RealDisk
-from plait.storage.log_index import LogIndex
-from plait.storage.reader import LogReader, open_log
+from plait.storage.reading import log_index
+from plait.storage.reading.log_chunks import WantedRows
+from plait.storage.reading.log_index import LogIndex
+from plait.storage.reading.log_reader import LogReader, open_log
 from tests.support.broker_node import Node, Producer
 
-ORDERS = Wanted(frozenset({"orders"}))
+ORDERS = WantedRows(frozenset({"orders"}))
 
 
-def index_of(path: Path, wanted: Wanted = ORDERS, *, fail_on_damage: bool = True) -> LogIndex:
+def index_of(path: Path, wanted: WantedRows = ORDERS, *, fail_on_damage: bool = True) -> LogIndex:
     index = LogIndex(lambda: open_log(str(path)), wanted, fail_on_damage=fail_on_damage)
     index.refresh()
     return index
@@ -128,8 +128,8 @@ def test_a_subject_that_is_not_there_is_named(tmp_path: Path):
     node.turn()
     node.broker.stop()
     with pytest.raises(SubjectNotFound, match=r"'gone'.*there are empty, orders, refunds"):
-        index_of(tmp_path, Wanted(frozenset({"gone"})))
-    (empty,) = index_of(tmp_path, Wanted(frozenset({"empty"}))).partitions.values()
+        index_of(tmp_path, WantedRows(frozenset({"gone"})))
+    (empty,) = index_of(tmp_path, WantedRows(frozenset({"empty"}))).partitions.values()
     assert (empty.start, empty.end, empty.epochs) == (0, 0, [])
 
 

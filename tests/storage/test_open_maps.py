@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait.storage.consume_log import DIRECTORY, ConsumeLog, OpenMaps
 from plait.storage.disk import RealDisk
+from plait.storage.logs.consume_log import DIRECTORY, ConsumeLog, OpenMaps
 
 
 def flushed_log(disk: RealDisk, partition: int, maps: OpenMaps) -> ConsumeLog:

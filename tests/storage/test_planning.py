@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from plait.errors import SubjectNotFound
-from plait.storage.chunks import Wanted, plan
 from plait.storage.disk import RealDisk
-from plait.storage.reader import open_log
+from plait.storage.reading.log_chunks import WantedRows, plan
+from plait.storage.reading.log_reader import open_log
 from tests.support.broker_node import Node
 
-ALL = Wanted(prefixes=("",))
+ALL = WantedRows(prefixes=("",))
 
 
 def test_a_chunk_knows_the_sequences_that_its_headers_tell_of(tmp_path: Path):

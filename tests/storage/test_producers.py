@@ -9,7 +9,7 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.storage.producers import SHARDS, ProducerTable, Run, Verdict, shard_of
+from plait.storage.producers import SHARDS, FrameVerdict, ProducerTable, StoredRun, shard_of
 
 P, PARTITION = 0xABC, 4
 DAY = 86_400_000_000
@@ -34,7 +34,7 @@ def receipt(known: ProducerTable, first: int, count: int = 1) -> int | None:
     return None if run is None else run.base
 
 
-def judge(known: ProducerTable, first: int, count: int, previous: int) -> Verdict:
+def judge(known: ProducerTable, first: int, count: int, previous: int) -> FrameVerdict:
     return known.judge(P, PARTITION, first, count, previous)
 
 
@@ -43,52 +43,52 @@ def judge(known: ProducerTable, first: int, count: int, previous: int) -> Verdic
 
 def test_r7_only_the_exact_successor_is_stored():
     known = table()
-    assert judge(known, 1, 3, 0) is Verdict.NEW
+    assert judge(known, 1, 3, 0) is FrameVerdict.NEW
     store(known, 1, 3, 0)
-    assert judge(known, 4, 2, 3) is Verdict.NEW
-    assert judge(known, 6, 1, 5) is Verdict.GAP
-    assert judge(known, 4, 2, 2) is Verdict.GAP
+    assert judge(known, 4, 2, 3) is FrameVerdict.NEW
+    assert judge(known, 6, 1, 5) is FrameVerdict.GAP
+    assert judge(known, 4, 2, 2) is FrameVerdict.GAP
     # 4 to 8 went to other partitions: numbers count over all of them, the chain is this partition's.
-    assert judge(known, 9, 1, 3) is Verdict.NEW
+    assert judge(known, 9, 1, 3) is FrameVerdict.NEW
 
 
 def test_r7_a_refused_frame_is_never_overtaken_and_then_dropped_as_a_duplicate():
     known = table()
     store(known, 1, 3, 0)
     # [4, 6] was refused; [7, 9] says it follows it.
-    assert judge(known, 7, 3, 6) is Verdict.GAP
+    assert judge(known, 7, 3, 6) is FrameVerdict.GAP
     # The client gives [4, 6] up and lets [7, 9] follow 3.
-    assert judge(known, 7, 3, 3) is Verdict.NEW
+    assert judge(known, 7, 3, 3) is FrameVerdict.NEW
     store(known, 7, 3, 3)
     # [4, 6] after all: it was never stored, so it must not be called a duplicate.
-    assert judge(known, 4, 3, 3) is Verdict.GAP
+    assert judge(known, 4, 3, 3) is FrameVerdict.GAP
 
 
 def test_a_resend_is_a_duplicate_and_gets_its_first_receipt():
     known = table()
     store(known, 1, 3, 0, base=100)
     store(known, 4, 2, 3, base=250)
-    assert judge(known, 1, 3, 0) is Verdict.DUPLICATE
-    assert judge(known, 4, 2, 3) is Verdict.DUPLICATE
+    assert judge(known, 1, 3, 0) is FrameVerdict.DUPLICATE
+    assert judge(known, 4, 2, 3) is FrameVerdict.DUPLICATE
     assert receipt(known, 1, 3) == 100
     assert receipt(known, 4, 2) == 250
-    assert known.find(P, PARTITION, 4, 2) == Run(4, 5, 250, 3, 0xC0FFEE + 4), "what a resend is compared with"
+    assert known.find(P, PARTITION, 4, 2) == StoredRun(4, 5, 250, 3, 0xC0FFEE + 4), "what a resend is compared with"
 
 
 def test_a_resend_cut_into_other_frames_is_a_duplicate_without_a_receipt():
     known = table()
     store(known, 1, 3, 0, base=100)
     store(known, 4, 2, 3, base=250)
-    assert judge(known, 1, 5, 0) is Verdict.DUPLICATE
+    assert judge(known, 1, 5, 0) is FrameVerdict.DUPLICATE
     assert receipt(known, 1, 5) is None
-    assert judge(known, 4, 3, 3) is Verdict.GAP, "6 was never stored"
+    assert judge(known, 4, 3, 3) is FrameVerdict.GAP, "6 was never stored"
 
 
 def test_a_resend_from_before_the_window_is_a_duplicate_without_a_receipt():
     known = table(window_frames=2)
     for number in range(1, 6):
         store(known, number, 1, number - 1, base=number * 10)
-    assert judge(known, 1, 1, 0) is Verdict.DUPLICATE
+    assert judge(known, 1, 1, 0) is FrameVerdict.DUPLICATE
     assert receipt(known, 1) is None
     assert receipt(known, 4) == 40
 
@@ -96,8 +96,8 @@ def test_a_resend_from_before_the_window_is_a_duplicate_without_a_receipt():
 def test_partitions_are_told_apart():
     known = table()
     store(known, 1, 3, 0)
-    assert known.judge(P, PARTITION + 1, 4, 1, 0) is Verdict.NEW
-    assert known.judge(P, PARTITION + 1, 4, 1, 3) is Verdict.UNKNOWN
+    assert known.judge(P, PARTITION + 1, 4, 1, 0) is FrameVerdict.NEW
+    assert known.judge(P, PARTITION + 1, 4, 1, 3) is FrameVerdict.UNKNOWN
 
 
 # --- holes --------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ def with_hole() -> ProducerTable:
 
 def test_what_was_lost_to_damage_is_new_when_it_comes_again():
     known = with_hole()
-    assert judge(known, 3, 2, 2) is Verdict.NEW
+    assert judge(known, 3, 2, 2) is FrameVerdict.NEW
     store(known, 3, 2, 2, base=50)
-    assert judge(known, 3, 2, 2) is Verdict.DUPLICATE
+    assert judge(known, 3, 2, 2) is FrameVerdict.DUPLICATE
     assert receipt(known, 3, 2) == 50
-    assert judge(known, 5, 2, 4) is Verdict.NEW
+    assert judge(known, 5, 2, 4) is FrameVerdict.NEW
     store(known, 5, 2, 4)
-    assert judge(known, 5, 2, 4) is Verdict.DUPLICATE
-    assert judge(known, 9, 1, 8) is Verdict.NEW
+    assert judge(known, 5, 2, 4) is FrameVerdict.DUPLICATE
+    assert judge(known, 9, 1, 8) is FrameVerdict.NEW
     window = known.window(P, PARTITION)
     assert window is not None
     assert window.holes == []
@@ -128,25 +128,25 @@ def test_what_was_lost_to_damage_is_new_when_it_comes_again():
 
 def test_a_hole_is_filled_in_order_and_not_beyond_its_end():
     known = with_hole()
-    assert judge(known, 5, 2, 4) is Verdict.GAP
-    assert judge(known, 3, 6, 2) is Verdict.GAP
-    assert judge(known, 7, 2, 6) is Verdict.DUPLICATE
+    assert judge(known, 5, 2, 4) is FrameVerdict.GAP
+    assert judge(known, 3, 6, 2) is FrameVerdict.GAP
+    assert judge(known, 7, 2, 6) is FrameVerdict.DUPLICATE
 
 
 def test_the_very_first_frames_of_a_producer_can_be_lost_too():
     known = table()
     store(known, 4, 2, 3)
-    assert judge(known, 1, 3, 0) is Verdict.NEW
+    assert judge(known, 1, 3, 0) is FrameVerdict.NEW
     store(known, 1, 3, 0)
-    assert judge(known, 1, 3, 0) is Verdict.DUPLICATE
-    assert judge(known, 6, 1, 5) is Verdict.NEW
+    assert judge(known, 1, 3, 0) is FrameVerdict.DUPLICATE
+    assert judge(known, 6, 1, 5) is FrameVerdict.NEW
 
 
 # --- R9 -----------------------------------------------------------------------------------------
 
 
 def test_r9_an_unknown_producer_in_the_middle_of_its_sequence_gets_a_distinct_answer():
-    assert judge(table(), 5, 1, 4) is Verdict.UNKNOWN
+    assert judge(table(), 5, 1, 4) is FrameVerdict.UNKNOWN
 
 
 def test_r9_silent_producers_are_forgotten_after_their_time():
@@ -155,8 +155,8 @@ def test_r9_silent_producers_are_forgotten_after_their_time():
     store(known, 1, 1, 0, producer=2, time=DAY)
     assert known.forget(7 * DAY - 1) == []
     assert known.forget(7 * DAY) == [P]
-    assert judge(known, 2, 1, 1) is Verdict.UNKNOWN
-    assert known.judge(2, PARTITION, 2, 1, 1) is Verdict.NEW
+    assert judge(known, 2, 1, 1) is FrameVerdict.UNKNOWN
+    assert known.judge(2, PARTITION, 2, 1, 1) is FrameVerdict.NEW
 
 
 def test_r9_the_longest_silent_goes_first_when_there_are_too_many():
@@ -179,8 +179,8 @@ def test_r9_the_longest_silent_goes_first_when_they_sent_to_too_many_partitions(
     assert known.window_count == 11
     assert known.forget(10) == [2], "1 was heard from since"
     assert known.window_count == 8
-    assert known.judge(2, 0, 2, 1, 1) is Verdict.UNKNOWN
-    assert known.judge(1, 3, 2, 1, 1) is Verdict.NEW
+    assert known.judge(2, 0, 2, 1, 1) is FrameVerdict.UNKNOWN
+    assert known.judge(1, 3, 2, 1, 1) is FrameVerdict.NEW
 
 
 def test_windows_are_counted_through_deletions_and_checkpoints():
@@ -315,8 +315,8 @@ def test_a_client_that_resends_until_it_hears_stores_everything_once_and_in_orde
             number += 2
         for attempt in range(2 if answer_lost else 1):
             verdict = judge(known, number, count, previous)
-            assert verdict is (Verdict.NEW if attempt == 0 else Verdict.DUPLICATE)
-            if verdict is Verdict.NEW:
+            assert verdict is (FrameVerdict.NEW if attempt == 0 else FrameVerdict.DUPLICATE)
+            if verdict is FrameVerdict.NEW:
                 store(known, number, count, previous, base=len(stored))
                 stored += range(number, number + count)
             assert stored[receipt(known, number, count) or 0] == number

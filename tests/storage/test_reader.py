@@ -18,26 +18,26 @@ from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.header import HEADER_SIZE
 from plait.storage.catalog import SubjectSettings
-from plait.storage.chunks import Chunk, Plan, Wanted, plan, read_chunk
 from plait.storage.disk import Disk, RealDisk
-from plait.storage.reader import LogReader, open_log
-from plait.testing.disk import SimulatedDisk
+from plait.storage.reading.log_chunks import ChunkPlan, LogChunk, WantedRows, plan, read_chunk
+from plait.storage.reading.log_reader import LogReader, open_log
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker.schedule_node import SECOND, delay, later
 from tests.support.broker_node import Node, Producer
 
 Row = tuple[str, int, bytes]
 
 
-def wanted(*subjects: str, **bounds: Any) -> Wanted:
-    return Wanted(frozenset(subjects), **bounds)
+def wanted(*subjects: str, **bounds: Any) -> WantedRows:
+    return WantedRows(frozenset(subjects), **bounds)
 
 
-def read(reader: LogReader, want: Wanted, *, fail_on_damage: bool = True, **settings: Any) -> list[Row]:
+def read(reader: LogReader, want: WantedRows, *, fail_on_damage: bool = True, **settings: Any) -> list[Row]:
     planned = plan(reader, want, fail_on_damage=fail_on_damage, **settings)
     return rows_of(reader, planned, want, fail_on_damage=fail_on_damage)
 
 
-def rows_of(reader: LogReader, planned: Plan, want: Wanted, *, fail_on_damage: bool = True) -> list[Row]:
+def rows_of(reader: LogReader, planned: ChunkPlan, want: WantedRows, *, fail_on_damage: bool = True) -> list[Row]:
     rows: list[Row] = []
     for chunk in planned.chunks:
         for partition, frame in read_chunk(reader.disk, reader.place, chunk, want, fail_on_damage=fail_on_damage):
@@ -93,9 +93,9 @@ def test_frames_of_other_subjects_are_passed_over(node: Node, tmp_path: Path):
 def test_a_prefix_names_every_subject_that_starts_with_it(node: Node, tmp_path: Path):
     for subject in ("eu.orders", "eu.refunds", "us.orders"):
         node.send(subject, subject.encode())
-    rows = read(open_log(str(tmp_path)), Wanted(prefixes=("eu.",)))
+    rows = read(open_log(str(tmp_path)), WantedRows(prefixes=("eu.",)))
     assert [row[0] for row in rows] == ["eu.orders", "eu.refunds"]
-    assert len(read(open_log(str(tmp_path)), Wanted(prefixes=("",)))) == 3
+    assert len(read(open_log(str(tmp_path)), WantedRows(prefixes=("",)))) == 3
 
 
 def test_frames_of_several_producers_joined_into_one_are_read(node: Node, tmp_path: Path):
@@ -112,7 +112,7 @@ def test_delayed_messages_are_read_once_they_are_delivered(node: Node, tmp_path:
     assert [row[2] for row in read(open_log(str(tmp_path)), wanted("orders"))] == [b"now"]
     node.checkpoint()
     later(node, 1)
-    rows = read(open_log(str(tmp_path)), Wanted(prefixes=("",)))
+    rows = read(open_log(str(tmp_path)), WantedRows(prefixes=("",)))
     assert rows == stored(node, "orders")
     assert [row[2] for row in rows] == [b"now", b"soon"]
 
@@ -149,7 +149,7 @@ def test_rows_of_a_deleted_subject_are_left_out_and_those_of_its_successor_are_n
 def test_an_unknown_subject_is_named_with_those_there_are(node: Node, tmp_path: Path):
     node.send("orders", b"a")
     with pytest.raises(SubjectNotFound, match=r"'nobody\*', .*|'gone'.*'nobody\*'.*there are orders"):
-        plan(open_log(str(tmp_path)), Wanted(frozenset({"gone"}), ("nobody",)))
+        plan(open_log(str(tmp_path)), WantedRows(frozenset({"gone"}), ("nobody",)))
 
 
 def test_expired_rows_that_are_still_in_a_segment_are_left_out(node: Node, tmp_path: Path):
@@ -237,7 +237,7 @@ def test_a_chunk_can_be_read_by_another_process_with_nothing_but_the_files(tmp_p
     node = big_log(tmp_path, 8)
     node.broker.stop()
     (chunk,) = plan(open_log(str(tmp_path)), wanted("orders")).chunks
-    assert chunk == Chunk(
+    assert chunk == LogChunk(
         chunk.segment, chunk.start, chunk.end, chunk.size, chunk.partitions, chunk.ranges, chunk.epochs
     )
     frames = list(read_chunk(RealDisk(tmp_path, read_only=True), "here", chunk, wanted("orders")))
@@ -437,7 +437,7 @@ def test_after_a_power_loss_the_rows_are_those_that_recovery_keeps(keep: Any, fl
         recovered = Node(disk.copy())
         damaged = any(damage.kind == "damaged" for damage in recovered.report.damages)
         rows = (
-            read(message_log(disk), Wanted(prefixes=("",)), fail_on_damage=not damaged)
+            read(message_log(disk), WantedRows(prefixes=("",)), fail_on_damage=not damaged)
             if recovered.broker.subjects
             else []
         )

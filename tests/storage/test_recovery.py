@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from plait.errors import FrameError
 from plait.frame.view import FrameView
-from plait.storage.log import Log, segment_name
-from plait.storage.recovery import QUARANTINE, SECTOR_SIZE, Damage, LogScan, settle
-from plait.testing.disk import SimulatedCrash, SimulatedDisk
+from plait.storage.logs.log import Log, segment_name
+from plait.storage.logs.recovery import QUARANTINE, SECTOR_SIZE, Damage, LogScan, settle
+from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 from tests.storage.frames import (
     DIRECTORY,
     SEGMENT_SIZE,

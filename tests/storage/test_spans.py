@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait.storage import spans
-from plait.storage.consume_log import RECORD, Records
+from plait.storage.logs import record_spans as spans
+from plait.storage.logs.consume_log import RECORD, Records
 
 
 def records(*frames: tuple[int, int, int], time: int = 0) -> Records:

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from plait.broker.dead_letters import Choice
-from plait.broker.group import Group
+from plait.broker.groups.dead_letters import Choice
+from plait.broker.groups.shared_group import Group
 from plait.clock import ManualClock
 from plait.storage.checkpoint import KEEP
-from plait.storage.consume_log import DIRECTORY as CONSUME
-from plait.testing.disk import SimulatedDisk
+from plait.storage.logs.consume_log import DIRECTORY as CONSUME
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import Node, Row, Sent
 from tests.support.broker_trace import GROUPS, GroupTold, Told, Trace
 

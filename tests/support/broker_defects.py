@@ -6,24 +6,25 @@ from typing import Any
 
 import pytest
 
-from plait.broker import recover, snapshot
+from plait.broker.appender import Appender
 from plait.broker.broker import Broker, SyncWork
-from plait.broker.dead_letters import DeadLetters
-from plait.broker.filed import Filed
-from plait.broker.group import Group
-from plait.broker.heads import Heads
-from plait.broker.membership import Membership
-from plait.broker.partition import Partition, Position
+from plait.broker.groups.attachments import Attachments
+from plait.broker.groups.dead_letters import DeadLetters
+from plait.broker.groups.shared_group import Group
+from plait.broker.partitions.partition import LogPositions, Partition
+from plait.broker.recovery import checkpointer as snapshot
+from plait.broker.recovery import start_up as recover
+from plait.broker.recovery.segment_headers import SegmentHeaders
+from plait.broker.recovery.shards import SHARDS
 from plait.broker.retention import Retention
-from plait.broker.sends import Appender
-from plait.broker.state import SHARDS
-from plait.storage import recovery
-from plait.storage.action_log import ActionBuffer
+from plait.broker.schedule.bucketed import BucketedRows
 from plait.storage.checkpoint import Checkpoints
-from plait.storage.log import Log, segment_name
-from plait.storage.producers import ProducerTable, Verdict
+from plait.storage.logs import recovery
+from plait.storage.logs.action_log import ActionBuffer
+from plait.storage.logs.log import Log, segment_name
+from plait.storage.logs.recovery import LogScan
+from plait.storage.producers import FrameVerdict, ProducerTable
 from plait.storage.pull_log import PullLog
-from plait.storage.recovery import LogScan
 
 Patch = pytest.MonkeyPatch
 
@@ -73,7 +74,7 @@ def presume_nothing(patch: Patch) -> None:
 
 def presume_nothing_kept(patch: Patch) -> None:
     """R3: an event is replayed whether or not what it says was kept was recovered."""
-    patch.setattr("plait.broker.recover.presumed_kept", lambda frame: 0)
+    patch.setattr("plait.broker.recovery.start_up.presumed_kept", lambda frame: 0)
 
 
 def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
@@ -96,9 +97,11 @@ def take_a_lost_life_for_a_clean_stop(patch: Patch) -> None:
 def store_whatever_is_newer(patch: Patch) -> None:
     """R7: a frame is new when its number is higher than the last."""
 
-    def naive(self: ProducerTable, producer: int, partition: int, first: int, count: int, previous: int) -> Verdict:
+    def naive(
+        self: ProducerTable, producer: int, partition: int, first: int, count: int, previous: int
+    ) -> FrameVerdict:
         window = self.window(producer, partition)
-        return Verdict.NEW if window is None or first > window.last else Verdict.DUPLICATE
+        return FrameVerdict.NEW if window is None or first > window.last else FrameVerdict.DUPLICATE
 
     patch.setattr(ProducerTable, "judge", naive)
 
@@ -135,9 +138,9 @@ def take_unknown_producers_for_new(patch: Patch) -> None:
     """R9: whoever is not known is believed."""
     judge = ProducerTable.judge
 
-    def naive(self: ProducerTable, *frame: int) -> Verdict:
+    def naive(self: ProducerTable, *frame: int) -> FrameVerdict:
         verdict = judge(self, *frame)
-        return Verdict.NEW if verdict is Verdict.UNKNOWN else verdict
+        return FrameVerdict.NEW if verdict is FrameVerdict.UNKNOWN else verdict
 
     patch.setattr(ProducerTable, "judge", naive)
 
@@ -175,14 +178,14 @@ def seal_after_the_checkpoint(patch: Patch) -> None:
     patch.setattr(Broker, "settled_position", _position_without_sealing)
 
 
-def _position_without_sealing(self: Broker) -> Position:
+def _position_without_sealing(self: Broker) -> LogPositions:
     self.commit()
-    return Position(self.message_log.written, self.kept_log.written, self.action_index)
+    return LogPositions(self.message_log.written, self.kept_log.written, self.action_index)
 
 
 def remember_who_left(patch: Patch) -> None:
     """Every consumer id that a group ever saw is written into each segment's head."""
-    patch.setattr(Membership, "_forget", lambda self, consumer: None)
+    patch.setattr(Attachments, "_forget", lambda self, consumer: None)
 
 
 # --- damage -------------------------------------------------------------------------------------
@@ -215,7 +218,7 @@ def believe_segments_behind_missing_ends(patch: Patch) -> None:
 
 def define_partitions_once(patch: Patch) -> None:
     """R18: one frame defines a partition, until a checkpoint has it."""
-    patch.setattr(Heads, "define", lambda self, rows: self._broker.append_own(self.catalog(rows)))
+    patch.setattr(SegmentHeaders, "define", lambda self, rows: self._broker.append_own(self.catalog(rows)))
 
 
 # --- order of writing ----------------------------------------------------------------------------
@@ -293,15 +296,15 @@ def skip_copies_behind_a_stale_start(patch: Patch) -> None:
 
 def forget_what_is_filed(patch: Patch) -> None:
     """R21: a schedule partition starts where a checkpoint says, which was made before its rows were filed."""
-    recovered = Filed.recovered
+    recovered = BucketedRows.recovered
 
-    def naive(self: Filed) -> None:
+    def naive(self: BucketedRows) -> None:
         starts = [(schedule.partition, schedule.partition.start) for schedule in self._schedules.by_subject.values()]
         recovered(self)
         for partition, start in starts:
             partition.start = start
 
-    patch.setattr(Filed, "recovered", naive)
+    patch.setattr(BucketedRows, "recovered", naive)
 
 
 def delete_letters_before_it_is_known(patch: Patch) -> None:

@@ -16,14 +16,14 @@ from collections.abc import Callable
 
 from plait.broker.broker import MESSAGE_DIRECTORY
 from plait.errors import StorageFailed
-from plait.storage.action_log import DIRECTORY as ACTION_DIRECTORY
 from plait.storage.catalog import CATALOG
 from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
-from plait.storage.kept import DIRECTORY as KEPT_DIRECTORY
-from plait.storage.log import Log, segment_name
-from plait.storage.recovery import LogScan
+from plait.storage.logs.action_log import DIRECTORY as ACTION_DIRECTORY
+from plait.storage.logs.log import Log, segment_name
+from plait.storage.logs.recovery import LogScan
+from plait.storage.logs.retained_log import DIRECTORY as KEPT_DIRECTORY
 from plait.testing.cached_file import SECTOR_SIZE, CachedFile
-from plait.testing.disk import Operation, SimulatedCrash, SimulatedDisk
+from plait.testing.simulated_disk import Operation, SimulatedCrash, SimulatedDisk
 from tests.support.broker_checker import check, served
 from tests.support.broker_node import Node
 from tests.support.broker_trace import Trace

@@ -11,9 +11,9 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from plait.broker import Broker, BrokerConfig, Membership, Retention
-from plait.broker.group import Consumer, Delivery, Failure, Group
-from plait.broker.partition import Batch, Partition
+from plait.broker import Attachments, Broker, BrokerConfig, Retention
+from plait.broker.groups.shared_group import AttachedConsumer, Delivery, Group, NackOutcome
+from plait.broker.partitions.partition import Partition, ReadBatch
 from plait.clock import ManualClock
 from plait.errors import PlaitError
 from plait.frame.builder import Buffer, build_frame
@@ -22,7 +22,7 @@ from plait.frame.header import FLAG_UNSEQUENCED
 from plait.frame.view import FrameView, frames_in
 from plait.storage.disk import Disk
 from plait.testing.cached_file import Keep
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 
 #: Small enough that a few dozen messages fill several segments.
 SMALL_SEGMENTS = {"message_segment_size": 8192, "action_segment_size": 4096, "kept_segment_size": 4096}
@@ -163,9 +163,9 @@ class ReadAnswer:
     """A read without a group and its answers."""
 
     def __init__(self) -> None:
-        self.answers: list[Batch | None] = []
+        self.answers: list[ReadBatch | None] = []
 
-    def answer(self, batch: Batch | None) -> None:
+    def answer(self, batch: ReadBatch | None) -> None:
         self.answers.append(batch)
 
 
@@ -184,7 +184,7 @@ class Node:
         self.config = config or BrokerConfig(**{**SMALL_SEGMENTS, **NO_WATERMARKS, **settings})
         self.broker = Broker(self.disk, self.clock, self.config)
         self.report = self.broker.start()
-        self.membership = Membership(self.broker)
+        self.membership = Attachments(self.broker)
         # A step for each partition: there are few.
         self.retention = Retention(self.broker, step_cost=1)
         self._own = Producer(1)
@@ -235,19 +235,19 @@ class Node:
 
     # --- consuming ------------------------------------------------------------------------------
 
-    def attach(self, subject: str, group: str | None, client: str = "c1", **settings: Any) -> Consumer:
+    def attach(self, subject: str, group: str | None, client: str = "c1", **settings: Any) -> AttachedConsumer:
         consumer = self.membership.attach(subject, group, client, **settings)
         self.turn()
         return consumer
 
-    def pull(self, consumer: Consumer, count: int = 1000, size: int = 1 << 20, wait: float = 0) -> Pulled:
+    def pull(self, consumer: AttachedConsumer, count: int = 1000, size: int = 1 << 20, wait: float = 0) -> Pulled:
         """Ask, and finish the turn."""
         pulled = Pulled()
         self.broker.pull(consumer, count, size, wait, pulled.answer)
         self.turn()
         return pulled
 
-    def ack(self, consumer: Consumer, *ranges: tuple[int, ...]) -> list[bool]:
+    def ack(self, consumer: AttachedConsumer, *ranges: tuple[int, ...]) -> list[bool]:
         """(start, end) or (start, end, epoch) ranges are done; the list has an item once that is acknowledged."""
         answered: list[bool] = []
         self.broker.ack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True))
@@ -255,16 +255,16 @@ class Node:
         return answered
 
     def nack(
-        self, consumer: Consumer, *ranges: tuple[int, ...], delay: float | None = 0.0, **failure: Any
+        self, consumer: AttachedConsumer, *ranges: tuple[int, ...], delay: float | None = 0.0, **failure: Any
     ) -> list[bool]:
         """The same for failures, which come back at once unless ``delay`` says otherwise (None: by the policy)."""
         answered: list[bool] = []
-        said = Failure(delay, **failure)
+        said = NackOutcome(delay, **failure)
         self.broker.nack(consumer, self._with_epochs(consumer, ranges), lambda: answered.append(True), said)
         self.turn()
         return answered
 
-    def _with_epochs(self, consumer: Consumer, ranges: Sequence[tuple[int, ...]]) -> list[tuple[int, int, int]]:
+    def _with_epochs(self, consumer: AttachedConsumer, ranges: Sequence[tuple[int, ...]]) -> list[tuple[int, int, int]]:
         return [(r[0], r[1], r[2] if len(r) > 2 else self.broker.epoch) for r in ranges]
 
     def read(self, subject: str, sequence: int, count: int = 1000, size: int = 1 << 20, wait: float = 0) -> ReadAnswer:

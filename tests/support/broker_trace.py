@@ -12,16 +12,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait.broker import BrokerConfig
-from plait.broker.dead_letters import Choice
-from plait.broker.group import Consumer, Failure
+from plait.broker.groups.dead_letters import Choice
+from plait.broker.groups.shared_group import AttachedConsumer, NackOutcome
 from plait.broker.subjects import update_subject
 from plait.clock import ManualClock
 from plait.errors import GroupBusy
 from plait.frame.builder import build_frame
-from plait.reason import Reason
+from plait.model.reason import Reason
 from plait.storage.catalog import SubjectSettings
 from plait.storage.checkpoint import KEEP
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.support.broker_node import (
     NO_WATERMARKS,
     SMALL_SEGMENTS,
@@ -119,9 +119,9 @@ class Trace:
         self._producers = [Producer(number) for number in (101, 102, 103)]
         #: Sends to subjects that are deleted.
         self._passing = Producer(104)
-        self._consumers: list[Consumer] = []
+        self._consumers: list[AttachedConsumer] = []
         #: (consumer, sequences) in somebody's hands.
-        self._hands: list[tuple[Consumer, list[tuple[int, int, int]]]] = []
+        self._hands: list[tuple[AttachedConsumer, list[tuple[int, int, int]]]] = []
         self._clients = 0
         self.performed: dict[str, int] = {}
         #: Segments of the message log that retention deleted.
@@ -321,7 +321,7 @@ class Trace:
         self.node.broker.pull(consumer, self._rng.randint(1, 12), 4096, wait, answer)
 
     @staticmethod
-    def _epoch_ranges(consumer: Consumer, pulled: Pulled) -> list[tuple[int, int, int]]:
+    def _epoch_ranges(consumer: AttachedConsumer, pulled: Pulled) -> list[tuple[int, int, int]]:
         return [(row.sequence, row.sequence + 1, row.epoch) for row in pulled.rows]
 
     def _ack(self) -> None:
@@ -349,7 +349,7 @@ class Trace:
             )
             told = self.told.groups[consumer.group.partition.row.subject, consumer.group.name]
             told.rejected |= {start for start, _, _ in rows} if reject else set()
-            self.node.broker.nack(consumer, rows, None, Failure(delay, Reason("Broken"), reject))
+            self.node.broker.nack(consumer, rows, None, NackOutcome(delay, Reason("Broken"), reject))
 
     def _resend(self) -> None:
         groups = [c.group for c in self._consumers if c.group.pull_log.dead]

@@ -15,9 +15,9 @@ import sys
 import time
 
 import plait
-from plait.client.ordered_pull import OrderedPullClient
+from plait.client.consume.ordered.ordered_pull import OrderedPullClient
 from plait.errors import PlaitError
-from plait.frame.lp import lp_of_key, runs_of
+from plait.model.logical_partitions import lp_of_key, runs_of
 from plait.testing.history import Handling, History
 from tests.support.ordered_sender import LIMITS, SUBJECT
 from tests.support.sink import SinkClient

@@ -14,7 +14,7 @@ import time
 
 import plait
 from plait.errors import FlowControl, PlaitError, Unavailable
-from plait.testing.history import History, Send
+from plait.testing.history import History, RecordedSend
 
 SUBJECT = "orders"
 KEYS = 60
@@ -67,7 +67,7 @@ async def _connected(addresses: str, name: str) -> plait.Client:
             await asyncio.sleep(PAUSE_SECONDS)
 
 
-async def _settle(ticket: plait.Ticket, record: Send) -> None:
+async def _settle(ticket: plait.Ticket, record: RecordedSend) -> None:
     try:
         receipt = await ticket
     except FlowControl as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pyspark
 
-from plait.spark.session import find_runtime
+from plait.spark.runtime.session import find_runtime
 
 WORKERS = 2
 #: Two Javas that start at the same time on a busy machine.

@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.02
 
 def run(server: str, out: str, checkpoint: str) -> None:
     # A task whose worker is killed is tried again.
-    spark = plait.spark.session("plait-stream", master="local[2,4]", config=TEST_CONFIG)
+    spark = plait.spark.runtime.session("plait-stream", master="local[2,4]", config=TEST_CONFIG)
     source = spark.readStream.format("plait").options(
         server=server, subject="orders", columns="partition,sequence,body", maxMessagesPerTrigger=MESSAGES_PER_TRIGGER
     )

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def spark_session(master: str, config: Mapping[str, object]) -> Iterator[SparkSession]:
-    """A session as ``plait.spark.session`` makes it; its Java ends with the block."""
+    """A session as ``plait.spark.runtime.session`` makes it; its Java ends with the block."""
     require_package("pyspark", extra="spark")
     from pyspark import SparkContext
 
-    session = plait.spark.session("plait-tests", master=master, config=config)
+    session = plait.spark.runtime.session("plait-tests", master=master, config=config)
     gateway = SparkContext._gateway
     assert gateway is not None
     try:

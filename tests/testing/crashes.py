@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from plait.testing.cached_file import SECTOR_SIZE
-from plait.testing.disk import SimulatedDisk, SimulatedFile
+from plait.testing.simulated_disk import SimulatedDisk, SimulatedFile
 
 RANDOMS = st.integers(0, 2**32 - 1).map(random.Random)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.testing.cached_file import SECTOR_SIZE, Keep
-from plait.testing.disk import SimulatedDisk, SimulatedFile
+from plait.testing.simulated_disk import SimulatedDisk, SimulatedFile
 from tests.testing.crashes import RANDOMS, durable, outcomes, sectors
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.testing.crashes import RANDOMS, durable, outcomes
 
 

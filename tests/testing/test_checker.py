@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.testing.checker import Violation, check
-from plait.testing.history import Handling, History, Key, Place, Send, Value
+from plait.testing.history import Handling, History, Key, Place, RecordedSend, Value
 
 
-def sent(history: History, value: Value, *, key: Key = "k", at: float = 0.0, place: Place | None = None) -> Send:
+def sent(
+    history: History, value: Value, *, key: Key = "k", at: float = 0.0, place: Place | None = None
+) -> RecordedSend:
     send = history.send(key, value, at, producer="p")
     send.ok(place, at + 0.1)
     return send

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait.clock import ManualClock
-from plait.testing.disk import SimulatedCrash, SimulatedDisk
+from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 from tests.testing.crashes import durable, outcomes, sectors
 
 # --- crashes ------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 
 from plait.errors import DiskFull, InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
 from plait.wire import messages as m
-from plait.wire.dial import Link, dial, parse_address
+from plait.wire.link import Link, dial, parse_address
 from plait.wire.packets import HEADER, HEADER_SIZE, pack
 
 Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -41,7 +41,7 @@ async def next_request(reader: asyncio.StreamReader) -> tuple[int, int]:
     return kind, correlation
 
 
-def packet(correlation: int, message: m.Message, payload: bytes = b"") -> bytes:
+def packet(correlation: int, message: m.PacketHead, payload: bytes = b"") -> bytes:
     return pack(message.KIND, correlation, m.encode(message), len(payload)) + payload
 
 
@@ -109,10 +109,10 @@ async def test_answers_find_their_requests_in_any_order():
     async def reversed_answers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         numbers = [(await next_request(reader))[1] for _ in range(3)]
         for place, number in reversed(list(enumerate(numbers))):
-            writer.write(packet(number, m.Sent(place), b"p" * place))
+            writer.write(packet(number, m.SendReply(place), b"p" * place))
 
     async with linked(reversed_answers) as link:
-        answers = await asyncio.gather(*(link.request_payload(m.Send(1)) for _ in range(3)))
+        answers = await asyncio.gather(*(link.request_payload(m.SendRequest(1)) for _ in range(3)))
     assert [(answer.sequence, bytes(payload)) for answer, payload in answers] == [(0, b""), (1, b"p"), (2, b"pp")]
 
 
@@ -120,10 +120,10 @@ async def test_what_cannot_be_packed_leaves_nothing_behind():
     async with linked(answer_all) as link:
         answers: list[object] = []
         with pytest.raises(OverflowError):
-            link.call(m.Admin("x", {"number": 1 << 70}), lambda *answer: answers.append(answer))
+            link.call(m.AdminRequest("x", {"number": 1 << 70}), lambda *answer: answers.append(answer))
         with pytest.raises(ProtocolError, match="over the limit"):
-            link.call(m.Heartbeat(), lambda *answer: answers.append(answer), size=1 << 31)
-        assert await link.request(m.Send(1)) == m.Sent(0)
+            link.call(m.HeartbeatRequest(), lambda *answer: answers.append(answer), size=1 << 31)
+        assert await link.request(m.SendRequest(1)) == m.SendReply(0)
     assert answers == []
 
 
@@ -133,21 +133,21 @@ async def answer_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter)
             _, number = await next_request(reader)
         except asyncio.IncompleteReadError:
             return
-        writer.write(packet(number, m.Sent(0)))
+        writer.write(packet(number, m.SendReply(0)))
 
 
 async def test_a_failure_is_raised_to_its_request_alone():
     async def one_failure(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         first, second = (await next_request(reader))[1], (await next_request(reader))[1]
-        writer.write(packet(first, m.failure_of(DiskFull("no room", last=4))) + packet(second, m.Done()))
+        writer.write(packet(first, m.failure_of(DiskFull("no room", last=4))) + packet(second, m.DoneReply()))
 
     async with linked(one_failure) as link:
         failed, done = await asyncio.gather(
-            link.request(m.Heartbeat()), link.request(m.Heartbeat()), return_exceptions=True
+            link.request(m.HeartbeatRequest()), link.request(m.HeartbeatRequest()), return_exceptions=True
         )
     assert isinstance(failed, DiskFull)
     assert failed.details == {"last": 4}
-    assert done == m.Done()
+    assert done == m.DoneReply()
 
 
 async def test_a_lost_connection_fails_what_is_open_and_what_comes_later():
@@ -156,9 +156,9 @@ async def test_a_lost_connection_fails_what_is_open_and_what_comes_later():
 
     async with linked(hang_up) as link:
         with pytest.raises(Unavailable, match="lost"):
-            await link.request(m.Heartbeat())
+            await link.request(m.HeartbeatRequest())
         with pytest.raises(Unavailable):
-            await link.request(m.Heartbeat())
+            await link.request(m.HeartbeatRequest())
 
 
 async def test_a_failure_of_the_whole_connection_makes_every_request_one_to_repeat():
@@ -168,7 +168,7 @@ async def test_a_failure_of_the_whole_connection_makes_every_request_one_to_repe
 
     async with linked(refuse) as link:
         with pytest.raises(Unavailable, match="no room"):
-            await link.request(m.Heartbeat())
+            await link.request(m.HeartbeatRequest())
         assert isinstance(link.error, DiskFull)
 
 
@@ -177,8 +177,8 @@ async def test_a_failure_of_the_whole_connection_makes_every_request_one_to_repe
     [
         pytest.param(b"\xff" * 64, id="size"),
         pytest.param(pack(9999, 2, b"\x90"), id="kind"),
-        pytest.param(pack(m.Sent.KIND, 2, b"\xc1"), id="head"),
-        pytest.param(HEADER.pack(HEADER_SIZE, m.Sent.KIND, 0, 2, 50), id="head size"),
+        pytest.param(pack(m.SendReply.KIND, 2, b"\xc1"), id="head"),
+        pytest.param(HEADER.pack(HEADER_SIZE, m.SendReply.KIND, 0, 2, 50), id="head size"),
     ],
 )
 async def test_a_server_that_breaks_the_protocol_is_hung_up_on(garbage: bytes):
@@ -189,28 +189,30 @@ async def test_a_server_that_breaks_the_protocol_is_hung_up_on(garbage: bytes):
 
     async with linked(babble) as link:
         with pytest.raises(Unavailable, match="ended the connection"):
-            await link.request(m.Heartbeat())
+            await link.request(m.HeartbeatRequest())
         assert isinstance(link.error, ProtocolError)
 
 
 async def test_answers_nobody_waits_for_are_ignored():
     async def talkative(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, number = await next_request(reader)
-        writer.write(packet(77, m.Done()) + packet(78, m.failure_of(DiskFull("x"))) + packet(number, m.Done()))
+        writer.write(
+            packet(77, m.DoneReply()) + packet(78, m.failure_of(DiskFull("x"))) + packet(number, m.DoneReply())
+        )
 
     async with linked(talkative) as link:
-        assert await link.request(m.Heartbeat()) == m.Done()
+        assert await link.request(m.HeartbeatRequest()) == m.DoneReply()
 
 
 @pytest.mark.parametrize(
     ("answer", "kind", "words"),
     [
-        pytest.param(m.Done(), ProtocolError, "answered with packet kind 4, not 2", id="another answer"),
+        pytest.param(m.DoneReply(), ProtocolError, "answered with packet kind 4, not 2", id="another answer"),
         pytest.param(m.Welcome(2, "9", "g1", 1, 5.0, 64), VersionMismatch, "chose protocol 2", id="version"),
         pytest.param(m.failure_of(VersionMismatch("we speak 2")), VersionMismatch, "we speak 2", id="refusal"),
     ],
 )
-async def test_a_hello_that_is_not_welcome_raises_why(answer: m.Message, kind: type[PlaitError], words: str):
+async def test_a_hello_that_is_not_welcome_raises_why(answer: m.PacketHead, kind: type[PlaitError], words: str):
     async def other(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, correlation = await next_request(reader)
         writer.write(packet(correlation, answer))
@@ -258,15 +260,15 @@ async def test_nobody_there_is_unavailable_and_says_what_to_start():
 async def test_an_answer_of_the_wrong_kind_ends_the_connection_and_the_request():
     async def script(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         _, correlation = await next_request(reader)
-        writer.write(packet(correlation, m.Done()))
+        writer.write(packet(correlation, m.DoneReply()))
         await reader.read()
 
     async with linked(script) as link:
         with pytest.raises(Unavailable, match="answered with packet kind 4, not 13"):
-            await asyncio.wait_for(link.request(m.Send(1)), 5)
+            await asyncio.wait_for(link.request(m.SendRequest(1)), 5)
         assert link.closed
 
 
 def test_every_request_has_one_kind_of_answer():
-    answers = set(m.ANSWERS.values()) | {m.Failure.KIND}
-    assert {kind.KIND for kind in m.Message.__subclasses__()} == answers | set(m.ANSWERS)
+    answers = set(m.ANSWERS.values()) | {m.ErrorReply.KIND}
+    assert {kind.KIND for kind in m.PacketHead.__subclasses__()} == answers | set(m.ANSWERS)

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from plait.wire.messages import Message
+from plait.wire.messages import PacketHead
 
 DOC = (Path(__file__).parents[2] / "docs" / "formats.md").read_text(encoding="utf-8")
 ROWS = {
     name: (int(kind), fields) for kind, name, fields in re.findall(r"^\| (\d+) \| ([A-Z]\w+) \| (.+) \|$", DOC, re.M)
 }
-MESSAGES = {kind.__name__: kind for kind in Message.__subclasses__()}
+MESSAGES = {kind.__name__: kind for kind in PacketHead.__subclasses__()}
 
 
 def fields_of(text: str) -> list[str]:

@@ -14,52 +14,55 @@ from hypothesis import strategies as st
 from plait import errors
 from plait.errors import PlaitError, ProtocolError
 from plait.limits import LOGICAL_PARTITIONS, REQUEST_RANGES_MAX, STAGES_PAGE_MAX
-from plait.reason import Reason
-from plait.retry import Retry
+from plait.model.reason import Reason
+from plait.model.retry_policy import Retry
 from plait.wire import messages as m
 
-KINDS: dict[str, type[m.Message]] = {kind.__name__: kind for kind in m.Message.__subclasses__()}
+KINDS: dict[str, type[m.PacketHead]] = {kind.__name__: kind for kind in m.PacketHead.__subclasses__()}
 
 #: One of each as it looked when version 1 was made: a later version must still read and write these bytes.
-GOLDEN: list[tuple[m.Message, str]] = [
+GOLDEN: list[tuple[m.PacketHead, str]] = [
     (m.Hello(1, 3, "shop-1", ["zstd"]), "940103a673686f702d3191a47a737464"),
     (m.Welcome(1, "0.1.0", "g1", 7, 5.0, 64, []), "9701a5302e312e30a2673107cb40140000000000004090"),
-    (m.Failure("disk_full", "no room", {"last": 5}), "93a96469736b5f66756c6ca76e6f20726f6f6d81a46c61737405"),
-    (m.Done(), "90"),
-    (m.Nacked(3), "9103"),
-    (m.Heartbeat(), "90"),
-    (m.Route("order.book", delayed=True), "92aa6f726465722e626f6f6bc3"),
-    (m.Routed(5, "order.book"), "9205aa6f726465722e626f6f6b"),
-    (m.Send(5, oneway=True), "9205c3"),
-    (m.Sent(300), "91cd012c"),
+    (m.ErrorReply("disk_full", "no room", {"last": 5}), "93a96469736b5f66756c6ca76e6f20726f6f6d81a46c61737405"),
+    (m.DoneReply(), "90"),
+    (m.NackReply(3), "9103"),
+    (m.HeartbeatRequest(), "90"),
+    (m.PartitionNumberRequest("order.book", delayed=True), "92aa6f726465722e626f6f6bc3"),
+    (m.PartitionNumberReply(5, "order.book"), "9205aa6f726465722e626f6f6b"),
+    (m.SendRequest(5, oneway=True), "9205c3"),
+    (m.SendReply(300), "91cd012c"),
     (
-        m.Attach("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
+        m.AttachRequest("s", "g", "c", ("sequence", 9), "at_least_once", [(1, 4, 2)]),
         "9ca173a167a16392a873657175656e636509ad61745f6c656173745f6f6e6365919301040200c0c2c20000",
     ),
-    (m.Attached(1, 2, "s", "g", 16), "980102a173a16710cb0000000000000000c200"),
-    (m.Pull(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
-    (m.Pulled([(0, 10, 1)], more=True), "949193000a01c30090"),
-    (m.Ack(1, [(0, 10, 1)]), "93019193000a0190"),
-    (m.Nack(1, [(0, 10, 1)]), "9a019193000a01c0c0c2c390909090"),
-    (m.Nack(1, [(0, 10, 1)], None, Reason("E", "t", "h"), True, False), "9a019193000a01c093a145a174a168c3c290909090"),
+    (m.AttachReply(1, 2, "s", "g", 16), "980102a173a16710cb0000000000000000c200"),
+    (m.PullRequest(1, 500, 1_048_576, 20.0), "9401cd01f4ce00100000cb4034000000000000"),
+    (m.PullReply([(0, 10, 1)], more=True), "949193000a01c30090"),
+    (m.AckRequest(1, [(0, 10, 1)]), "93019193000a0190"),
+    (m.NackRequest(1, [(0, 10, 1)]), "9a019193000a01c0c0c2c390909090"),
     (
-        m.Nack(1, [], 0.0, counted=False, lps=[(0, 512)], lp_ranges=[(0, 10, 1)], lp_tags=[3]),
+        m.NackRequest(1, [(0, 10, 1)], None, Reason("E", "t", "h"), True, False),
+        "9a019193000a01c093a145a174a168c3c290909090",
+    ),
+    (
+        m.NackRequest(1, [], 0.0, counted=False, lps=[(0, 512)], lp_ranges=[(0, 10, 1)], lp_tags=[3]),
         "9a0190cb0000000000000000c0c2c290919200cd02009193000a019103",
     ),
-    (m.Detach(1), "9101"),
-    (m.Read("s", "latest", 10, 1000, 0.5), "95a173a66c61746573740acd03e8cb3fe0000000000000"),
+    (m.DetachRequest(1), "9101"),
+    (m.ReadRequest("s", "latest", 10, 1000, 0.5), "95a173a66c61746573740acd03e8cb3fe0000000000000"),
     (m.ReadReply(1, "s", 10), "9301a1730a"),
-    (m.Admin("subject.list", {}), "92ac7375626a6563742e6c69737480"),
+    (m.AdminRequest("subject.list", {}), "92ac7375626a6563742e6c69737480"),
     (m.AdminReply(msgspec.Raw(b"\x90")), "9190"),
-    (m.Lease(1, [(0, 512, 7, 9)], [5], [6], 8), "9501919400cd020007099105910608"),
+    (m.LeaseRequest(1, [(0, 512, 7, 9)], [5], [6], 8), "9501919400cd020007099105910608"),
     (
-        m.Leased(10.0, 3, [(0, 512, 7)], [(512, 513)], [(0, 1)], [(9, 10, 8)], [5]),
+        m.LeaseReply(10.0, 3, [(0, 512, 7)], [(512, 513)], [(0, 1)], [(9, 10, 8)], [5]),
         "99cb402400000000000003919300cd0200079192cd0200cd0201919200019193090a0891059090",
     ),
-    (m.Renew([(1, 99)]), "9191920163"),
-    (m.FindRoute("order.book", create=False), "92aa6f726465722e626f6f6bc2"),
+    (m.RenewRequest([(1, 99)]), "9191920163"),
+    (m.RouteRequest("order.book", create=False), "92aa6f726465722e626f6f6bc2"),
     (
-        m.RouteFound(
+        m.RouteReply(
             "s",
             2,
             "strict",
@@ -70,11 +73,11 @@ GOLDEN: list[tuple[m.Message, str]] = [
         "98a17302a67374726963749292a173a2673192a3732331a26732929300cd0200929200079201c093cd0200cd0400919200c081a267319291ab706c6169743a2f2f613a31a252579080",
     ),
     (
-        m.Beat("c", [("s", "g", True)], 5, 10.0, False, [("s", "g")]),
+        m.MemberHeartbeatRequest("c", [("s", "g", True)], 5, 10.0, False, [("s", "g")]),
         "97a1639193a173a167c305cb4024000000000000c29192a173a16700",
     ),
     (
-        m.Beaten(
+        m.MemberHeartbeatReply(
             6,
             [("s", "g", "exclusive", [(0, 512, 7)])],
             ["plait://a:1"],
@@ -126,7 +129,7 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 }
 
 
-def message_of(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:
+def message_of(kind: type[m.PacketHead]) -> st.SearchStrategy[m.PacketHead]:
     hints = get_type_hints(kind)
     return st.builds(kind, **{field: VALUES[hints[field]] for field in kind.__struct_fields__})
 
@@ -134,25 +137,25 @@ def message_of(kind: type[m.Message]) -> st.SearchStrategy[m.Message]:
 messages = st.one_of([message_of(kind) for kind in KINDS.values()])
 
 
-def decode(kind: int, head: bytes) -> m.Message:
+def decode(kind: int, head: bytes) -> m.PacketHead:
     return m.decode(kind, memoryview(head))
 
 
 @settings(deadline=None)
 @given(messages)
-def test_every_message_is_read_as_it_was_written(message: m.Message):
+def test_every_message_is_read_as_it_was_written(message: m.PacketHead):
     assert decode(message.KIND, m.encode(message)) == message
 
 
 @settings(deadline=None)
 @given(messages, st.lists(plain, min_size=1, max_size=3))
-def test_fields_of_a_later_version_are_ignored(message: m.Message, later: list[Any]):
+def test_fields_of_a_later_version_are_ignored(message: m.PacketHead, later: list[Any]):
     fields = [getattr(message, name) for name in message.__struct_fields__]
     assert decode(message.KIND, msgspec.msgpack.encode([*fields, *later])) == message
 
 
 @pytest.mark.parametrize(("message", "frozen"), GOLDEN, ids=[type(message).__name__ for message, _ in GOLDEN])
-def test_bytes_are_frozen(message: m.Message, frozen: str):
+def test_bytes_are_frozen(message: m.PacketHead, frozen: str):
     assert m.encode(message).hex() == frozen
     assert decode(message.KIND, bytes.fromhex(frozen)) == message
 
@@ -167,12 +170,12 @@ def test_every_kind_has_a_number_of_its_own_and_frozen_bytes():
 
 def test_fields_of_an_older_version_get_their_defaults():
     assert decode(m.Hello.KIND, msgspec.msgpack.encode([1, 1, "c"])) == m.Hello(1, 1, "c", [])
-    assert decode(m.Attach.KIND, msgspec.msgpack.encode(["s", None, "c"])) == m.Attach("s", None, "c")
+    assert decode(m.AttachRequest.KIND, msgspec.msgpack.encode(["s", None, "c"])) == m.AttachRequest("s", None, "c")
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.sampled_from([*KINDS.values()]), st.binary(max_size=60) | plain.map(msgspec.msgpack.encode))
-def test_arbitrary_heads_give_a_message_or_a_protocol_error(kind: type[m.Message], head: bytes):
+def test_arbitrary_heads_give_a_message_or_a_protocol_error(kind: type[m.PacketHead], head: bytes):
     with suppress(ProtocolError):
         assert type(decode(kind.KIND, head)) is kind
 
@@ -180,7 +183,7 @@ def test_arbitrary_heads_give_a_message_or_a_protocol_error(kind: type[m.Message
 @settings(max_examples=200, deadline=None)
 @given(messages, st.integers(0, 7), plain)
 def test_a_value_of_any_type_in_any_field_gives_a_message_or_a_protocol_error(
-    message: m.Message, field: int, value: Any
+    message: m.PacketHead, field: int, value: Any
 ):
     fields = [getattr(message, name) for name in message.__struct_fields__]
     fields[field : field + 1] = [value]
@@ -194,23 +197,24 @@ def test_an_unknown_kind_is_named(kind: int):
         decode(kind, b"\x90")
 
 
-@pytest.mark.parametrize("kind", [m.Attach, m.Read, m.Admin, m.Failure])
-def test_a_head_nested_without_end_is_refused(kind: type[m.Message]):
-    fields: dict[type[m.Message], bytes] = {
-        m.Attach: b"\x94\xa1s\xa1g\xa1c",
-        m.Read: b"\x95\xa1s",
-        m.Admin: b"\x92\xa1s\x81\xa1k",
-        m.Failure: b"\x93\xa1s\xa1t\x81\xa1k",
+@pytest.mark.parametrize("kind", [m.AttachRequest, m.ReadRequest, m.AdminRequest, m.ErrorReply])
+def test_a_head_nested_without_end_is_refused(kind: type[m.PacketHead]):
+    fields: dict[type[m.PacketHead], bytes] = {
+        m.AttachRequest: b"\x94\xa1s\xa1g\xa1c",
+        m.ReadRequest: b"\x95\xa1s",
+        m.AdminRequest: b"\x92\xa1s\x81\xa1k",
+        m.ErrorReply: b"\x93\xa1s\xa1t\x81\xa1k",
     }
     with pytest.raises(ProtocolError):
         decode(kind.KIND, fields[kind] + b"\x91" * 60_000)
 
 
 @pytest.mark.parametrize(
-    ("kind", "before"), [(m.Attach, b"\x94\xa1s\xa1g\xa1c"), (m.Admin, b"\x92\xa1s\x81\xa1k"), (m.Hello, b"")]
+    ("kind", "before"),
+    [(m.AttachRequest, b"\x94\xa1s\xa1g\xa1c"), (m.AdminRequest, b"\x92\xa1s\x81\xa1k"), (m.Hello, b"")],
 )
-def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kind: type[m.Message], before: bytes):
-    count = (m.RANGES_HEAD_SIZE_MAX if kind is m.Attach else m.HEAD_SIZE_MAX) - 100
+def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kind: type[m.PacketHead], before: bytes):
+    count = (m.RANGES_HEAD_SIZE_MAX if kind is m.AttachRequest else m.HEAD_SIZE_MAX) - 100
     head = before + b"\xdd" + count.to_bytes(4, "big") + b"\x90" * count
     tracemalloc.start()
     try:
@@ -223,22 +227,22 @@ def test_a_head_of_many_tiny_objects_costs_no_more_than_a_few_times_its_size(kin
 
 def test_a_head_over_its_limit_is_refused_unread():
     with pytest.raises(ProtocolError, match=f"over the limit of {m.HEAD_SIZE_MAX}"):
-        decode(m.Pulled.KIND, bytes(m.HEAD_SIZE_MAX + 1))
-    for kind in (m.Attach, m.Ack, m.Nack):
+        decode(m.PullReply.KIND, bytes(m.HEAD_SIZE_MAX + 1))
+    for kind in (m.AttachRequest, m.AckRequest, m.NackRequest):
         with pytest.raises(ProtocolError, match=f"over the limit of {m.RANGES_HEAD_SIZE_MAX}"):
             decode(kind.KIND, bytes(m.RANGES_HEAD_SIZE_MAX + 1))
     with pytest.raises(ProtocolError, match=f"over the limit of {m.OPEN_HEAD_SIZE_MAX}"):
-        decode(m.Admin.KIND, bytes(m.OPEN_HEAD_SIZE_MAX + 1))
+        decode(m.AdminRequest.KIND, bytes(m.OPEN_HEAD_SIZE_MAX + 1))
 
 
 def test_a_consumer_may_get_many_ranges_and_name_as_many_as_the_limit():
-    pulled = m.Pulled([(2 * n + 2**32, 2 * n + 2**32 + 1, 3) for n in range(1 << 18)])
-    assert decode(m.Pulled.KIND, m.encode(pulled)) == pulled
+    pulled = m.PullReply([(2 * n + 2**32, 2 * n + 2**32 + 1, 3) for n in range(1 << 18)])
+    assert decode(m.PullReply.KIND, m.encode(pulled)) == pulled
     ranges = [(2**62 + 2 * n, 2**62 + 2 * n + 1, 2**62) for n in range(REQUEST_RANGES_MAX)]
     tags = [2**62] * REQUEST_RANGES_MAX
     lps = [(lp, lp + 1) for lp in range(LOGICAL_PARTITIONS)]
-    nack = m.Nack(1, ranges, 1.0, Reason("t" * 200, "\N{GRINNING FACE}" * 1000), tags=tags, lps=lps)
-    assert decode(m.Nack.KIND, m.encode(nack)) == nack
+    nack = m.NackRequest(1, ranges, 1.0, Reason("t" * 200, "\N{GRINNING FACE}" * 1000), tags=tags, lps=lps)
+    assert decode(m.NackRequest.KIND, m.encode(nack)) == nack
 
 
 def test_a_listing_may_fill_a_packet():
@@ -249,8 +253,8 @@ def test_a_listing_may_fill_a_packet():
 @pytest.mark.parametrize("code", errors.BY_CODE)
 def test_every_error_arrives_as_itself(code: str):
     error = errors.BY_CODE[code]("what happened", last=5, subject="orders")
-    failure = decode(m.Failure.KIND, m.encode(m.failure_of(error)))
-    assert isinstance(failure, m.Failure)
+    failure = decode(m.ErrorReply.KIND, m.encode(m.failure_of(error)))
+    assert isinstance(failure, m.ErrorReply)
     arrived = m.error_of(failure)
     assert type(arrived) is type(error)
     assert (arrived.message, arrived.details, str(arrived)) == (error.message, error.details, str(error))
@@ -259,18 +263,18 @@ def test_every_error_arrives_as_itself(code: str):
 def test_an_error_names_as_many_stages_as_a_request():
     producers = [(1 << 63) - 1 - n for n in range(STAGES_PAGE_MAX)]
     error = errors.StaleRoute("elsewhere", producer=producers[0], producers=producers, odd=[b"x"], pair=(1, 2))
-    failure = decode(m.Failure.KIND, m.encode(m.failure_of(error)))
-    assert isinstance(failure, m.Failure)
+    failure = decode(m.ErrorReply.KIND, m.encode(m.failure_of(error)))
+    assert isinstance(failure, m.ErrorReply)
     assert m.error_of(failure).details == {"producer": producers[0], "producers": producers}
 
 
 def test_an_error_code_of_a_later_version_is_a_plain_error():
-    arrived = m.error_of(m.Failure("from_the_future", "what", {}))
+    arrived = m.error_of(m.ErrorReply("from_the_future", "what", {}))
     assert type(arrived) is PlaitError
 
 
 def test_details_cannot_break_the_error_they_come_with():
-    arrived = m.error_of(m.Failure("disk_full", "no room", {"message": 1, "self": 2, "": 3}))
+    arrived = m.error_of(m.ErrorReply("disk_full", "no room", {"message": 1, "self": 2, "": 3}))
     assert arrived.message == "no room"
     assert arrived.details == {"message": 1, "self": 2, "": 3}
 
@@ -278,4 +282,4 @@ def test_details_cannot_break_the_error_they_come_with():
 def test_an_error_that_names_a_long_value_fits_its_packet():
     failure = m.failure_of(errors.InvalidArgument("x" * 1_000_000))
     assert failure.message.endswith("...")
-    assert decode(m.Failure.KIND, m.encode(failure)) == failure
+    assert decode(m.ErrorReply.KIND, m.encode(failure)) == failure

@@ -8,17 +8,17 @@ from typing import Final
 
 import numpy as np
 
-from plait.frame.lp import NO_KEY_HASH
 from plait.limits import LOGICAL_PARTITIONS
+from plait.model.logical_partitions import NO_KEY_HASH
 from plait.spark.auditing import tally
-from plait.spark.auditing.events import Events
-from plait.spark.auditing.groups import GroupFacts
-from plait.spark.auditing.judging import Fate, Verdict, judge
-from plait.spark.auditing.order import key_times, out_of_order
-from plait.spark.auditing.rows import Rows
-from plait.spark.auditing.stored import judge_stored, key_numbers, windows_of
+from plait.spark.auditing.group_facts import GroupFacts
+from plait.spark.auditing.inputs.block_rows import BlockRows
+from plait.spark.auditing.inputs.events import Events
+from plait.spark.auditing.key_order import key_times, out_of_order
+from plait.spark.auditing.stored_order import judge_stored, key_numbers, windows_of
 from plait.spark.auditing.tally import Tally, latency_bins
 from plait.spark.auditing.touches import touches
+from plait.spark.auditing.verdicts import Fate, GroupVerdict, judge
 
 #: Keys that a block names of those it has most of: one that is hot in most blocks is among them.
 KEYS_MAX: Final = 64
@@ -44,7 +44,7 @@ class Block:
     """Rows of one partition, how to find the text of a row's key, and the events of a group about them."""
 
     partition: int
-    rows: Rows
+    rows: BlockRows
     key_of: Callable[[int], str]
     events_of: Callable[[GroupFacts], Events]
 
@@ -112,7 +112,7 @@ def _add_stored(block: Block, domain: Domain, facts: Tally) -> None:
         facts.add_many(tally.SENT, block.partition, "", keys.hashes.view(np.int64), first, (keys.least, keys.greatest))
 
 
-def _add_moved(rows: Rows, verdict: Verdict, group: GroupFacts, domain: Domain, facts: Tally) -> None:
+def _add_moved(rows: BlockRows, verdict: GroupVerdict, group: GroupFacts, domain: Domain, facts: Tally) -> None:
     """Keys whose logical partitions may have come from, or gone to, another partition."""
     if rows.spans is None or rows.places is None or not group.ordered or group.affinity or not group.whole:
         return
@@ -124,7 +124,7 @@ def _add_moved(rows: Rows, verdict: Verdict, group: GroupFacts, domain: Domain, 
         facts.add_many(tally.MOVED, number, str(group.partition), keys, times.places, (times.earliest, times.latest))
 
 
-def _add_order(rows: Rows, verdict: Verdict, group: GroupFacts, facts: Tally) -> None:
+def _add_order(rows: BlockRows, verdict: GroupVerdict, group: GroupFacts, facts: Tally) -> None:
     wrong, times = out_of_order(rows, verdict)
     if group.whole or not group.ordered:
         verdict.broken["out_of_order"] = wrong
@@ -134,7 +134,7 @@ def _add_order(rows: Rows, verdict: Verdict, group: GroupFacts, facts: Tally) ->
         facts.add_many(tally.ORDER, group.id, "", keys, first, (times.earliest, times.latest))
 
 
-def _add_verdict(rows: Rows, verdict: Verdict, group: GroupFacts, facts: Tally) -> None:
+def _add_verdict(rows: BlockRows, verdict: GroupVerdict, group: GroupFacts, facts: Tally) -> None:
     counts = np.bincount(verdict.fates, minlength=len(Fate))
     for fate in Fate:
         facts.add(tally.FATE, group.id, fate.name.lower(), int(counts[fate]))
@@ -146,7 +146,9 @@ def _add_verdict(rows: Rows, verdict: Verdict, group: GroupFacts, facts: Tally) 
         facts.add(tally.COUNT, group.id, name, count)
 
 
-def _add_times(rows: Rows, events: Events, verdict: Verdict, group: GroupFacts, scale: Scale, facts: Tally) -> None:
+def _add_times(
+    rows: BlockRows, events: Events, verdict: GroupVerdict, group: GroupFacts, scale: Scale, facts: Tally
+) -> None:
     of_group = rows.sequences >= group.first
     facts.histogram(tally.STORED, group.id, scale.moments(rows.store_times[of_group]))
     settled = of_group & (verdict.settled_by >= 0)

@@ -20,16 +20,16 @@ from plait import chance
 from plait.errors import PlaitError, from_code
 from plait.spark.auditing import tally
 from plait.spark.auditing.block import Domain, audit_block
-from plait.spark.auditing.groups import GroupFacts
-from plait.spark.auditing.input import AuditInput, Progress
-from plait.spark.auditing.order import crossings, moved_crossings
+from plait.spark.auditing.group_facts import GroupFacts
+from plait.spark.auditing.inputs.audit_input import AuditInput, Progress
+from plait.spark.auditing.inputs.block_rows import Numbers
+from plait.spark.auditing.key_order import crossings, moved_crossings
 from plait.spark.auditing.report import AuditReport
-from plait.spark.auditing.rows import Numbers
-from plait.spark.auditing.stored import stored_again
+from plait.spark.auditing.stored_order import stored_again
 from plait.spark.auditing.summary import scale_of, summarize
 from plait.spark.auditing.tally import Tally
-from plait.spark.running import SHOWN_LENGTH_MAX
-from plait.spark.worker import prepare_worker
+from plait.spark.runtime.job_runner import SHOWN_LENGTH_MAX
+from plait.spark.runtime.worker import prepare_worker
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

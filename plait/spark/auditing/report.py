@@ -40,7 +40,7 @@ class Moment(msgspec.Struct, frozen=True):
     lag: int
 
 
-class Death(msgspec.Struct, frozen=True):
+class DeathCount(msgspec.Struct, frozen=True):
     """What dead letters died of; no type: it is not kept any more."""
 
     type: str | None
@@ -91,7 +91,7 @@ class GroupAudit(msgspec.Struct, kw_only=True):
     #: Failed attempts, and deaths.
     retried: int
     died: int
-    deaths: list[Death]
+    deaths: list[DeathCount]
     latency: Latency | None
     lag: list[Moment]
     #: Which promises are broken; none: all that the group was promised held.

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-from plait import names
 from plait.errors import InvalidArgument
 from plait.frame.header import TIME_MAX
-from plait.spark.auditing.archived import open_archived
-from plait.spark.auditing.input import AuditInput, Progress
-from plait.spark.auditing.live import open_live
+from plait.model import names
+from plait.spark.auditing.inputs.archived_input import open_archived
+from plait.spark.auditing.inputs.audit_input import AuditInput, Progress
+from plait.spark.auditing.inputs.live_input import open_live
 from plait.spark.auditing.report import AuditReport
-from plait.spark.running import Progress as Steps
-from plait.storage.chunks import Wanted
+from plait.spark.runtime.job_runner import ProgressListener as Steps
+from plait.storage.reading.log_chunks import WantedRows
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -51,7 +51,7 @@ def run_audit(
         progress=told,
     )
     from plait.spark.auditing.job import failures_in_words, run
-    from plait.spark.session import check_packages, session
+    from plait.spark.runtime.session import check_packages, session
 
     check_packages()
 
@@ -81,7 +81,7 @@ def _told(steps: Steps | None) -> Progress:
 def open_input(
     data: str | None,
     archive: str | None,
-    wanted: Wanted,
+    wanted: WantedRows,
     groups: frozenset[str],
     *,
     broker_group: str,
@@ -105,14 +105,14 @@ def open_input(
     )
 
 
-def wanted_of(subjects: Sequence[str], since: datetime | None, until: datetime | None) -> Wanted:
+def wanted_of(subjects: Sequence[str], since: datetime | None, until: datetime | None) -> WantedRows:
     """The rows of subjects (names, or a beginning and ``*``; none: all) stored at times [since, until)."""
     exact = [names.check("subject", name) for name in subjects if not name.endswith("*")]
     prefixes = [name[:-1] for name in subjects if name.endswith("*")] if subjects else [""]
     low, high = _micros(since), _micros(until)
     if low is not None and high is not None and low >= high:
         raise InvalidArgument(f"since {since} is not before until {until}")
-    return Wanted(
+    return WantedRows(
         frozenset(exact),
         tuple(prefixes),
         time_min=low or 0,

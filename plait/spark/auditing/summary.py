@@ -12,12 +12,12 @@ import pyarrow as pa
 from plait.limits import LOGICAL_PARTITIONS
 from plait.spark.auditing import tally
 from plait.spark.auditing.block import Scale
-from plait.spark.auditing.deaths import Cause
-from plait.spark.auditing.groups import GroupFacts
-from plait.spark.auditing.input import AuditInput
+from plait.spark.auditing.group_facts import GroupFacts
+from plait.spark.auditing.inputs.audit_input import AuditInput
+from plait.spark.auditing.inputs.death_causes import Cause
 from plait.spark.auditing.report import (
     AuditReport,
-    Death,
+    DeathCount,
     Example,
     GroupAudit,
     HotKey,
@@ -190,7 +190,9 @@ def _group(
     # One that was made again may be of another kind.
     newest = max(members, key=lambda group: group.id)
     died = counts.get("died", 0)
-    deaths = [Death(kind or None, handler or None, n) for (number, kind, handler), n in causes.items() if number in ids]
+    deaths = [
+        DeathCount(kind or None, handler or None, n) for (number, kind, handler), n in causes.items() if number in ids
+    ]
     deaths = _by_count(deaths, died)
     unacked = {kind: fates.get(kind, 0) for kind in ("held", "returned", "pending")}
     found = GroupAudit(
@@ -253,7 +255,7 @@ def _below(ranges: list[tuple[int, int]], limit: int) -> int:
     return sum(max(min(end, limit) - start, 0) for start, end in ranges)
 
 
-def _by_count(deaths: list[Death], died: int) -> list[Death]:
+def _by_count(deaths: list[DeathCount], died: int) -> list[DeathCount]:
     """The most first; what is not kept any more is told without a reason."""
     total: dict[tuple[str | None, str | None], int] = defaultdict(int)
     for death in deaths:
@@ -262,7 +264,7 @@ def _by_count(deaths: list[Death], died: int) -> list[Death]:
     if rest > 0:
         total[None, None] += rest
     ordered = sorted(total.items(), key=lambda pair: (-pair[1], pair[0][0] or "", pair[0][1] or ""))
-    return [Death(kind, handler, count) for (kind, handler), count in ordered]
+    return [DeathCount(kind, handler, count) for (kind, handler), count in ordered]
 
 
 def _latency(bins: dict[int, int]) -> Latency | None:

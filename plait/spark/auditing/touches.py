@@ -9,10 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from plait.spark.auditing.events import Events
-from plait.spark.auditing.groups import GroupFacts
-from plait.spark.auditing.rows import Numbers, Rows
-from plait.spark.auditing.strands import Layout
+from plait.spark.auditing.group_facts import GroupFacts
+from plait.spark.auditing.inputs.block_rows import BlockRows, Numbers
+from plait.spark.auditing.inputs.cursor_layout import Layout
+from plait.spark.auditing.inputs.events import Events
 
 #: Pairs of a row and an event that are looked at together: bounds the memory, whatever the ranges.
 PAIRS_MAX: Final = 1 << 21
@@ -28,7 +28,7 @@ class Touches:
     joined_at: Numbers | None = None
 
 
-def touches(rows: Rows, events: Events, group: GroupFacts) -> Touches:
+def touches(rows: BlockRows, events: Events, group: GroupFacts) -> Touches:
     """All of a group's events of rows, in log order, against some rows."""
     low = np.searchsorted(rows.sequences, events["start"])
     high = np.searchsorted(rows.sequences, events["end"])

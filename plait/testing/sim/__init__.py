@@ -3,11 +3,11 @@
 ``Simulation`` is the world, ``Process`` what lives in it, ``Faults`` what goes wrong there.
 """
 
-from plait.testing.sim.clock import SimClock
 from plait.testing.sim.faults import Fault, FaultKind, Faults, play
-from plait.testing.sim.loop import SimLoop
 from plait.testing.sim.network import Network
 from plait.testing.sim.process import Main, Process
+from plait.testing.sim.sim_clock import SimClock
+from plait.testing.sim.sim_loop import SimLoop
 from plait.testing.sim.simulation import Simulation, SimulationFailed
 
 __all__ = [

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from plait.testing.sim.transport import Endpoint, Pipe
 
 if TYPE_CHECKING:
-    from plait.testing.sim.loop import SimLoop
     from plait.testing.sim.process import Process
+    from plait.testing.sim.sim_loop import SimLoop
     from plait.testing.sim.simulation import Simulation
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -51,7 +51,7 @@ class Network:
         self.retry_seconds = 1.0
         #: How long TCP sends again before it gives a connection up.
         self.give_up_seconds = (15.0, 30.0)
-        self._listeners: dict[Address, Listener] = {}
+        self._listeners: dict[Address, SimListener] = {}
         #: Who listened there last: the machine that answers or not when nobody does.
         self._owners: dict[Address, Process] = {}
         self._endpoints: dict[Endpoint, Endpoint] = {}
@@ -125,18 +125,18 @@ class Network:
 
     # --- listening and dialling -----------------------------------------------------------------
 
-    def listen(self, loop: SimLoop, factory: Factory, host: str, port: int) -> Listener:
+    def listen(self, loop: SimLoop, factory: Factory, host: str, port: int) -> SimListener:
         """A server on that address."""
         if not port:
             port, self._next_port = self._next_port, self._next_port + 1
         address = (_canonical(host), port)
         if address in self._listeners:
             raise OSError(errno.EADDRINUSE, f"error while attempting to bind on address {address}: in use")
-        listener = self._listeners[address] = Listener(self, loop, factory, address)
+        listener = self._listeners[address] = SimListener(self, loop, factory, address)
         self._owners[address] = loop.process
         return listener
 
-    def unlisten(self, listener: Listener) -> None:
+    def unlisten(self, listener: SimListener) -> None:
         """Its address is free."""
         if self._listeners.get(listener.address) is listener:
             del self._listeners[listener.address]
@@ -152,14 +152,14 @@ class Network:
             dialling.abandon()
             raise
 
-    def listener_at(self, address: Address) -> Listener | None:
+    def listener_at(self, address: Address) -> SimListener | None:
         return self._listeners.get(address)
 
     def owner_of(self, address: Address) -> Process | None:
         """The process whose machine has the address."""
         return self._owners.get(address)
 
-    def join(self, near: SimLoop, listener: Listener) -> Endpoint:
+    def join(self, near: SimLoop, listener: SimListener) -> Endpoint:
         """Make both ends of a connection; the near one. The far one waits to be accepted."""
         port, self._next_port = self._next_port, self._next_port + 1
         here = ("127.0.0.1", port)
@@ -193,7 +193,7 @@ class Network:
                 endpoint.vanish(silent=silent)
 
 
-class Listener(asyncio.AbstractServer):
+class SimListener(asyncio.AbstractServer):
     """A server socket."""
 
     def __init__(self, network: Network, loop: SimLoop, factory: Factory, address: Address) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
 import plait
-from plait.testing.disk import SimulatedCrash, SimulatedDisk
-from plait.testing.sim.clock import SimClock
-from plait.testing.sim.loop import SimLoop
+from plait.testing.sim.sim_clock import SimClock
+from plait.testing.sim.sim_loop import SimLoop
 from plait.testing.sim.threads import SimThread
+from plait.testing.simulated_disk import SimulatedCrash, SimulatedDisk
 
 if TYPE_CHECKING:
     from plait.testing.sim.simulation import Simulation
@@ -27,7 +27,7 @@ THREAD_SECONDS = (0.00002, 0.0005)
 
 
 class SimBackground:
-    """A thread of a simulated process, with a loop of its own; satisfies ``plait.client.keeper.Background``."""
+    """A thread of a simulated process, with a loop of its own; satisfies ``lease_renewer.Background``."""
 
     def __init__(self, process: Process) -> None:
         process.threads += 1

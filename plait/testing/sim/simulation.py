@@ -26,9 +26,9 @@ from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from plait.testing.sim.loop import SimLoop
 from plait.testing.sim.network import Network
 from plait.testing.sim.process import Main, Process
+from plait.testing.sim.sim_loop import SimLoop
 from plait.testing.sim.trace import Trace
 
 T = TypeVar("T")

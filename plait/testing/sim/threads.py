@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from plait.testing.disk import SimulatedCrash
+from plait.testing.simulated_disk import SimulatedCrash
 
 
 class SimThread:

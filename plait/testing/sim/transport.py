@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 if TYPE_CHECKING:
-    from plait.testing.sim.loop import SimLoop
     from plait.testing.sim.network import Network
+    from plait.testing.sim.sim_loop import SimLoop
     from plait.testing.sim.simulation import Later
 
 #: Write buffers as asyncio has them.
@@ -30,7 +30,7 @@ FIN = "end of stream"
 RESET = "reset"
 
 
-class Segment:
+class SimSegment:
     """What one turn wrote, on its way; or the end."""
 
     __slots__ = ("data", "end", "written")
@@ -51,10 +51,10 @@ class Pipe:
         self._window = window
         #: Bytes that were taken from the writer and not given to the reader.
         self.outstanding = 0
-        self._last: Segment | None = None
+        self._last: SimSegment | None = None
         self._arrival = 0.0
         #: What came to a cut and waits to be sent again.
-        self._held: deque[Segment] = deque()
+        self._held: deque[SimSegment] = deque()
         self._retrying = False
 
     @property
@@ -69,20 +69,20 @@ class Pipe:
         if last is not None and last.written == now and not last.end:
             last.data.append(data)
         else:
-            self._send(Segment(now, data))
+            self._send(SimSegment(now, data))
 
     def end(self, how: str) -> None:
         """Nothing comes after it."""
-        self._send(Segment(self._network.simulation.now, end=how))
+        self._send(SimSegment(self._network.simulation.now, end=how))
 
-    def _send(self, segment: Segment) -> None:
+    def _send(self, segment: SimSegment) -> None:
         simulation = self._network.simulation
         self._last = segment
         latency = self._network.latency()
         self._arrival = max(self._arrival + INSTANT, simulation.now + latency)
         simulation.call_later(self._arrival - simulation.now, self._arrived, segment)
 
-    def _arrived(self, segment: Segment) -> None:
+    def _arrived(self, segment: SimSegment) -> None:
         if segment is self._last:
             self._last = None
         if self._held or self._network.is_cut(self._source.process, self._target.process):
@@ -112,7 +112,7 @@ class Pipe:
         for segment in held:
             self._deliver(segment)
 
-    def _deliver(self, segment: Segment) -> None:
+    def _deliver(self, segment: SimSegment) -> None:
         source, target = self._source, self._target
         if not target.takes:
             if not target.process.powered:

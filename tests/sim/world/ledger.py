@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from plait.testing.history import Handling, History, Send
+from plait.testing.history import Handling, History, RecordedSend
 from plait.testing.sim import Process
 from tests.sim.world.plan import GroupPlan, Plan
 
@@ -16,7 +16,7 @@ DELAYED = "d"
 class Sent(NamedTuple):
     """A message that is known to be stored."""
 
-    record: Send
+    record: RecordedSend
     subject: str
     #: On the simulation's clock: not delivered before; None: at once.
     due: float | None
@@ -56,7 +56,7 @@ class Ledger:
         self._number += 1
         return self._number
 
-    def stored(self, record: Send, subject: str, due: float | None) -> None:
+    def stored(self, record: RecordedSend, subject: str, due: float | None) -> None:
         """A send succeeded."""
         self.sent[int(record.value)] = Sent(record, subject, due)
 

@@ -14,13 +14,13 @@ import msgspec
 from plait.broker import BrokerConfig
 from plait.errors import DiskFull, MetaUnavailable, StorageFailed
 from plait.limits import KIB, MIB, MetaLimits, ServerLimits
-from plait.meta.database import Database, file_url
+from plait.meta.database.connection import Database, file_url
 from plait.server import Server
-from plait.server.meta_server import MetaServer
-from plait.storage.archived import Archived, read_archived, write_archived
-from plait.testing.disk import SimulatedCrash
-from plait.testing.embedded import empty_database
+from plait.server.meta.meta_server import MetaServer
+from plait.storage.archive_mark import ArchiveMark, read_archived, write_archived
+from plait.testing.embedded_broker import empty_database
 from plait.testing.sim import Process, Simulation
+from plait.testing.simulated_disk import SimulatedCrash
 from tests.sim.world.plan import LEASE_SECONDS, METAS, DiskFault, Plan
 
 META_PORT, BROKER_PORT = 7461, 7451
@@ -156,7 +156,7 @@ class Machines:
         offsets[number] = min(ends, default=offsets[number])
         # On a full disk it tries again later, as it does when the machine fails.
         with suppress(OSError, SimulatedCrash):
-            write_archived(process.disk, Archived(offsets[0], offsets[2], kept_offset=offsets[1]))
+            write_archived(process.disk, ArchiveMark(offsets[0], offsets[2], kept_offset=offsets[1]))
 
     def deleted_too_early(self) -> list[str]:
         """What brokers deleted that is in no archive."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import plait
 from plait.errors import PlaitError
-from plait.frame.lp import lp_of_key
+from plait.model.logical_partitions import lp_of_key
 from plait.testing.history import Handling
 from plait.testing.sim import Main, Process, Simulation
 from tests.sim.world.calls import Calls, Interrupted

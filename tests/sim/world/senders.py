@@ -10,7 +10,7 @@ import msgspec
 
 import plait
 from plait.errors import DiskFull, FlowControl, PlaitError, SubjectNotFound
-from plait.testing.history import Send
+from plait.testing.history import RecordedSend
 from plait.testing.sim import Process, Simulation
 from tests.sim.world.calls import Calls, Interrupted
 from tests.sim.world.ledger import DELAYED, Ledger
@@ -74,13 +74,13 @@ class Senders:
         how = draw.choices(ways, (3, 2, 2, 2, later))[0]
         await how(process, client, subject, draw, calls)
 
-    def _record(self, process: Process, client: plait.Client, subject: str, key: str | None) -> Send:
+    def _record(self, process: Process, client: plait.Client, subject: str, key: str | None) -> RecordedSend:
         number = self.ledger.next_number()
         self.ledger.running[number] = process, process.lives
         history = self.ledger.histories[subject]
         return history.send(key, number, self.simulation.now, producer=client.client_id)
 
-    def _body(self, record: Send, draw: random.Random) -> bytes:
+    def _body(self, record: RecordedSend, draw: random.Random) -> bytes:
         return msgspec.json.encode(Body(int(record.value), "x" * draw.choice(PADDING)))
 
     async def _posts(
@@ -157,7 +157,7 @@ class Senders:
             process.spawn(self._change_mind(client, record, receipt, draw))
 
     async def _change_mind(
-        self, client: plait.Client, record: Send, receipt: plait.Receipt, draw: random.Random
+        self, client: plait.Client, record: RecordedSend, receipt: plait.Receipt, draw: random.Random
     ) -> None:
         await self.simulation.sleep(draw.uniform(0.0, 2.0))
         number = int(record.value)
@@ -178,7 +178,9 @@ class Senders:
 
     # --- outcomes -------------------------------------------------------------------------------
 
-    async def _settle(self, record: Send, subject: str, sending: Any, due: float | None = None) -> plait.Receipt | None:
+    async def _settle(
+        self, record: RecordedSend, subject: str, sending: Any, due: float | None = None
+    ) -> plait.Receipt | None:
         try:
             receipt: plait.Receipt = await sending
         except REFUSED as error:
@@ -190,22 +192,22 @@ class Senders:
             return receipt
         return None
 
-    def _stored(self, record: Send, subject: str, receipt: plait.Receipt, due: float | None) -> None:
+    def _stored(self, record: RecordedSend, subject: str, receipt: plait.Receipt, due: float | None) -> None:
         place = None if receipt.sequence is None else (str(receipt.partition), receipt.sequence)
         record.ok(place, self.simulation.now)
         self.ledger.running.pop(int(record.value), None)
         if subject != DOOMED:
             self.ledger.stored(record, subject, due)
 
-    def _failed(self, record: Send, error: Exception) -> None:
+    def _failed(self, record: RecordedSend, error: Exception) -> None:
         record.failed(error, self.simulation.now)
         self.ledger.running.pop(int(record.value), None)
 
-    def _unknown(self, record: Send, error: Exception) -> None:
+    def _unknown(self, record: RecordedSend, error: Exception) -> None:
         record.unknown(error, self.simulation.now)
         self.ledger.running.pop(int(record.value), None)
 
 
-def _key(record: Send) -> str | None:
+def _key(record: RecordedSend) -> str | None:
     assert record.key is None or isinstance(record.key, str)
     return record.key

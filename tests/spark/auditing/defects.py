@@ -13,11 +13,11 @@ import numpy.typing as npt
 from plait.frame.builder import build_frame
 from plait.frame.header import pack_stamp
 from plait.frame.view import FrameView
-from plait.storage.action_log import EVENTS, Action, read_events
 from plait.storage.disk import RealDisk
-from plait.storage.log import Log
-from plait.storage.reader import LogReader, MappedSegment
-from plait.storage.recovery import LogScan
+from plait.storage.logs.action_log import EVENTS, Action, read_events
+from plait.storage.logs.log import Log
+from plait.storage.logs.recovery import LogScan
+from plait.storage.reading.log_reader import LogReader, MappedSegment
 
 Events = npt.NDArray[Any]
 

@@ -16,12 +16,12 @@ import pytest
 import plait
 from plait.clock import ManualClock
 from plait.errors import ArchiveError, SubjectNotFound
-from plait.reason import Reason
-from plait.spark import archiving
-from plait.spark.auditing import units
-from plait.spark.auditing.page import page
+from plait.model.reason import Reason
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.manifest import Archive
+from plait.spark.auditing.inputs import work_units as units
 from plait.spark.auditing.report import AuditReport
-from plait.spark.manifest import Archive
+from plait.spark.auditing.report_page import page
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import Filler, archive_here, run_here
 from tests.spark.auditing.conftest import Audit, one_group

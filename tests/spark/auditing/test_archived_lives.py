@@ -12,9 +12,9 @@ import pytest
 import plait
 from plait.errors import SubjectNotFound
 from plait.frame.columns import Column
-from plait.spark import archiving
-from plait.spark.manifest import Archive, Settings
-from plait.storage.action_log import EVENTS, read_events
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.manifest import Archive, ArchivedSettings
+from plait.storage.logs.action_log import EVENTS, read_events
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, commit_next, run_here
 from tests.spark.auditing.conftest import Audit, one_group
@@ -253,7 +253,7 @@ async def test_an_archive_that_tells_settings_by_name_alone_does_not_know_the_or
     data, to = tmp_path / "data", tmp_path / "archive"
     await made_again(data, to, ordered=True)
     archive_here(data, to, now=True)
-    change_source(to, settings={f"{SUBJECT}@g1": Settings("strict", deleted=True)}, former=[])
+    change_source(to, settings={f"{SUBJECT}@g1": ArchivedSettings("strict", deleted=True)}, former=[])
     report = audit(archive=to)
     group = one_group(report)
     assert report.held

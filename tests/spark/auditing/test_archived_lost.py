@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from plait.spark import archiving
-from plait.spark.auditing.archived import open_archived
-from plait.spark.auditing.input import AuditInput
-from plait.spark.auditing.live import open_live
-from plait.spark.manifest import Archive
-from plait.storage.chunks import Wanted
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.manifest import Archive
+from plait.spark.auditing.inputs.archived_input import open_archived
+from plait.spark.auditing.inputs.audit_input import AuditInput
+from plait.spark.auditing.inputs.live_input import open_live
+from plait.storage.reading.log_chunks import WantedRows
 from tests.spark.archives import Filler, archive_here, damage_frames, run_here
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.test_intake import expire
 from tests.support.broker_node import Producer
 
-ORDERS = Wanted(frozenset({"orders"}))
+ORDERS = WantedRows(frozenset({"orders"}))
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, ClassVar
 import pyarrow.parquet as pq
 import pytest
 
-from plait.cli.run import run
+from plait.cli.entry import run
 from plait.spark.auditing import run as auditing_run
-from plait.spark.auditing.page import page
 from plait.spark.auditing.plots import bar_plot, line_plot
 from plait.spark.auditing.report import AuditReport
-from plait.spark.auditing.tables import TABLES, write_tables
+from plait.spark.auditing.report_page import page
+from plait.spark.auditing.report_tables import TABLES, write_tables
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import swapped_acks
 from tests.spark.auditing.test_defects import one_by_one

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from plait.errors import DamageError
-from plait.spark import archiving
+from plait.spark.archiving import archiver as archiving
 from plait.spark.auditing.report import AuditReport
-from plait.storage.action_log import Action
+from plait.storage.logs.action_log import Action
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit, one_group

@@ -10,11 +10,11 @@ import pytest
 
 import plait.spark
 from plait.errors import DamageError, InvalidArgument
-from plait.spark import archiving
-from plait.spark.auditing import live
-from plait.spark.manifest import Archive
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.manifest import Archive
+from plait.spark.auditing.inputs import live_input as live
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit
 from tests.spark.auditing.defects import swapped_acks

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.spark.auditing.events import AUDITED, Events, audited, of_rows
-from plait.spark.auditing.groups import GroupFacts, GroupTable
-from plait.spark.auditing.judging import Fate, Verdict, judge
-from plait.spark.auditing.order import out_of_order
-from plait.spark.auditing.rows import Rows
+from plait.spark.auditing.group_facts import GroupFacts, GroupTable
+from plait.spark.auditing.inputs.block_rows import BlockRows
+from plait.spark.auditing.inputs.events import AUDITED, Events, audited, of_rows
+from plait.spark.auditing.key_order import out_of_order
 from plait.spark.auditing.touches import touches
-from plait.storage.action_log import (
+from plait.spark.auditing.verdicts import Fate, GroupVerdict, judge
+from plait.storage.logs.action_log import (
     EVENT,
     FLAG_UNCOUNTED,
     Action,
@@ -29,12 +29,12 @@ from plait.storage.ranges import Ranges
 END = 40
 
 
-def rows_of(count: int = END, *, keys: list[int] | None = None, epochs: list[int] | None = None) -> Rows:
+def rows_of(count: int = END, *, keys: list[int] | None = None, epochs: list[int] | None = None) -> BlockRows:
     sequences = np.arange(count)
     hashes = None if keys is None else np.array(keys, np.uint64)
     lps = np.zeros(count, np.uint16) if hashes is None else (hashes % np.uint64(1024)).astype(np.uint16)
     times = sequences * 10
-    return Rows(sequences, np.array(epochs or [1] * count), lps, hashes, times, times)
+    return BlockRows(sequences, np.array(epochs or [1] * count), lps, hashes, times, times)
 
 
 class Script:
@@ -75,13 +75,13 @@ class Script:
         group.strict = strict
         return group
 
-    def judge(self, rows: Rows | None = None, *, strict: bool = False) -> Verdict:
+    def judge(self, rows: BlockRows | None = None, *, strict: bool = False) -> GroupVerdict:
         rows = rows or rows_of()
         events, group = of_rows(self.array()), self.facts(strict=strict)
         return judge(rows, events, touches(rows, events, group), group)
 
 
-def broken(verdict: Verdict) -> dict[str, list[int]]:
+def broken(verdict: GroupVerdict) -> dict[str, list[int]]:
     return {name: numbers.tolist() for name, numbers in verdict.broken.items() if len(numbers)}
 
 
@@ -385,7 +385,7 @@ def test_an_event_is_not_about_a_row_that_got_the_sequence_of_a_lost_one():
 # --- ordered groups ---------------------------------------------------------------------------------
 
 
-def ordered(script: Script, keys: list[int], *, strict: bool = True) -> tuple[Verdict, list[int]]:
+def ordered(script: Script, keys: list[int], *, strict: bool = True) -> tuple[GroupVerdict, list[int]]:
     rows = rows_of(len(keys), keys=keys)
     verdict = script.judge(rows, strict=strict)
     return verdict, out_of_order(rows, verdict)[0].tolist()
@@ -502,7 +502,7 @@ def test_two_acks_of_an_ordered_group_need_a_way_back_between_them():
 def test_order_is_what_a_look_at_every_pair_finds(told: list[tuple[int, int, bool]]):
     keys, places, excused = map(list, zip(*told, strict=True))
     rows = rows_of(len(keys), keys=[key + 1 for key in keys])
-    verdict = Verdict(np.zeros(len(keys), np.uint8))
+    verdict = GroupVerdict(np.zeros(len(keys), np.uint8))
     verdict.acked_at = np.array([100 * place if place else 1 << 62 for place in places])
     verdict.excused = np.array(excused)
     expected = [

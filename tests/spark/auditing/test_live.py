@@ -14,9 +14,9 @@ import plait
 from plait.clock import ManualClock
 from plait.errors import InvalidArgument, SubjectNotFound
 from plait.spark.auditing.report import AuditReport
-from plait.storage.action_log import Action
+from plait.storage.logs.action_log import Action
 from plait.testing import EmbeddedBroker
-from plait.testing.embedded import TEST_CONFIG
+from plait.testing.embedded_broker import TEST_CONFIG
 from tests.spark.auditing.conftest import Audit, one_group
 from tests.spark.auditing.defects import Events, with_actions
 

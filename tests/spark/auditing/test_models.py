@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from plait.spark import archiving
+from plait.spark.archiving import archiver as archiving
 from plait.spark.auditing.report import AuditReport
-from plait.testing.disk import SimulatedDisk
+from plait.testing.simulated_disk import SimulatedDisk
 from tests.broker.test_ordered_model import World
 from tests.broker.test_retry_model import Retrying
 from tests.sim.cluster import Cluster

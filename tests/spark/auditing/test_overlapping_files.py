@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from plait.clock import ManualClock
-from plait.spark import archiving
-from plait.spark.auditing import archived, units
-from plait.spark.files import FileWriter
-from plait.spark.manifest import Archive, ArchivedFile
-from plait.spark.tasks import CompactTask
+from plait.spark.archiving import archiver as archiving
+from plait.spark.archiving.archive_tasks import CompactTask
+from plait.spark.archiving.file_writer import FileWriter
+from plait.spark.archiving.manifest import Archive, ArchivedFile
+from plait.spark.auditing.inputs import archived_input as archived
+from plait.spark.auditing.inputs import work_units as units
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, commit_next, run_here
 from tests.spark.auditing.conftest import Audit

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.spark.auditing.coverage import Coverage
-from plait.spark.auditing.events import merged
-from plait.spark.auditing.judging import NEVER, Verdict
-from plait.spark.auditing.order import crossings, out_of_order
-from plait.spark.auditing.rows import Rows
+from plait.spark.auditing.inputs.block_rows import BlockRows
+from plait.spark.auditing.inputs.coverage import Coverage
+from plait.spark.auditing.inputs.events import merged
+from plait.spark.auditing.key_order import crossings, out_of_order
 from plait.spark.auditing.tally import latency_bins, percentile
+from plait.spark.auditing.verdicts import NEVER, GroupVerdict
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,8 @@ def test_disorder_over_blocks_is_found_as_if_there_were_one(told: list[tuple[int
         count = last - first
         hashes = keys[first:last].astype(np.uint64)
         numbers = np.arange(first, last)
-        rows = Rows(numbers, np.ones(count, np.int64), np.zeros(count, np.uint16), hashes, numbers, numbers)
-        verdict = Verdict(np.zeros(count, np.uint8), acked_at=at[first:last], excused=excused[first:last])
+        rows = BlockRows(numbers, np.ones(count, np.int64), np.zeros(count, np.uint16), hashes, numbers, numbers)
+        verdict = GroupVerdict(np.zeros(count, np.uint8), acked_at=at[first:last], excused=excused[first:last])
         wrong, times = out_of_order(rows, verdict)
         of = np.full(len(times.hashes), 7), times.hashes.view(np.int64), np.full(len(times.hashes), first)
         return bool(len(wrong)), (*of, times.earliest, times.latest)

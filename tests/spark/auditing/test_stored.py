@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 
 import plait
-from plait.client.rows import hash_keys
+from plait.client.send.open_rows import hash_keys
 from plait.frame.builder import build_frame
 from plait.frame.columns import Column
 from plait.frame.header import pack_stamp
-from plait.frame.lp import lp_of_key
 from plait.frame.view import FrameView
-from plait.spark import archiving
-from plait.spark.auditing import live
-from plait.spark.auditing.coverage import cover
+from plait.model.logical_partitions import lp_of_key
+from plait.spark.archiving import archiver as archiving
+from plait.spark.auditing.inputs import live_input as live
+from plait.spark.auditing.inputs.coverage import cover
 from plait.spark.auditing.run import open_input, wanted_of
-from plait.spark.auditing.stored import astray
-from plait.storage.action_log import Action
+from plait.spark.auditing.stored_order import astray
 from plait.storage.catalog import PartitionRow
-from plait.storage.reader import open_log
+from plait.storage.logs.action_log import Action
+from plait.storage.reading.log_reader import open_log
 from plait.testing import EmbeddedBroker
 from tests.spark.archives import archive_here, run_here
 from tests.spark.auditing.conftest import Audit, one_group

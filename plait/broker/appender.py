@@ -1,0 +1,251 @@
+"""Sends: from verified frames of many connections to one write of the message log.
+
+The frames of one loop turn are judged (new, duplicate, out of sequence), small neighbours are joined into one frame,
+stamped and appended together. Nothing changes in memory before the log has room for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from plait.broker.partitions.partition import Partition
+from plait.errors import FlowControl, OutOfSequence, PlaitError, ProducerConflict, StaleRoute, UnknownProducer
+from plait.frame.builder import Buffer
+from plait.frame.coalesce import can_coalesce, coalesce
+from plait.frame.columns import FIXED_WIDTHS, Column
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED, HEADER_SIZE, STAMP_OFFSET, pack_stamp
+from plait.frame.view import FrameView
+from plait.storage.catalog import FORWARD, SCHEDULE, STAGE
+from plait.storage.logs.log import Log
+from plait.storage.producers import FrameVerdict, ProducerTable, StoredRun
+
+#: Joined frames stay below this, so that a reader's slice stays cheap.
+JOINED_SIZE_MAX = 256 * 1024
+#: Bytes a row that constant columns may grow to when frames are joined.
+CONSTANTS_SIZE_MAX = sum(FIXED_WIDTHS.values())
+
+#: Looked up once: Python 3.11 runs a function for each look at a member.
+_NEW: Final = FrameVerdict.NEW
+#: Called once with the first sequence or the error.
+SendReply = Callable[[int | None, PlaitError | None], None]
+
+
+class Submission:
+    """One frame on its way into the log."""
+
+    __slots__ = ("frame", "reply")
+
+    def __init__(self, frame: FrameView, reply: SendReply | None) -> None:
+        self.frame = frame
+        self.reply = reply
+
+
+class Appended:
+    """What one commit put into the message log."""
+
+    __slots__ = ("delayed", "partitions", "replies")
+
+    def __init__(self) -> None:
+        #: Partition → the end of its appended rows.
+        self.partitions: dict[Partition, int] = {}
+        self.replies: list[tuple[SendReply, int | None, PlaitError | None]] = []
+        #: (schedule partition, frame, its log offset, its first number) of rows that are to wait.
+        self.delayed: list[tuple[Partition, FrameView, int, int]] = []
+
+
+class Appender:
+    """Appends submissions of a turn; keeps no state of its own between turns."""
+
+    def __init__(self, log: Log, producers: ProducerTable) -> None:
+        self._log = log
+        self._producers = producers
+
+    def append(
+        self, partition: Partition, submissions: list[Submission], epoch: int, now: int, appended: Appended
+    ) -> None:
+        """Store what is new. Raises OSError when the log cannot grow; the frames before that are stored."""
+        if partition.row.kind == STAGE:
+            for submission in submissions:
+                self._stage(partition, submission, epoch, now, appended)
+            return
+        if len(submissions) == 1:
+            self._store(partition, submissions, epoch, now, appended)
+            return
+        run: list[Submission] = []
+        run_size = 0
+        for submission in submissions:
+            frame = submission.frame
+            # Rows of a schedule are found one by one, so a run table there has an entry a row.
+            joinable = can_coalesce(frame) and (frame.count == 1 or not partition.row.kind)
+            if run and (
+                not joinable
+                or frame.column_bits != run[0].frame.column_bits
+                or frame.flags != run[0].frame.flags
+                or run_size + frame.size > JOINED_SIZE_MAX
+            ):
+                self._store(partition, run, epoch, now, appended)
+                run, run_size = [], 0
+            run.append(submission)
+            run_size += frame.size
+            if not joinable:
+                self._store(partition, run, epoch, now, appended)
+                run, run_size = [], 0
+        if run:
+            self._store(partition, run, epoch, now, appended)
+
+    def _store(self, partition: Partition, run: list[Submission], epoch: int, now: int, appended: Appended) -> None:
+        bound = run[0].frame.size
+        if len(run) > 1:
+            # Joined frames share a header and get a run table; a value that held for all rows is repeated for each.
+            bound = 256 + sum(s.frame.size + 64 + CONSTANTS_SIZE_MAX * s.frame.count for s in run)
+        self._log.place_for(bound)
+        base = partition.next
+        # A schedule takes what its partition takes: behind the fence it only gets shorter (R25).
+        taking = partition.main or partition
+        fresh: list[Submission] = []
+        end = base
+        for submission in run:
+            frame = submission.frame
+            error: PlaitError | None = None
+            sequence: int | None = end
+            if not frame.flags & FLAG_UNSEQUENCED:
+                verdict = self._producers.judge(frame.producer, partition.id, frame.first, frame.count, frame.previous)
+                if verdict is not _NEW:
+                    sequence, error = self._refuse(partition, frame, verdict)
+                    if submission.reply is not None:
+                        appended.replies.append((submission.reply, sequence, error))
+                    continue
+                if taking.accepts is not None and not taking.takes(frame):
+                    if submission.reply is not None:
+                        appended.replies.append((submission.reply, None, self._elsewhere(partition, frame)))
+                    continue
+                self._producers.stored(
+                    frame.producer, partition.id, frame.first, frame.count, frame.previous, end, now, frame.crc
+                )
+            elif taking.accepts is not None and not taking.takes(frame):
+                continue
+            fresh.append(submission)
+            end += frame.count
+            if submission.reply is not None:
+                appended.replies.append((submission.reply, sequence, None))
+        if not fresh:
+            return
+        stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
+        parts: list[Buffer]
+        frame = fresh[0].frame
+        if len(fresh) == 1:
+            buffer = frame.buffer
+            size = len(buffer)
+            parts = [buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]]
+        else:
+            joined = coalesce([s.frame for s in fresh])
+            joined.stamp_with(stamp)
+            parts, size = joined.parts, joined.size
+        offset = self._log.append(parts, size)
+        partition.appended(base, offset, now, size, end - base, epoch)
+        appended.partitions[partition] = end
+        if partition.row.kind:
+            if len(fresh) > 1:
+                frame = FrameView(joined.tobytes())
+            appended.delayed.append((partition, frame, offset, base))
+
+    def _stage(self, partition: Partition, submission: Submission, epoch: int, now: int, appended: Appended) -> None:
+        """Store a frame of a stage. It has one producer, which counts from 1: its rows follow one another without gaps.
+
+        Frames stay as they are, so that they can be published whole.
+        """
+        frame, sequence, error = submission.frame, partition.next, None
+        if frame.first == sequence + 1:
+            self.copy(partition, frame, epoch, now, appended)
+        elif frame.first + frame.count - 1 <= sequence:
+            sequence = frame.first - 1
+            error = self._other_stage_rows(partition, frame)
+        else:
+            error = OutOfSequence(f"row {frame.first} of a stage comes after row {sequence}", last=sequence)
+        if submission.reply is not None:
+            appended.replies.append((submission.reply, None if error else sequence, error))
+
+    def _other_stage_rows(self, partition: Partition, frame: FrameView) -> PlaitError | None:
+        """What is wrong with a frame whose numbers are stored; None: it is the frame that is stored."""
+        stored = partition.frame_from(self._log, frame.first - 1)
+        if stored is None:
+            return FlowControl("the stage's rows cannot be compared yet; send the frame again")
+        if stored.count == frame.count and stored.crc == frame.crc_following(stored.previous):
+            return None
+        return _conflict(partition, frame)
+
+    def copy(self, partition: Partition, frame: FrameView, epoch: int, now: int, appended: Appended) -> int:
+        """Append a frame as it is, wherever it stands, under a stamp of this partition; its offset."""
+        self._log.place_for(frame.size)
+        base = partition.next
+        stamp = pack_stamp(partition.id, base, now, self._log.durable, epoch)
+        buffer = frame.buffer
+        offset = self._log.append([buffer[:STAMP_OFFSET], stamp, buffer[HEADER_SIZE:]], frame.size)
+        partition.appended(base, offset, now, frame.size, frame.count, epoch)
+        appended.partitions[partition] = partition.next
+        if partition.row.kind == SCHEDULE:
+            appended.delayed.append((partition, frame, offset, base))
+        return offset
+
+    def _elsewhere(self, partition: Partition, frame: FrameView) -> PlaitError:
+        """R8: what came before it is told, so that the sender knows what else it has to send elsewhere."""
+        window = self._producers.window(frame.producer, partition.id)
+        return StaleRoute(
+            f"partition {partition.row.name!r} does not take these keys (any more); refresh the route",
+            last=window.last if window else 0,
+            version=(partition.main or partition).row.route,
+        )
+
+    def _refuse(
+        self, partition: Partition, frame: FrameView, verdict: FrameVerdict
+    ) -> tuple[int | None, PlaitError | None]:
+        window = self._producers.window(frame.producer, partition.id)
+        if verdict is FrameVerdict.DUPLICATE:
+            run = self._producers.find(frame.producer, partition.id, frame.first, frame.count)
+            if run is not None and self._same(run, frame):
+                return run.base, None
+        if window is not None and window.overlaps(frame.first, frame.first + frame.count - 1):
+            return None, _conflict(partition, frame)
+        if verdict is not FrameVerdict.GAP:
+            # Not known, or so much came after these rows that they cannot be compared any more.
+            return None, UnknownProducer(
+                f"producer {frame.producer:016x} is not known for {partition.row.subject!r}: "
+                "it was silent too long; what it sent and got no answer for is in doubt"
+            )
+        last = window.last if window else 0
+        return None, OutOfSequence(
+            f"frame {frame.first} of producer {frame.producer:016x} says it follows {frame.previous}; "
+            f"{last} is the last one stored in {partition.row.subject!r}",
+            last=last,
+        )
+
+    @staticmethod
+    def _same(run: StoredRun, frame: FrameView) -> bool:
+        """The frame is the one that was stored. Its predecessor may be named differently in a resend."""
+        return frame.crc_following(run.previous) == run.crc
+
+
+def _conflict(partition: Partition, frame: FrameView) -> ProducerConflict:
+    return ProducerConflict(
+        f"rows {frame.first} to {frame.first + frame.count - 1} of producer {frame.producer:016x}, or some, are "
+        f"stored in {partition.row.subject!r} with other contents: another process sends under this producer id; "
+        "nothing of this send was stored",
+        producer=f"{frame.producer:016x}",
+        first=frame.first,
+    )
+
+
+def replay_producers(partition: Partition, producers: ProducerTable, offset: int, frame: FrameView) -> None:
+    """Apply a frame of the message log to the producer table, as its append did."""
+    if frame.flags & FLAG_UNSEQUENCED or partition.row.kind == FORWARD:
+        return
+    if not frame.has(Column.RUNS) or frame.flags & FLAG_FORWARDED:
+        runs = [(frame.producer, frame.first, frame.count, frame.crc, frame.previous)]
+    else:
+        runs = frame.runs().tolist()
+    base = frame.base
+    for producer, first, rows, crc, previous in runs:
+        if offset >= producers.loaded_until(producer):
+            producers.stored(producer, partition.id, first, rows, previous, base, frame.store_time, crc)
+        base += rows

@@ -1,0 +1,89 @@
+"""Which logical partition and key each row of a frame has, remembered for the frames that were looked at last.
+
+Every owner of an ordered group looks at the same frames, one after another.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.frame.columns import Column
+from plait.frame.view import FrameView
+from plait.model.logical_partitions import Hashes, Lps, key_hashes
+
+Sequences = npt.NDArray[np.int64]
+
+
+class FrameKeys(NamedTuple):
+    """Of each row of a frame."""
+
+    lps: Lps
+    #: None: no row has a key.
+    hashes: Hashes | None
+
+
+class KnownRows:
+    """The keys of frames that were looked at last, of all partitions of a broker; the longest unused goes first."""
+
+    __slots__ = ("_known", "_limit", "_rows")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        #: By the cache of a partition and the first sequence of the frame.
+        self._known: OrderedDict[tuple[int, int], FrameKeys] = OrderedDict()
+        self._rows = 0
+
+    @property
+    def rows(self) -> int:
+        """How many rows are remembered, 10 bytes each."""
+        return self._rows
+
+    def get(self, place: tuple[int, int]) -> FrameKeys | None:
+        keys = self._known.get(place)
+        if keys is not None:
+            self._known.move_to_end(place)
+        return keys
+
+    def put(self, place: tuple[int, int], keys: FrameKeys) -> None:
+        self._known[place] = keys
+        self._rows += len(keys.lps)
+        while self._rows > self._limit and len(self._known) > 1:
+            _, gone = self._known.popitem(last=False)
+            self._rows -= len(gone.lps)
+
+
+class KeyCache:
+    """The keys of one partition's frames."""
+
+    __slots__ = ("_lps_of", "_number", "_rows")
+
+    #: Caches are told apart by these: a partition that is dropped leaves its rows to age.
+    _numbers = itertools.count()
+
+    def __init__(self, lps_of: Callable[[Sequences, Hashes | None], Lps], rows: KnownRows) -> None:
+        self._lps_of = lps_of
+        self._rows = rows
+        self._number = next(self._numbers)
+
+    def known(self, base: int) -> FrameKeys | None:
+        """The keys of a frame that was looked at lately, by its first sequence."""
+        return self._rows.get((self._number, base))
+
+    def of(self, frame: FrameView) -> FrameKeys:
+        """The keys of a frame's rows."""
+        whole = not frame.has(Column.SELECTION)
+        known = self.known(frame.base) if whole else None
+        if known is not None:
+            return known
+        hashes = key_hashes(frame)
+        # A copy: what is remembered must not keep a segment's mapping open.
+        keys = FrameKeys(self._lps_of(frame.sequences(), hashes), None if hashes is None else hashes.copy())
+        if whole:
+            self._rows.put((self._number, frame.base), keys)
+        return keys

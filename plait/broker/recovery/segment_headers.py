@@ -1,0 +1,213 @@
+"""The first frames of a log segment: all names that the frames after them use as numbers.
+
+Each segment can so be read alone, after those before it have expired.
+
+A head is as large as all definitions together, and a segment begins in the middle of a loop turn. So definitions are
+encoded ahead, in chunks of some partitions: when a segment begins, only chunks in which something has changed since
+are encoded, and the others get a new stamp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from plait.frame.builder import FrameParts
+from plait.frame.header import pack_stamp
+from plait.limits import KIB
+from plait.storage.catalog import CATALOG, PartitionRow, catalog_frame, encode_catalog
+from plait.storage.logs.action_log import (
+    DEFINITIONS,
+    DEFINITIONS_MAX,
+    ConsumerDefinition,
+    Definition,
+    encode_definitions,
+)
+from plait.storage.logs.header_rows import HeaderRows
+from plait.storage.logs.retained_log import head_frame
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+    from plait.broker.partitions.partition import Partition
+
+#: Bytes between the two frames that define a partition: the largest sector of disks, so that a bad one leaves one of
+#: them whole.
+APART = 4 * KIB
+#: Rows of one frame of the catalog.
+HEAD_ROWS = 5_000
+#: Partitions of one chunk: encoding one takes about a millisecond, and 100,000 partitions are some 1,600 frames.
+CHUNK_PARTITIONS = 64
+#: Chunks that are encoded ahead in one loop turn.
+STEP_CHUNKS = 4
+
+
+class EncodedHeader:
+    """One kind of definitions of the partitions of a chunk, as they were when they were last asked for."""
+
+    __slots__ = ("_encode", "_state", "_states", "rows")
+
+    def __init__(
+        self, state: Callable[[Partition], object], encode: Callable[[Iterable[Partition]], list[HeaderRows]]
+    ) -> None:
+        """``state`` of a partition equals an earlier one only where its definitions are the same."""
+        self._state = state
+        self._encode = encode
+        self._states: list[object] = []
+        self.rows: list[HeaderRows] = []
+
+    @property
+    def count(self) -> int:
+        """Definitions."""
+        return sum(rows.count for rows in self.rows)
+
+    def refresh(self, partitions: list[Partition]) -> bool:
+        """Encode them again if any has changed; whether it had to."""
+        states = list(map(self._state, partitions))
+        if states == self._states:
+            return False
+        self.rows = self._encode(partitions)
+        self._states = states
+        return True
+
+
+class HeaderChunk:
+    """Some partitions, and what heads say of them."""
+
+    __slots__ = ("catalog", "definitions", "partitions")
+
+    def __init__(self) -> None:
+        self.partitions: list[Partition] = []
+        self.catalog = EncodedHeader(attrgetter("row"), _encode_rows)
+        self.definitions = EncodedHeader(attrgetter("definitions"), _encode_definitions)
+
+
+class SegmentHeaders:
+    """Makes them from the broker's present state (``Log.on_segment``)."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._chunks: dict[HeaderChunk, None] = {}
+        #: Those with room for more partitions.
+        self._open: dict[HeaderChunk, None] = {}
+        #: By partition id.
+        self._chunk_of: dict[int, HeaderChunk] = {}
+
+    # --- which partitions there are -------------------------------------------------------------
+
+    def add(self, partition: Partition) -> None:
+        """There is one more. It takes the place of one that has gone, so that chunks stay full."""
+        chunk = next(reversed(self._open), None)
+        if chunk is None:
+            chunk = HeaderChunk()
+            self._chunks[chunk] = self._open[chunk] = None
+        chunk.partitions.append(partition)
+        self._chunk_of[partition.id] = chunk
+        if len(chunk.partitions) >= CHUNK_PARTITIONS:
+            del self._open[chunk]
+
+    def remove(self, partition: Partition) -> None:
+        """It is gone."""
+        chunk = self._chunk_of.pop(partition.id)
+        chunk.partitions.remove(partition)
+        if chunk.partitions:
+            self._open[chunk] = None
+        else:
+            del self._chunks[chunk]
+            self._open.pop(chunk, None)
+
+    # --- ahead of need --------------------------------------------------------------------------
+
+    def refresh_steps(self) -> Iterator[None]:
+        """Encode ahead for the logs whose next segment is near, in steps of one loop turn each."""
+        if self._broker.message_log.half_full:
+            yield from self.refresh_catalog()
+        if self._broker.action_log.half_full:
+            yield from self.refresh_definitions()
+
+    def refresh(self) -> None:
+        """The same at once."""
+        for _ in self.refresh_steps():
+            pass
+
+    def refresh_catalog(self) -> Iterator[None]:
+        """Encode all that has changed of partitions, in steps."""
+        return self._refresh(attrgetter("catalog"))
+
+    def refresh_definitions(self) -> Iterator[None]:
+        """Encode all that has changed of groups and consumers, in steps."""
+        return self._refresh(attrgetter("definitions"))
+
+    def _refresh(self, kind: Callable[[HeaderChunk], EncodedHeader]) -> Iterator[None]:
+        encoded = 0
+        for chunk in list(self._chunks):
+            # One subject may have most consumers of the broker: they are encoded once, when the segment begins.
+            if kind(chunk).count <= DEFINITIONS_MAX and kind(chunk).refresh(chunk.partitions):
+                encoded += 1
+                if encoded % STEP_CHUNKS == 0:
+                    yield
+
+    def _rows(self, kind: Callable[[HeaderChunk], EncodedHeader]) -> Iterator[HeaderRows]:
+        """All definitions of one kind, as they are now."""
+        for chunk in self._chunks:
+            encoded = kind(chunk)
+            encoded.refresh(chunk.partitions)
+            yield from encoded.rows
+
+    # --- frames ---------------------------------------------------------------------------------
+
+    def catalog(self, rows: list[PartitionRow], padding: int = 0) -> FrameParts:
+        """A frame that defines partitions."""
+        broker = self._broker
+        durable = broker.message_log.durable
+        return catalog_frame(rows, time=broker.clock.now(), durable=durable, epoch=broker.epoch, padding=padding)
+
+    def define(self, rows: list[PartitionRow]) -> None:
+        """Write catalog rows to the message log, in two equal frames that stand ``APART``.
+
+        Frames name their partition by its number: if the frame that defines it were damaged before a checkpoint has the
+        definition, intact rows could not be reached. Both copies stand before the first row, as a scan behind damage
+        believes only frames of partitions that it knows. The padded frame between them repeats one row.
+        """
+        # Small segments have less space for the broker's own frames.
+        apart = min(APART, self._broker.message_log.margin)
+        frame = self.catalog(rows)
+        self._broker.append_own(frame, self.catalog(rows[:1], padding=apart), frame)
+
+    def of_message_segment(self, previous_end: int) -> list[FrameParts]:
+        """All partitions."""
+        broker = self._broker
+        stamp = pack_stamp(CATALOG, 0, broker.clock.now(), broker.message_log.durable, broker.epoch)
+        return [rows.frame(1, previous_end, stamp) for rows in self._rows(attrgetter("catalog"))]
+
+    def of_kept_segment(self, previous_end: int) -> list[FrameParts]:
+        """Nothing but where the segment before ended: groups go by their numbers here."""
+        broker = self._broker
+        return [head_frame(broker.clock.now(), broker.message_log.durable, broker.epoch, previous_end)]
+
+    def of_action_segment(self, previous_end: int) -> list[FrameParts]:
+        """All groups and consumers."""
+        broker = self._broker
+        time, presumed = broker.clock.now(), broker.message_log.end
+        frames = []
+        for rows in self._rows(attrgetter("definitions")):
+            stamp = pack_stamp(DEFINITIONS, broker.action_index, time, presumed, broker.epoch)
+            frames.append(rows.frame(broker.action_index, previous_end, stamp))
+            broker.action_index += 1
+        return frames
+
+
+def _encode_rows(partitions: Iterable[Partition]) -> list[HeaderRows]:
+    return encode_catalog([partition.row for partition in partitions])
+
+
+def _encode_definitions(partitions: Iterable[Partition]) -> list[HeaderRows]:
+    definitions: list[Definition] = []
+    for partition in partitions:
+        for group in partition.groups.values():
+            definitions.append(group.definition)
+            definitions.extend(
+                ConsumerDefinition(consumer.id, group.id, consumer.client, consumer.proof)
+                for consumer in group.consumers.values()
+            )
+    return encode_definitions(definitions)

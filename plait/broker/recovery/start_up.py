@@ -1,0 +1,421 @@
+"""Start-up: the last whole checkpoint, then what the first-hand logs hold after it (R2, R3, R18).
+
+The shards of a checkpoint were copied one after another while the logs grew. The logs are read from where the
+checkpoint began; to each partition and producer only that is applied which its shard does not have.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import numpy as np
+
+from plait.broker import subjects
+from plait.broker.appender import replay_producers
+from plait.broker.groups.ordered_group import OrderedGroup, new_group
+from plait.broker.groups.shared_group import AFTER_CLIENT, AttachedConsumer, Group
+from plait.broker.partitions.partition import BEGINNING, LogPositions, Partition
+from plait.broker.recovery import shards as state
+from plait.errors import FrameError
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_FORWARDED, FLAG_UNSEQUENCED
+from plait.frame.view import FrameView
+from plait.storage.catalog import CATALOG, FORWARD, SCHEDULE, STAGE, PartitionRow, read_rows
+from plait.storage.logs.action_log import (
+    DEFINITIONS,
+    EVENTS,
+    FLAG_DUE,
+    NOT_OF_ROWS,
+    Action,
+    ConsumerDefinition,
+    GroupDefinition,
+    presumed_kept,
+    read_definitions,
+    read_events,
+)
+from plait.storage.logs.consume_log import RECORD, ConsumeLog
+from plait.storage.logs.log import Log
+from plait.storage.logs.recovery import Damage, LogScan, missing_files, settle
+from plait.storage.logs.retained_log import is_head, note_of
+from plait.storage.ranges import Range
+from plait.storage.schedule.bucket import SHARD_PREFIX
+from plait.storage.schedule.unbucketed import UNFILED_SHARD
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+
+log = logging.getLogger("plait.broker")
+
+
+#: Why a valid frame is part of a torn tail: a start cut it, and the sync of the cut failed. The frame stayed on the
+#: medium, behind where the log continued in a later epoch.
+CUT_BEFORE: Final = "was cut by an earlier start"
+UNDEFINED: Final = "{} messages cannot be reached: the definition of partition {} is damaged"
+
+
+class RecoveryReport(msgspec.Struct, kw_only=True):
+    """What a start found."""
+
+    clean: bool
+    epoch: int
+    #: Bytes of the message log that were read because no checkpoint covered them.
+    scanned_bytes: int
+    frames: int
+    events: int
+    damages: list[Damage]
+    rejected_checkpoints: list[str]
+    rebuilt_consume_logs: int
+
+
+def _durable(log: Log, known: int) -> int:
+    """Up to where a log reached the disk, by its mark and by what a checkpoint says."""
+    return max(known, log.mark.durable) if log.mark else known
+
+
+class Recovery:
+    """One recovery of a broker's state; used once."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._groups: dict[int, Group] = {}
+        self._epoch_max = 0
+        self._frames = 0
+        self._events = 0
+        #: Frames whose checksums are right, with an event that cannot be applied.
+        self._unusable: list[Damage] = []
+        #: What each shard of partitions takes account of.
+        self._positions = [BEGINNING] * state.SHARDS
+        #: The schedule takes account of the frames of the action log with lower numbers.
+        self._schedule_index = 0
+        #: Number of a partition whose definition is damaged → (offset of its first frame, bytes, rows).
+        self._unknown: dict[int, tuple[int, int, int]] = {}
+
+    def run(self) -> RecoveryReport:
+        broker = self._broker
+        loaded = broker.checkpoints.load()
+        manifest = loaded.manifest if loaded else None
+        rebuild: list[Partition] = []
+        message_start, kept_start, action_start = (log.start for log in broker.logs)
+        message_end = kept_end = action_end = 0
+        unfiled = b""
+        if loaded is not None and manifest is not None:
+            message_start, action_start = manifest.message_offset, manifest.action_offset
+            kept_start = manifest.kept_offset
+            message_end, kept_end, action_end = manifest.message_end, manifest.kept_end, manifest.action_end
+            self._epoch_max = manifest.epoch
+            broker.next_partition = manifest.next_partition
+            broker.next_group = manifest.next_group
+            broker.next_consumer = manifest.next_consumer
+            broker.action_index = self._schedule_index = manifest.action_index
+            shards: list[state.PartitionShard] = []
+            for shard, data in loaded.shards.items():
+                if shard.startswith(state.SHARD_PREFIX):
+                    shards.append(state.decode_partitions(data))
+                elif shard.startswith(SHARD_PREFIX):
+                    broker.schedules.filed.load(data)
+                elif shard == UNFILED_SHARD:
+                    unfiled = data
+                else:
+                    self._load_producers(state.decode_producers(data))
+            broker.producers.order()
+            rebuild = self._load_partitions(shards)
+        missing = [
+            damage
+            for log, start in zip(broker.logs, (message_start, kept_start, action_start), strict=True)
+            for damage in missing_files(log, log.mark.start if log.mark else log.start, start)
+        ]
+        if rebuild:
+            self._rebuild(rebuild)
+        broker.schedules.filed.begin_at(message_start)
+        if unfiled:
+            broker.schedules.filed.load_unfiled(unfiled, message_start)
+        known = _durable(broker.message_log, message_end)
+        messages = LogScan(broker.message_log, message_start, known, self._plausible)
+        for offset, frame in messages:
+            if frame.epoch < self._epoch_max:
+                messages.stop_before(offset, CUT_BEFORE)
+            else:
+                self._message(offset, frame)
+        settle(broker.disk, broker.message_log, messages)
+        kept = LogScan(broker.kept_log, kept_start, _durable(broker.kept_log, kept_end), stamps_durable=False)
+        copies = [(offset, frame) for offset, frame in kept if not is_head(frame)]
+        settle(broker.disk, broker.kept_log, kept)
+        known = _durable(broker.action_log, action_end)
+        actions = LogScan(broker.action_log, action_start, known, stamps_durable=False)
+        epoch = manifest.epoch if manifest is not None else 0
+        for offset, frame in actions:
+            if frame.epoch < epoch:
+                actions.stop_before(offset, CUT_BEFORE)
+                break
+            if frame.durable > messages.end or presumed_kept(frame) > kept.end:
+                actions.stop_before(offset, "rests on messages that were lost")
+                break
+            epoch = frame.epoch
+            self._action(offset, frame)
+        settle(broker.disk, broker.action_log, actions)
+        for offset, frame in copies:
+            self._kept(offset, frame)
+        for group in self._groups.values():
+            group.forget_strangers(broker.clock.now())
+            if isinstance(group, OrderedGroup):
+                # Whoever got a lock in moments that were lost counts on it for a lease (R15).
+                group.frozen_until = broker.clock.monotonic() + broker.leases.longest
+        broker.schedules.filed.recovered()
+        broker.snapshots.drop_unknown_consume_logs()
+        broker.stages.recovered()
+        untouched = (messages.end, kept.end, actions.end) == (message_start, kept_start, action_start)
+        undefined = [
+            Damage(broker.message_log.directory, offset, size, "damaged", UNDEFINED.format(rows, number))
+            for number, (offset, size, rows) in self._unknown.items()
+        ]
+        damages = [*missing, *messages.damages, *undefined, *kept.damages, *actions.damages, *self._unusable]
+        rejected = broker.checkpoints.rejected
+        clean = manifest is not None and manifest.clean and untouched and not damages and not rejected
+        # Every start writes a checkpoint, so each one that does not read back hides at most one epoch.
+        broker.epoch = max(self._epoch_max + (0 if clean else 1 + len(rejected)), 1)
+        for partition in broker.partitions.values():
+            partition.visible = partition.next
+            broker.numbers.learn(partition.row.route)
+            for group in partition.groups.values():
+                broker.retries.expect(group)
+                if isinstance(group, OrderedGroup):
+                    broker.numbers.learn(group.locks.newest)
+        return RecoveryReport(
+            clean=clean,
+            epoch=broker.epoch,
+            scanned_bytes=messages.end - message_start,
+            frames=self._frames,
+            events=self._events,
+            damages=damages,
+            rejected_checkpoints=rejected,
+            rebuilt_consume_logs=len(rebuild),
+        )
+
+    # --- checkpoint -----------------------------------------------------------------------------
+
+    def _load_partitions(self, shards: list[state.PartitionShard]) -> list[Partition]:
+        """Take the partitions of all shards; those whose consume log has to be built anew."""
+        broker = self._broker
+        found: list[tuple[state.PartitionState, LogPositions]] = []
+        for shard in shards:
+            broker.action_index = max(broker.action_index, shard.position.action)
+            self._positions[shard.number] = shard.position
+            found += [(entry, shard.position) for entry in shard.partitions]
+        broken = []
+        # In the order in which they were made: a subject may have been deleted and made again between two shards, and
+        # the newer partition has its name.
+        for entry, position in sorted(found, key=lambda each: each[0].row.id):
+            partition = Partition(entry.row, ConsumeLog(broker.disk, entry.row.id, broker.maps), broker.known_rows)
+            partition.start, partition.next, partition.size = entry.start, entry.next, entry.size
+            partition.epochs = entry.epochs
+            partition.position = position
+            broker.add_partition(partition)
+            for group in state.load_groups(entry, partition, broker, broker.clock.monotonic()):
+                self._groups[group.id] = group
+                broker.add_group(group)
+            if not partition.consume_log.load(entry.generation, entry.flushed, entry.next):
+                broken.append(partition)
+        return broken
+
+    def _load_producers(self, shard: state.ProducerShard) -> None:
+        table = self._broker.producers
+        table.load(shard.producers)
+        table.load_until(shard.number, shard.message)
+
+    def _rebuild(self, partitions: list[Partition]) -> None:
+        """Read the whole message log once for the partitions whose consume log is lost."""
+        wanted = {partition.id: partition for partition in partitions}
+        rows: dict[int, list[tuple[int, int, int, int, int]]] = {p: [] for p in wanted}
+        end = max(partition.position.message for partition in partitions)
+        log = self._broker.message_log
+        for offset, frame in LogScan(log, log.start, end):
+            if offset >= end:
+                break
+            if frame.partition in wanted and offset < wanted[frame.partition].position.message:
+                rows[frame.partition].append((frame.base, offset, frame.store_time, frame.size, frame.count))
+        for number, partition in wanted.items():
+            partition.consume_log.replace(np.array(rows[number], RECORD))
+            self._broker.touch(partition)
+
+    def _in_checkpoint(self, partition: int, offset: int) -> bool:
+        """The checkpoint has what the message log says at ``offset`` of the partition, be it that it is gone."""
+        return offset < self._positions[state.shard_of(partition)].message
+
+    # --- message log ----------------------------------------------------------------------------
+
+    def _plausible(self, offset: int, frame: FrameView) -> bool:
+        if frame.durable > offset or frame.epoch < max(self._epoch_max, 1):
+            return False
+        if frame.partition == CATALOG:
+            return frame.producer == 0
+        if self._in_checkpoint(frame.partition, offset):
+            return True
+        partition = self._broker.partitions.get(frame.partition)
+        return partition is not None and frame.base >= partition.next
+
+    def _message(self, offset: int, frame: FrameView) -> None:
+        broker = self._broker
+        self._frames += 1
+        self._epoch_max = max(self._epoch_max, frame.epoch)
+        if frame.partition == CATALOG:
+            for row in read_rows(frame):
+                self._define(offset, row)
+            return
+        partition = broker.partitions.get(frame.partition)
+        known = self._in_checkpoint(frame.partition, offset)
+        if partition is None:
+            if not known:
+                self._undefined(offset, frame)
+            return
+        if not known:
+            if frame.base < partition.next:
+                return
+            partition.appended(frame.base, offset, frame.store_time, frame.size, frame.count, frame.epoch)
+            broker.touch(partition)
+        # What the frame says of others was copied at other moments.
+        replay_producers(partition, broker.producers, offset, frame)
+        if partition.row.kind == SCHEDULE or frame.has(Column.SCHEDULE):
+            broker.schedules.filed.replay(partition, offset, frame)
+            if partition.row.kind == SCHEDULE and frame.flags & FLAG_FORWARDED:
+                broker.forwards.replay(offset, frame)
+        if frame.flags & FLAG_UNSEQUENCED and partition.row.kind != STAGE:
+            broker.stages.replay(partition, offset, frame)
+
+    def _undefined(self, offset: int, frame: FrameView) -> None:
+        """Rows of a partition whose definition is damaged: another partition under its number would show them."""
+        self._broker.next_partition = max(self._broker.next_partition, frame.partition + 1)
+        first, size, rows = self._unknown.get(frame.partition, (offset, 0, 0))
+        self._unknown[frame.partition] = first, size + frame.size, rows + frame.count
+
+    def _define(self, offset: int, row: PartitionRow) -> None:
+        broker = self._broker
+        broker.next_partition = max(broker.next_partition, row.id + 1)
+        if self._in_checkpoint(row.id, offset):
+            if row.deleted:
+                broker.producers.forget_partition(row.id)
+            return
+        known = broker.partitions.get(row.id)
+        if row.deleted:
+            if known is not None:
+                for group in known.groups.values():
+                    self._groups.pop(group.id, None)
+                subjects.drop_partition(broker, known)
+        elif known is None:
+            partition = Partition(row, ConsumeLog(broker.disk, row.id, broker.maps), broker.known_rows)
+            broker.add_partition(partition)
+            broker.touch(partition)
+        elif known.row != row:
+            known.row = row
+            broker.touch(known)
+            if row.kind == FORWARD:
+                broker.forwards.replay_note(known)
+
+    # --- action log -----------------------------------------------------------------------------
+
+    def _action(self, offset: int, frame: FrameView) -> None:
+        """Apply a frame of the action log. One event that cannot be applied costs itself, and is reported."""
+        broker = self._broker
+        self._epoch_max = max(self._epoch_max, frame.epoch)
+        broker.action_index = max(broker.action_index, frame.base + 1)
+        if frame.partition == DEFINITIONS:
+            for definition in read_definitions(frame):
+                self._definition(definition, frame)
+        elif frame.partition == EVENTS:
+            for event in read_events(frame).tolist():
+                try:
+                    self._event(event, frame)
+                except Exception as error:
+                    reason = f"event {event} cannot be applied: {error!r}"
+                    log.exception("%s", reason)
+                    self._unusable.append(Damage("action", offset, frame.size, "damaged", reason))
+
+    def _kept(self, offset: int, frame: FrameView) -> None:
+        """A group's messages are here; whether it needs them still, its events say."""
+        try:
+            group = self._groups.get(note_of(frame).group)
+        except FrameError:
+            return
+        if group is None or offset < group.partition.position.kept:
+            return
+        if frame.partition == group.partition.id:
+            sequences = frame.sequences()
+            # Rows may have been lost with the power and their sequences given to others: these are not those.
+            group.kept.add(sequences[sequences < group.partition.stored_until(frame.epoch)], offset)
+            group.kept.settled()
+            self._broker.touch(group.partition)
+
+    def _definition(self, definition: GroupDefinition | ConsumerDefinition, frame: FrameView) -> None:
+        broker = self._broker
+        if isinstance(definition, GroupDefinition):
+            broker.next_group = max(broker.next_group, definition.id + 1)
+            partition = broker.partitions.get(definition.partition)
+            if partition is None or frame.base < partition.position.action:
+                return
+            known = self._groups.get(definition.id)
+            if known is not None:
+                # The head of a segment says it again, and a new setting is said anew.
+                if known.definition != definition:
+                    known.redefine(definition)
+                    broker.touch(partition)
+                return
+            group = new_group(definition, partition, broker.limits, broker)
+            group.begin(min(definition.start, partition.stored_until(frame.epoch)))
+            partition.add_group(group)
+            self._groups[group.id] = group
+            broker.add_group(group)
+            broker.touch(partition)
+            return
+        broker.next_consumer = max(broker.next_consumer, definition.id + 1)
+        owner = self._groups.get(definition.group)
+        if owner is not None and frame.base >= owner.partition.position.action:
+            heard = broker.clock.monotonic()
+            consumer = AttachedConsumer(definition.id, owner, definition.client, heard, definition.proof)
+            if _defined(owner, consumer):
+                broker.touch(owner.partition)
+
+    def _event(self, event: tuple[Any, ...], frame: FrameView) -> None:
+        action, flags, attempt, group_id, consumer, epoch, start, end, time = event
+        time, due = (0, time) if flags & FLAG_DUE else (time, 0)
+        written = frame.store_time
+        if action == Action.CANCEL:
+            if frame.base >= self._schedule_index:
+                self._events += 1
+                self._broker.schedules.filed.replay_cancel(consumer, start, end, due, epoch)
+            return
+        group = self._groups.get(group_id)
+        # A checkpoint on a full disk has the effect of events that were written later.
+        if group is None or frame.base < group.partition.position.action:
+            return
+        self._events += 1
+        self._broker.touch(group.partition)
+        if action in NOT_OF_ROWS:
+            group.replay(action, flags, consumer, Range(start, end, attempt), due, written)
+        elif action == Action.FORGET_GROUP:
+            self._groups.pop(group_id)
+            self._broker.remove_group(group)
+        elif action == Action.FORGET_CONSUMER:
+            group.forget(consumer, written)
+            for member in list(group.consumers.values()):
+                if member.id == consumer:
+                    group.remove(member)
+        else:
+            group.used = max(group.used, time)
+            # Rows may have been lost to damage and their sequences given to others since: the event is not about those.
+            limit = group.partition.stored_until(epoch)
+            piece = Range(min(start, limit), min(end, limit), attempt)
+            group.replay(action, flags, consumer, piece, due, written)
+
+
+def _defined(group: Group, consumer: AttachedConsumer) -> bool:
+    """A consumer as the action log defines it, again or with another name or proof; whether that is new."""
+    known = group.consumers.get(consumer.client)
+    if known is not None and (known.id, known.proof) == (consumer.id, consumer.proof):
+        return False
+    if AFTER_CLIENT in consumer.client:
+        before = group.consumers.get(consumer.client.partition(AFTER_CLIENT)[0])
+        if before is not None and before.id == consumer.id:
+            group.remove(before)
+    group.add(consumer)
+    return True

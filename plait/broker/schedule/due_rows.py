@@ -1,0 +1,204 @@
+"""Delayed rows wherever they are, as frames: those in the message log alone and those in buckets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import numpy as np
+
+from plait.broker.appender import JOINED_SIZE_MAX
+from plait.broker.partitions.partition import Partition
+from plait.broker.schedule.due_window import IN_LOG, SoonRows, soon_rows
+from plait.errors import DamageError, FlowControl, FrameError
+from plait.frame.builder import FrameParts
+from plait.frame.columns import Column
+from plait.frame.gather import Gathered, Int64s, Places, RowPicks, flatten, row_sets
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.storage.schedule.bucket import Bucket
+
+if TYPE_CHECKING:
+    from plait.broker.broker import Broker
+    from plait.broker.schedule.schedules import Schedule, Schedules
+
+#: Bytes of rows that are delivered in one turn, of all subjects; those that stay go on with the next.
+DELIVER_SIZE_MAX: Final = 8 * MIB
+#: Inflated frames that are remembered: their other rows may be due next.
+FLAT_SIZE_MAX: Final = 64 * MIB
+
+
+class BucketedOffset(NamedTuple):
+    """Where a row waits that is filed."""
+
+    bucket: Bucket
+    run: int
+    row: int
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """Something that needs the files of delayed rows: where one cannot be opened now, nothing comes of it."""
+    try:
+        yield
+    except OSError as error:
+        raise FlowControl(
+            f"a file of delayed messages cannot be opened now ({error.strerror}); nothing was changed, try again"
+        ) from error
+
+
+class DueRows:
+    """Reads them, and remembers that they left."""
+
+    def __init__(self, broker: Broker, schedules: Schedules) -> None:
+        self._broker = broker
+        self._schedules = schedules
+        self._flat: OrderedDict[tuple[int, int, int, int], tuple[bytes, Places]] = OrderedDict()
+        self._flat_size = 0
+
+    def readable(self, schedule: Schedule, rows: SoonRows, mine: Int64s) -> tuple[Int64s, Int64s]:
+        """(rows that can be read, rows that are lost) of ``mine``. Frames in the log are looked at once."""
+        fresh = schedule.fresh
+        in_log = mine[rows["bucket"][mine] == IN_LOG]
+        nothing = mine[:0]
+        if not len(in_log):
+            return mine, nothing
+        index, _ = fresh.locate(rows["number"][in_log])
+        frames = fresh.frames.values
+        doubtful = np.unique(index[~frames["whole"][index]])
+        bad = [frame for frame in doubtful.tolist() if not self._whole(frames, frame)]
+        if not bad:
+            return mine, nothing
+        lost = in_log[np.isin(index, bad)]
+        count = fresh.settle(rows["number"][lost])
+        self._schedules.report("message", f"frames at {frames['place']['at'][bad].tolist()} do not read back", count)
+        return mine[~np.isin(mine, lost)], lost
+
+    def _whole(self, frames: Any, index: int) -> bool:
+        at, size = int(frames["place"]["at"][index]), int(frames["size"][index])
+        try:
+            FrameView(self._broker.message_log.view(at, size)).verify()
+        except (FrameError, DamageError):
+            return False
+        frames["whole"][index] = True
+        return True
+
+    def gather(
+        self, schedule: Schedule, rows: SoonRows, mine: Int64s, room: int = DELIVER_SIZE_MAX
+    ) -> tuple[Int64s, Gathered | None, int]:
+        """As many of ``mine`` as there is room for, their columns and size; one at least where all room is left."""
+        sets, which = self._sets(schedule, rows[mine])
+        place = np.empty(len(which), np.int64)
+        place[which] = np.arange(len(which))
+        total = np.cumsum(np.concatenate([each.sizes() for each in sets])[place])
+        count = int(np.searchsorted(total, room, "right"))
+        if room >= DELIVER_SIZE_MAX:
+            count = max(count, 1)
+        if not count:
+            return mine[:0], None, 0
+        return mine[:count], Gathered(sets, place[:count]), int(total[count - 1])
+
+    def describe(self, schedule: Schedule, rows: SoonRows) -> Iterator[tuple[int, int, bytes, int]]:
+        """(producer, producer sequence, key, size of the body) of rows that can be read."""
+        sets, which = self._sets(schedule, rows)
+        place = np.empty(len(which), np.int64)
+        place[which] = np.arange(len(which))
+        ids = [each.ids() for each in sets]
+        producers = np.concatenate([producers for producers, _ in ids])[place]
+        numbers = np.concatenate([numbers for _, numbers in ids])[place]
+        sizes = np.concatenate([each.spans(Column.BODY)[1] for each in sets])[place]
+        spans = [each.spans(Column.KEY) for each in sets]
+        keys = b"".join([each.data(*span) for each, span in zip(sets, spans, strict=True)])
+        lengths = np.concatenate([length for _, length in spans])
+        starts = (np.cumsum(lengths) - lengths)[place]
+        texts = [keys[start : start + length] for start, length in zip(starts, lengths[place], strict=True)]
+        return zip(producers.tolist(), numbers.tolist(), texts, sizes.tolist(), strict=True)
+
+    def _sets(self, schedule: Schedule, rows: SoonRows) -> tuple[list[RowPicks], Int64s]:
+        """The rows by where they are, and which of them each row of the sets is."""
+        sets: list[RowPicks] = []
+        which: list[Int64s] = []
+        buckets = rows["bucket"]
+        for key in np.unique(buckets).tolist():
+            mine = np.flatnonzero(buckets == key)
+            if key == IN_LOG:
+                self._sets_in_log(schedule, rows["number"], mine, sets, which)
+                continue
+            bucket = self._schedules.buckets[key]
+            view = bucket.view()
+            found, order = row_sets(view, bucket.places, rows["run"][mine], rows["row"][mine], self._flat_of)
+            sets += found
+            which.append(mine[order])
+            # At least a page for each.
+            bucket.read(4096 * len(mine))
+        return sets, np.concatenate(which)
+
+    def _sets_in_log(
+        self, schedule: Schedule, numbers: Int64s, mine: Int64s, sets: list[RowPicks], which: list[Int64s]
+    ) -> None:
+        log = self._broker.message_log
+        index, row = schedule.fresh.locate(numbers[mine])
+        frames, frame = np.unique(index, return_inverse=True)
+        places = schedule.fresh.frames.values["place"][frames]
+        bases = np.array([segment.base for segment in log.segments])
+        segments = (np.searchsorted(bases, places["at"], "right") - 1)[frame]
+        places["at"] -= bases[np.searchsorted(bases, places["at"], "right") - 1]
+        for segment in np.unique(segments).tolist():
+            some = np.flatnonzero(segments == segment)
+            found, order = row_sets(log.segments[segment].view, places, frame[some], row[some], self._flat_of)
+            sets += found
+            which.append(mine[some][order])
+
+    def _flat_of(self, frame: FrameView) -> tuple[bytes, Places]:
+        # Numbers alone do not tell a frame of the log from one of a bucket.
+        key = (frame.partition, frame.base, frame.epoch, frame.crc)
+        known = self._flat.get(key)
+        if known is None:
+            known = self._flat[key] = flatten(frame)
+            self._flat_size += len(known[0])
+            while self._flat_size > FLAT_SIZE_MAX and len(self._flat) > 1:
+                self._flat_size -= len(self._flat.popitem(last=False)[1][0])
+        return known
+
+    @staticmethod
+    def frames(gathered: Gathered, rows: SoonRows, target: Partition) -> Iterator[tuple[int, int, FrameParts]]:
+        """(start, stop, frame) of gathered rows, in the order they stand; each is appended before the next one."""
+        due, numbers = rows["due"], rows["number"].astype(np.uint64)
+        forward = target.row.forward
+        for start, stop in gathered.cuts(JOINED_SIZE_MAX):
+            forwarded = None if forward is None else (forward.producer, target.next)
+            yield start, stop, gathered.frame(start, stop, due, numbers, row_by_row=False, forwarded=forwarded)
+
+    def left(self, schedule: Schedule, rows: SoonRows, *, in_turn: bool) -> None:
+        """The rows were delivered; ``in_turn``: so were all that stand before them in their runs."""
+        buckets = rows["bucket"]
+        for key in np.unique(buckets).tolist():
+            mine = rows[buckets == key]
+            if key == IN_LOG:
+                schedule.fresh.settle(mine["number"])
+                continue
+            bucket = self._schedules.buckets[key]
+            if not in_turn:
+                for run in np.unique(mine["run"]).tolist():
+                    bucket.settle(run, mine["row"][mine["run"] == run])
+                    bucket.advance(run)
+                continue
+            np.maximum.at(bucket.cursors, mine["run"], mine["row"].astype(np.int64) + 1)
+            bucket.waiting -= len(mine)
+            bucket.dirty = True
+
+    def copy(
+        self, schedule: Schedule, number: int, due: int, to: int, place: BucketedOffset | None
+    ) -> FrameParts | None:
+        """The row once more, to be delivered at another time, in a frame that settles it; None where it is lost."""
+        rows = soon_rows(np.array([due]), number, schedule.partition.id)
+        if place is not None:
+            rows = soon_rows(np.array([due]), number, schedule.partition.id, place.bucket.key, place.run, place.row)
+        mine, _ = self.readable(schedule, rows, np.arange(1))
+        if not len(mine):
+            return None
+        _, gathered, _ = self.gather(schedule, rows, mine)
+        assert gathered is not None
+        return gathered.frame(0, 1, np.array([to]), np.array([number], np.uint64), row_by_row=False)

@@ -1,0 +1,256 @@
+"""``plait group``: how far each group is, moving it, and its parked keys."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+from msgspec import to_builtins
+from msgspec.structs import replace
+
+from plait.cli.event_loop import with_client
+from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server, Yes, confirm, duration_of, whole_of
+from plait.cli.output import print_facts, print_json, print_table
+from plait.errors import InvalidArgument
+from plait.limits import LOGICAL_PARTITIONS
+
+if TYPE_CHECKING:
+    from plait.client.admin.admin import GroupInfo
+    from plait.client.admin.cluster_admin import AllocationInfo
+    from plait.client.client import Client
+
+app = App(name="group", help="List, describe, change, reset and delete consumer groups; their parked keys.")
+app.command("plait.cli.commands.parked:parked", name="parked", help="List the keys that wait for a decision.")
+app.command(
+    "plait.cli.commands.parked:resume", name="resume", help="Go on with parked keys, with the messages that failed."
+)
+app.command(
+    "plait.cli.commands.parked:skip", name="skip", help="Go on with parked keys behind the messages that failed."
+)
+
+Subject = Annotated[str, Parameter(help="The subject the group consumes.")]
+Group = Annotated[str, Parameter(help="The group's name.")]
+
+
+@app.command(name="list")
+def list_groups(
+    subject: Annotated[str | None, Parameter(help="Only the groups of this subject.")] = None,
+    /,
+    *,
+    partition: Partition = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """List the groups of a subject, or of all."""
+    groups = with_client(server, lambda client: client.admin.groups(subject, partition=partition))
+    if output == "json":
+        print_json(groups)
+    else:
+        print_groups(groups)
+
+
+@app.command
+def describe(
+    subject: Subject,
+    group: Group,
+    /,
+    *,
+    partition: Partition = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Describe a group and its consumers; over several partitions, or in one of them."""
+
+    async def work(client: Client) -> tuple[GroupInfo, AllocationInfo | None]:
+        info = await client.admin.group(subject, group, partition=partition)
+        return info, await client.admin.allocation(subject, group) if info.ordered or info.affinity else None
+
+    found, allocation = with_client(server, work)
+    if output == "json":
+        print_json({**to_builtins(found), "allocation": allocation} if allocation is not None else found)
+        return
+    print_facts(
+        [
+            ("subject", found.subject),
+            ("group", found.group),
+            ("kind", kind_of(found)),
+            ("delivery", found.delivery.replace("_", " ")),
+            ("retry", f"failed messages wait {found.retry}"),
+            ("lag", f"{_about(found.estimated)}{found.lag:,} not done yet"),
+            ("next", f"{found.next} is handed out next; everything before {found.floor} is done"),
+            ("unacked", f"{_about(found.estimated)}{found.unacked:,} in consumers' hands"),
+            ("returned", f"{_about(found.estimated)}{found.returned:,} to be handed out again"),
+            ("waiting", f"{found.waiting:,} failed and wait for their next attempt"),
+            ("dead", f"{found.dead:,} failed for good (plait dlq)"),
+            ("redelivered", f"{found.redelivered:,} so far"),
+            (
+                "lost",
+                f"{_about(found.lost_estimated)}{found.lost:,} taken by retention or damage before they were done",
+            ),
+            *_facts_of_keys(found),
+        ]
+    )
+    if allocation is not None:
+        _print_shares(found, allocation)
+    elif found.consumers:
+        rows = ((c.client, "yes" if c.online else "no", f"{c.held:,}") for c in found.consumers)
+        print_table(("consumer", "online", "unacked"), rows, right=("unacked",))
+
+
+def _about(estimated: bool) -> str:
+    """What stands before a number that is not exact."""
+    return "about " if estimated else ""
+
+
+def _facts_of_keys(group: GroupInfo) -> list[tuple[str, str]]:
+    if not group.ordered:
+        return []
+    return [
+        ("holding", f"{group.holding:,} keys failed and hold their place"),
+        ("parked", f"{group.parked:,} of them wait for a decision (plait group parked)"),
+    ]
+
+
+def _print_shares(group: GroupInfo, allocation: AllocationInfo) -> None:
+    """Who is to handle what, and what of it each has."""
+    consumers = {consumer.client: consumer for consumer in group.consumers}
+    shares = {member.client: member.count for member in allocation.members}
+    rows = []
+    for client in sorted(consumers.keys() | shares.keys()):
+        known = consumers.get(client)
+        rows.append(
+            (
+                client,
+                "yes" if known is not None and known.online else "no",
+                f"{shares.get(client, 0)} of {LOGICAL_PARTITIONS}",
+                "0" if known is None else str(known.locks),
+                "0" if known is None else f"{known.held:,}",
+            )
+        )
+    columns = ("consumer", "online", "share", "locks", "unacked")
+    print_table(columns, rows, right=columns[2:])
+
+
+@app.command
+def reset(
+    subject: Subject,
+    group: Group,
+    /,
+    *,
+    to: Annotated[
+        str,
+        Parameter(
+            allow_leading_hyphen=True,
+            help="earliest, latest, a sequence, -5m before now, or a time such as 2025-01-31T12:00.",
+        ),
+    ],
+    partition: Partition = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Move a group that has no live consumers."""
+    sequence = with_client(server, lambda client: client.admin.reset_group(subject, group, to, partition=partition))
+    if output == "json":
+        print_json({"subject": subject, "group": group, "next": sequence})
+    else:
+        print_facts([("subject", subject), ("group", group), ("next", str(sequence))])
+
+
+@app.command(name="set")
+def set_(
+    subject: Subject,
+    group: Group,
+    /,
+    *,
+    attempts: Annotated[
+        str | None, Parameter(help="Attempts before a message is a dead letter, or 'unlimited'.")
+    ] = None,
+    first: Annotated[str | None, Parameter(help="The wait before the second attempt, as in 1s.")] = None,
+    factor: Annotated[float | None, Parameter(help="How many times as long each wait is as the one before.")] = None,
+    longest: Annotated[str | None, Parameter(help="The longest wait, as in 10m.")] = None,
+    steps: Annotated[str | None, Parameter(help="The waits themselves, as in 1s,10s,1m; the last repeats.")] = None,
+    expires: Annotated[
+        str | None, Parameter(help="A message that fails this long after its send is dead, as in 1d.")
+    ] = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Change how a group without live consumers retries; what is left out stays as it is."""
+    changed: dict[str, Any] = {}
+    if attempts is not None:
+        changed["attempts"] = None if attempts == "unlimited" else whole_of(attempts, "--attempts")
+    if factor is not None:
+        changed["factor"] = factor
+    for name, value in (("first", first), ("longest", longest), ("expires", expires)):
+        if value is not None:
+            changed[name] = duration_of(value)
+    if steps is not None:
+        changed["steps"] = tuple(duration_of(step.strip()) for step in steps.split(",") if step.strip())
+    if not changed:
+        raise InvalidArgument(
+            "nothing is to be changed; say --attempts, --first, --factor, --longest, --steps or --expires"
+        )
+
+    async def work(client: Client) -> GroupInfo:
+        before = await client.admin.group(subject, group)
+        return await client.admin.set_group(subject, group, retry=replace(before.retry, **changed))
+
+    found = with_client(server, work)
+    if output == "json":
+        print_json(found)
+    else:
+        facts = [("subject", subject), ("group", group), ("retry", f"failed messages wait {found.retry}")]
+        print_facts(facts)
+
+
+@app.command
+def delete(subject: Subject, group: Group, /, *, yes: Yes = False, server: Server = DEFAULT_SERVER) -> None:
+    """Delete a group without live consumers, with its position and its dead letters, permanently."""
+    confirm(group, f"group {group!r} of {subject!r} with its position and dead letters", yes=yes)
+    with_client(server, lambda client: client.admin.delete_group(subject, group))
+    sys.stderr.write(f"deleted {group} of {subject}\n")
+
+
+def kind_of(group: GroupInfo) -> str:
+    """How the group's messages are given to its members."""
+    if group.affinity:
+        return f"affinity {group.affinity}"
+    return "broadcast" if group.broadcast else "ordered" if group.ordered else "shared"
+
+
+def print_groups(groups: Iterable[GroupInfo]) -> None:
+    """A line a group."""
+    columns = (
+        "subject",
+        "group",
+        "kind",
+        "lag",
+        "unacked",
+        "returned",
+        "waiting",
+        "dead",
+        "parked",
+        "redelivered",
+        "lost",
+        "online",
+    )
+    rows = (
+        (
+            g.subject,
+            g.group,
+            kind_of(g),
+            f"{_about(g.estimated)}{g.lag:,}",
+            f"{g.unacked:,}",
+            f"{g.returned:,}",
+            f"{g.waiting:,}",
+            f"{g.dead:,}",
+            f"{g.parked:,}",
+            f"{g.redelivered:,}",
+            f"{_about(g.lost_estimated)}{g.lost:,}",
+            str(g.online),
+        )
+        for g in groups
+    )
+    print_table(columns, rows, right=columns[3:])

@@ -1,0 +1,143 @@
+"""``plait group parked | resume | skip``: keys of a strict subject that wait for a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from cyclopts import Parameter
+
+from plait.cli.event_loop import with_client
+from plait.cli.options import DEFAULT_SERVER, Output, Partition, Server
+from plait.cli.output import print_facts, print_json, print_table, printable, shortened, words_of_moment
+from plait.errors import InvalidArgument, KeyNotParked
+
+if TYPE_CHECKING:
+    from plait.client.admin.admin import Admin
+    from plait.client.admin.parked_key_admin import ParkedKey
+    from plait.client.client import Client
+
+Subject = Annotated[str, Parameter(help="The subject.")]
+Group = Annotated[str, Parameter(help="The group in which the keys are parked.")]
+Key = Annotated[str | None, Parameter(allow_leading_hyphen=True, help="The order key.")]
+Hash = Annotated[
+    str | None, Parameter(name="--hash", help="The key's hash, as 'plait group parked' shows it, instead of the key.")
+]
+All = Annotated[bool, Parameter(name="--all", help="Every parked key of the group.", show_default=False)]
+
+#: Characters of a reason in a listing.
+TEXT_WIDTH = 60
+
+
+def parked(
+    subject: Subject,
+    group: Group,
+    /,
+    *,
+    partition: Partition = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """List the keys that wait for a decision, those that wait longest first."""
+    keys = with_client(server, lambda client: client.admin.parked(subject, group, partition=partition))
+    if output == "json":
+        print_json([_fields(key) for key in keys])
+        return
+    columns = ("key", "since", "attempts", "reason", "letter", "partition", "lp", "hash")
+    rows = (
+        (
+            "-" if key.key is None else printable(key.key),
+            "-" if key.since is None else words_of_moment(key.since),
+            str(key.attempts),
+            shortened(printable(str(key.reason)), TEXT_WIDTH),
+            "-" if key.sequence is None else str(key.sequence),
+            str(key.partition),
+            str(key.lp),
+            _hash(key),
+        )
+        for key in keys
+    )
+    print_table(columns, rows, right=("attempts", "letter", "lp"))
+
+
+def resume(
+    subject: Subject,
+    group: Group,
+    key: Key = None,
+    /,
+    *,
+    by_hash: Hash = None,
+    everything: All = False,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Go on with parked keys: with the messages that failed, which are tried again."""
+    which = _which(key, by_hash, everything=everything)
+    count = with_client(server, lambda client: _each(client, subject, group, which, skip=False))
+    _print_count(subject, group, "resumed", count, output)
+
+
+def skip(
+    subject: Subject,
+    group: Group,
+    key: Key = None,
+    /,
+    *,
+    by_hash: Hash = None,
+    everything: All = False,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Go on with parked keys behind the messages that failed, which stay dead letters."""
+    which = _which(key, by_hash, everything=everything)
+    count = with_client(server, lambda client: _each(client, subject, group, which, skip=True))
+    _print_count(subject, group, "skipped", count, output)
+
+
+def _which(key: str | None, by_hash: str | None, *, everything: bool) -> str | int | None:
+    """A key, the hash of one, or None: all."""
+    if (key is not None) + (by_hash is not None) + everything != 1:
+        raise InvalidArgument("name one key, or its --hash, or say --all")
+    if by_hash is None:
+        return key
+    try:
+        return int(by_hash, 16)
+    except ValueError:
+        raise InvalidArgument(f"--hash {by_hash!r} is not one; it is a hexadecimal number") from None
+
+
+async def _each(client: Client, subject: str, group: str, which: str | int | None, *, skip: bool) -> int:
+    admin: Admin = client.admin
+    if which is None:
+        return await (admin.skip_all if skip else admin.resume_all)(subject, group)
+    go_on: Callable[[str, str, Any], Awaitable[None]] = admin.skip_key if skip else admin.resume_key
+    if isinstance(which, int):
+        found = [key for key in await admin.parked(subject, group) if key.hash == which]
+        if not found:
+            raise KeyNotParked(
+                f"no key with hash {which:016x} is parked in group {group!r} on {subject!r}",
+                subject=subject,
+                group=group,
+            )
+        await go_on(subject, group, found[0])
+    else:
+        await go_on(subject, group, which)
+    return 1
+
+
+def _print_count(subject: str, group: str, done: str, count: int, output: str) -> None:
+    if output == "json":
+        print_json({"subject": subject, "group": group, done: count})
+    else:
+        print_facts([("subject", subject), ("group", group), (done, f"{count:,} keys" if count != 1 else "1 key")])
+
+
+def _hash(key: ParkedKey) -> str:
+    return f"{key.hash:016x}"
+
+
+def _fields(key: ParkedKey) -> dict[str, Any]:
+    """For programs: the hash as ``--hash`` takes it, as many of them have no whole numbers of 64 bits."""
+    reason = {name: getattr(key.reason, name) for name in ("type", "text", "handler")}
+    return msgspec.structs.asdict(key) | {"hash": _hash(key), "partition": str(key.partition), "reason": reason}

@@ -1,0 +1,145 @@
+"""``plait spark archive``: both first-hand logs of a data directory into Parquet files, once or again and again."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from plait.cli.options import Output, duration_of
+from plait.cli.output import print_json, print_json_line, words_of_size
+from plait.cli.progress import ProgressSteps
+from plait.errors import ArchiveConflict, ArchiveError, Expired, InvalidArgument, PlaitError
+from plait.model.names import counted
+
+if TYPE_CHECKING:
+    from plait.spark import ArchiveReport
+
+#: Oftener than this is more looking than archiving.
+EVERY_SECONDS_MIN = 1.0
+#: Runs that fail one after another come ever less often, but no less often than this, or than they were asked for.
+FAILED_SECONDS_MAX = 600.0
+
+
+def archive(
+    *,
+    to: Annotated[str, Parameter(help="The archive: a directory, or a URI (s3://, hdfs://, gs://).")],
+    data: Annotated[str | None, Parameter(help="The data directory, in use by a server or not.")] = None,
+    subject: Annotated[
+        list[str] | None,
+        Parameter(help="Only this subject, or a beginning and *; may be given several times.", consume_multiple=False),
+    ] = None,
+    now: Annotated[
+        bool, Parameter(help="Everything up to the end, not only segments that are full.", show_default=False)
+    ] = False,
+    raw: Annotated[
+        bool, Parameter(help="Copy segment files as they are, instead of making Parquet files.", show_default=False)
+    ] = False,
+    follow: Annotated[bool, Parameter(help="Go on until Ctrl-C.", show_default=False)] = False,
+    every: Annotated[str, Parameter(help="With --follow: how long to wait between two runs.")] = "60s",
+    compact: Annotated[
+        bool, Parameter(help="Also merge small files of one subject and day.", show_default=False)
+    ] = False,
+    verify: Annotated[
+        bool, Parameter(help="Also read the whole archive back and compare it.", show_default=False)
+    ] = False,
+    skip_damage: Annotated[
+        bool, Parameter(help="Go on without damaged frames, and note them in the manifest.", show_default=False)
+    ] = False,
+    group: Annotated[str, Parameter(help="The broker group whose data it is, as partitions are named by it.")] = "g1",
+    master: Annotated[str | None, Parameter(help="The Spark master; without one this machine's cores.")] = None,
+    output: Output = "table",
+) -> None:
+    """Archive what is new in a data directory; or, without one, compact and verify an archive."""
+    seconds = duration_of(every)
+    if follow and data is None:
+        raise InvalidArgument("--follow needs --data DIR: an archive alone does not grow")
+    if seconds < EVERY_SECONDS_MIN:
+        raise InvalidArgument(f"--every {every} is too short: use {EVERY_SECONDS_MIN:g}s or more")
+    from plait.spark.archiving import archiver as archiving
+
+    def once() -> None:
+        with ProgressSteps() as steps:
+            report = archiving.archive(
+                data,
+                to,
+                master=master,
+                group=group,
+                subjects=subject or (),
+                now=now,
+                raw=raw,
+                compact=compact,
+                verify=verify,
+                skip_damage=skip_damage,
+                progress=steps,
+            )
+        _tell(report, output, follow)
+
+    if not follow:
+        once()
+        return
+    worked = False
+    wait = seconds
+    while True:
+        try:
+            once()
+            worked, wait = True, seconds
+        except (ArchiveConflict, Expired) as error:
+            # Somebody else was faster, another archiver or retention: the next run takes it from there.
+            _warn(error, seconds)
+            wait = seconds
+        except ArchiveError as error:
+            # A place that does not answer, a full disk, a Spark that died: it worked before, and may again.
+            if not worked:
+                raise
+            _warn(error, wait)
+            pause(wait)
+            wait = max(seconds, min(2 * wait, FAILED_SECONDS_MAX))
+            continue
+        pause(wait)
+
+
+def _warn(error: PlaitError, seconds: float) -> None:
+    sys.stderr.write(f"warning: {error.message}; the next run comes in {seconds:g} s\n")
+
+
+def pause(seconds: float) -> None:
+    """Between two runs."""
+    time.sleep(seconds)
+
+
+def _tell(report: ArchiveReport, output: str, follow: bool) -> None:
+    if output == "json":
+        (print_json_line if follow else print_json)(report)
+    else:
+        print(_sentence(report))
+    sys.stdout.flush()
+    if report.gaps or report.left_out:
+        sys.stderr.write(
+            f"warning: {counted(report.gaps, 'gap')} in sequences, damaged or lost stretches: {report.left_out}; "
+            f"the manifest in {report.archive}/_plait names them\n"
+        )
+
+
+def _sentence(report: ArchiveReport) -> str:
+    parts = []
+    if report.messages or report.events or report.deaths:
+        messages, events = counted(report.messages, "message"), counted(report.events, "event")
+        what = f"{messages} and {events}"
+        if report.deaths:
+            what = f"{messages}, {events} and {counted(report.deaths, 'death')}"
+        parts.append(
+            f"{what} archived in {counted(report.files, 'file')}, "
+            f"{words_of_size(report.size)} from {words_of_size(report.log_size)} of log"
+        )
+    if report.segments:
+        parts.append(f"{counted(report.segments, 'segment')} copied, {words_of_size(report.size)}")
+    if report.merged:
+        parts.append(f"{counted(report.merged, 'small file')} merged")
+    if report.verified:
+        parts.append(f"{counted(report.verified, 'file')} read back and found whole")
+    if not parts:
+        parts.append("nothing new")
+    return f"{'; '.join(parts)} ({report.seconds:.1f} s, manifest {report.manifest})"

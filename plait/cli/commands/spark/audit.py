@@ -1,0 +1,204 @@
+"""``plait spark audit``: whether the logs show that every promise was kept. 0: yes, 1: no, 2: it cannot be said."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+from cyclopts import Parameter
+
+from plait.cli.options import Output, duration_of, time_of
+from plait.cli.output import console, print_facts, print_json, print_table, words_of_time
+from plait.cli.progress import ProgressSteps
+from plait.errors import InvalidArgument, PlaitError
+
+if TYPE_CHECKING:
+    from plait.spark.auditing.report import AuditReport, GroupAudit, SubjectAudit
+
+EXIT_HELD: Final = 0
+EXIT_BROKEN: Final = 1
+EXIT_UNKNOWN: Final = 2
+
+
+def audit(
+    *,
+    data: Annotated[Path | None, Parameter(help="A data directory, in use or not.")] = None,
+    archive: Annotated[str | None, Parameter(help="An archive that 'plait spark archive' made.")] = None,
+    subject: Annotated[list[str] | None, Parameter(help="Only this subject, or beginning*; several times.")] = None,
+    group: Annotated[list[str] | None, Parameter(help="Only this consumer group; several times.")] = None,
+    since: Annotated[
+        str | None,
+        Parameter(allow_leading_hyphen=True, help="Messages stored from then on: -2h before now, or 2025-01-31T12:00."),
+    ] = None,
+    until: Annotated[
+        str | None, Parameter(allow_leading_hyphen=True, help="Messages stored before then; as --since.")
+    ] = None,
+    output: Output = "table",
+    parquet: Annotated[Path | None, Parameter(help="Write tables of the report into this new directory.")] = None,
+    html: Annotated[Path | None, Parameter(help="Write the report as one page with plots.")] = None,
+    broker_group: Annotated[str, Parameter(help="The broker group's name, as partitions print it.")] = "g1",
+    skip_damage: Annotated[
+        bool, Parameter(help="Go on without damaged frames, and count their messages as missing.")
+    ] = False,
+    master: Annotated[str | None, Parameter(help="The Spark master; two threads of this machine if left out.")] = None,
+) -> int:
+    """Judge from the logs whether every promise was kept; exit code 0: yes, 1: no, 2: it cannot be said."""
+    import plait.spark
+
+    try:
+        if parquet is not None and parquet.exists():
+            raise InvalidArgument(f"{parquet} exists already; name a new directory for --parquet")
+        if html is not None and (html.is_dir() or not html.parent.is_dir()):
+            raise InvalidArgument(f"{html} cannot be written: --html names a file in a directory that there is")
+        with ProgressSteps() as steps:
+            report = plait.spark.audit(
+                data,
+                archive=archive,
+                subjects=tuple(subject or ()),
+                groups=tuple(group or ()),
+                since=_moment(since),
+                until=_moment(until),
+                broker_group=broker_group,
+                skip_damage=skip_damage,
+                master=master,
+                progress=steps,
+            )
+        if parquet is not None:
+            from plait.spark.auditing.report_tables import write_tables
+
+            write_tables(report, parquet)
+        if html is not None:
+            from plait.spark.auditing.report_page import page
+
+            html.write_text(page(report), encoding="utf-8")
+    except PlaitError as error:
+        return _undecided(error.message, error.code)
+    except OSError as error:
+        return _undecided(str(error), "system")
+    except Exception as error:  # noqa: BLE001 - whatever it is, nothing was judged
+        # Python would end with 1, which says here that a promise was broken.
+        traceback.print_exc()
+        return _undecided(f"the audit itself failed: {error!r}", "internal")
+    if output == "json":
+        print_json(report)
+    else:
+        _print(report)
+    if not report.held:
+        return EXIT_BROKEN
+    return EXIT_HELD if report.judged else EXIT_UNKNOWN
+
+
+def _undecided(message: str, code: str) -> int:
+    sys.stderr.write(f"error: {' '.join(message.split())} ({code})\n")
+    return EXIT_UNKNOWN
+
+
+def _moment(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    if text.startswith("-"):
+        return datetime.fromtimestamp(datetime.now(UTC).timestamp() - duration_of(text[1:]), UTC)
+    return time_of(text)
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def _print(report: AuditReport) -> None:
+    from plait.spark.auditing.report import PROMISES
+
+    times = (
+        f"{words_of_time(report.time_min)} to {words_of_time(report.time_max)}" if report.time_max else "no messages"
+    )
+    print_facts([("logs", report.place), ("times", times)])
+    for subject in report.subjects:
+        _print_subject(subject)
+    out = console()
+    out.print()
+    for group in report.groups():
+        if group.unknown:
+            text = (
+                f"unknown: {group.subject}, group {group.group}: {group.unknown:,} of {group.messages:,} messages, "
+                "as the action log begins later; an archive goes back further"
+            )
+            out.print(text, style="bold yellow", markup=False, soft_wrap=True)
+    if report.held:
+        if report.judged:
+            out.print("every promise was kept", style="bold green")
+        return
+    for subject in report.subjects:
+        for holder, broken, examples in [
+            ("the message log", subject.broken, subject.examples),
+            *((f"group {group.group}", group.broken, group.examples) for group in subject.groups),
+        ]:
+            for promise in broken:
+                places = [f"{each.partition} {each.sequence}" for each in examples if each.promise == promise]
+                shown = f", such as {', '.join(places[:5])}" if places else ""
+                text = f"broken: {subject.subject}, {holder}: {PROMISES[promise]}{shown}"
+                out.print(text, style="bold red", markup=False, soft_wrap=True)
+
+
+def _print_subject(subject: SubjectAudit) -> None:
+    console().print()
+    print_facts(
+        [
+            ("subject", subject.subject),
+            ("messages", f"{subject.messages:,}" + (f", {subject.missing:,} missing" if subject.missing else "")),
+            (
+                "partitions",
+                f"{len(subject.partitions)}; the fullest has {subject.partition_skew:g} times the mean, the fullest "
+                f"logical partition {subject.slot_skew:g} times",
+            ),
+            ("hot keys", ", ".join(f"{each.key} {each.count:,}" for each in subject.hot_keys[:5]) or "no keys"),
+        ]
+    )
+    _print_groups(subject.groups)
+
+
+def _print_groups(groups: Sequence[GroupAudit]) -> None:
+    if not groups:
+        return
+    fates = ("messages", "acked", "dead", "expired", "unacked")
+    rows = []
+    for group in groups:
+        latency = group.latency
+        rows.append(
+            (
+                group.group + (" (deleted)" if group.forgotten else ""),
+                group.kind,
+                *(f"{getattr(group, name):,}" for name in fates),
+                f"{max((moment.lag for moment in group.lag), default=0):,}",
+                words_of_latency(latency.p50) if latency else "-",
+                words_of_latency(latency.p99) if latency else "-",
+            )
+        )
+    columns = ("group", "kind", *fates, "lag at most", "p50", "p99")
+    print_table(columns, rows, right=columns[2:])
+    promises = ("lost", "invented", "double_acks", "two_hands", "out_of_order")
+    faults = [
+        (
+            group.group,
+            *(f"{getattr(group, name):,}" for name in promises),
+            f"{group.retried:,}",
+            f"{sum(group.redelivered.values()):,}",
+        )
+        for group in groups
+    ]
+    names = ("group", *(name.replace("_", " ") for name in promises), "failed", "redelivered")
+    print_table(names, faults, right=names[1:])
+    deaths = [(group.group, death) for group in groups for death in group.deaths]
+    if deaths:
+        letters = [(name, each.type or "not kept", each.handler or "", f"{each.count:,}") for name, each in deaths]
+        print_table(("group", "died of", "handler", "messages"), letters, right=("messages",))
+
+
+def words_of_latency(seconds: float) -> str:
+    """Short, in the unit that suits."""
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("m", 60.0), ("s", 1.0), ("ms", 0.001)):
+        if seconds >= length:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} µs"

@@ -1,0 +1,81 @@
+"""The options that say which messages of which history: the same for looking them up and for sending them again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from plait.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from plait.spark.history.lookup import History
+    from plait.spark.history.selection import HistorySelection
+
+
+@Parameter(name="*")
+@dataclass
+class Where:
+    """Which messages, and where they are looked for."""
+
+    archive: Annotated[str, Parameter(help="The archive: a path, or a URI such as s3://bucket/archive.")]
+    subject: Annotated[str, Parameter(help="The subject whose messages are meant.")]
+    data: Annotated[
+        list[Path] | None,
+        Parameter(help="A data directory, in use or not: what its log has and the archive has not. May be repeated."),
+    ] = None
+    group: Annotated[str, Parameter(help="The broker group of a data directory that was never archived.")] = "g1"
+    key: Annotated[str | None, Parameter(help="Messages with this order key.")] = None
+    id: Annotated[str | None, Parameter(help="The message with this id, as receipts print it.")] = None
+    header: Annotated[
+        list[str] | None, Parameter(help="Messages with this header, as name=value; may be repeated.")
+    ] = None
+    since: Annotated[
+        str | None,
+        Parameter(
+            allow_leading_hyphen=True, help="Stored at or after this time: 2025-01-31T12:00 (UTC), or -5m before now."
+        ),
+    ] = None
+    until: Annotated[str | None, Parameter(allow_leading_hyphen=True, help="Stored before this time.")] = None
+    all: Annotated[bool, Parameter(help="Every message of the subject.", show_default=False)] = False
+
+    def open(self, server: str | None = None) -> History:
+        """The history; ``server`` has what is not archived."""
+        from plait.spark.history.lookup import History
+
+        return History(self.archive, data=self.data, server=server, group=self.group)
+
+    def selection(self, history: History, *, limit: int | None = None) -> HistorySelection:
+        """What the options ask for; they must ask for something."""
+        selection = history.selection(
+            self.subject,
+            key=self.key,
+            message_id=self.id,
+            headers=_headers(self.header or []),
+            since=self.since,
+            until=self.until,
+        )
+        if self.all and selection.narrow:
+            raise InvalidArgument("--all means every message; leave it out, or --key, --id, --header, --since, --until")
+        if not (self.all or selection.narrow or limit is not None):
+            raise InvalidArgument(
+                "say which messages: --key, --id, --header, --since, --until or --limit; --all for every one"
+            )
+        return selection
+
+
+def _headers(texts: list[str]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for name, value in map(_header, texts):
+        if headers.setdefault(name, value) != value:
+            raise InvalidArgument(f"header {name!r} is {headers[name]!r} or {value!r}, never both; ask for one of them")
+    return headers
+
+
+def _header(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise InvalidArgument(f"header {text!r} is not understood; write name=value")
+    return name, value

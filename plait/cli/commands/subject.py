@@ -1,0 +1,249 @@
+"""``plait subject``: what there is, what is kept of it, and over which partitions it is spread."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from plait.cli.event_loop import with_client
+from plait.cli.options import DEFAULT_SERVER, Output, Server, Yes, confirm, duration_of, size_of
+from plait.cli.output import (
+    print_facts,
+    print_json,
+    print_table,
+    words_of_seconds,
+    words_of_size,
+    words_of_time,
+)
+from plait.errors import InvalidArgument, Timeout
+from plait.limits import LOGICAL_PARTITIONS
+
+if TYPE_CHECKING:
+    from plait.client.admin.admin import SubjectInfo
+    from plait.client.admin.cluster_admin import RouteInfo
+    from plait.client.client import Client
+
+app = App(name="subject", help="List, describe, create, change, expand and delete subjects.")
+
+#: How often ``expand --wait`` looks.
+LOOK_SECONDS = 0.25
+
+Name = Annotated[str, Parameter(help="The subject's name.")]
+
+
+@app.command(name="list")
+def list_subjects(*, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+    """List all subjects, a line for each partition."""
+    subjects = with_client(server, lambda client: client.admin.subjects())
+    if output == "json":
+        print_json(subjects)
+        return
+    columns = ("subject", "partition", "messages", "size", "first", "end", "groups", "kept for", "created")
+    rows = (
+        (
+            s.subject,
+            s.partition,
+            f"{s.count:,}",
+            words_of_size(s.size),
+            str(s.start),
+            str(s.end),
+            str(s.groups),
+            words_of_seconds(s.retention_seconds),
+            words_of_time(s.created),
+        )
+        for s in subjects
+    )
+    print_table(columns, rows, right=columns[2:7])
+
+
+@app.command
+def describe(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+    """Describe a subject, its partitions and its groups."""
+    details = with_client(server, lambda client: client.admin.subject(subject))
+    if output == "json":
+        print_json(details)
+        return
+    _print_subject(details.subject)
+    if len(details.partitions) > 1:
+        columns = ("partition", "messages", "size", "first", "end", "groups")
+        rows = (
+            (p.partition, f"{p.count:,}", words_of_size(p.size), str(p.start), str(p.end), str(p.groups))
+            for p in details.partitions
+        )
+        print_table(columns, rows, right=columns[1:])
+    if details.groups:
+        from plait.cli.commands.group import print_groups
+
+        print_groups(details.groups)
+
+
+@app.command
+def create(
+    subject: Name,
+    /,
+    *,
+    retention: Annotated[
+        str | None, Parameter(help="How long messages are kept, as in 7d; the server's default otherwise.")
+    ] = None,
+    retention_size: Annotated[
+        str | None, Parameter(help="How much of the newest is kept at least, as in 10GiB.")
+    ] = None,
+    order: Annotated[
+        Literal["best_tried", "strict"],
+        Parameter(help="What a failed message does: its key goes on, or waits for it."),
+    ] = "best_tried",
+    partitions: Annotated[
+        int | None, Parameter(help="How many; one on each of two broker groups, or of --group, if it is not said.")
+    ] = None,
+    group: Annotated[
+        list[str] | None, Parameter(help="A broker group for them; again for more. Any, if none is named.")
+    ] = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Create a subject; an existing one is an error."""
+    size = None if retention_size is None else size_of(retention_size)
+    seconds = None if retention is None else duration_of(retention)
+    created = with_client(
+        server,
+        lambda client: client.admin.create_subject(
+            subject, retention=seconds, retention_bytes=size, order=order, partitions=partitions, groups=group
+        ),
+    )
+    if output == "json":
+        print_json(created)
+    else:
+        _print_subject(created)
+
+
+@app.command(name="set")
+def set_(
+    subject: Name,
+    /,
+    *,
+    retention: Annotated[
+        str | None, Parameter(help="How long messages are kept, as in 7d, or default: what the server keeps.")
+    ] = None,
+    retention_size: Annotated[
+        str | None, Parameter(help="How much of the newest is kept at least, as in 10GiB, or default.")
+    ] = None,
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Change what is kept of a subject; what is left out stays as it is."""
+    if retention is None and retention_size is None:
+        raise InvalidArgument(f"nothing of {subject!r} is to be changed; say --retention or --retention-size")
+    seconds: float | Literal["default"] | None = None
+    size: int | Literal["default"] | None = None
+    if retention is not None:
+        seconds = "default" if retention == "default" else duration_of(retention)
+    if retention_size is not None:
+        size = "default" if retention_size == "default" else size_of(retention_size)
+    changed = with_client(
+        server, lambda client: client.admin.set_subject(subject, retention=seconds, retention_bytes=size)
+    )
+    if output == "json":
+        print_json(changed)
+    else:
+        _print_subject(changed)
+
+
+@app.command
+def expand(
+    subject: Name,
+    /,
+    *,
+    partitions: Annotated[
+        str,
+        Parameter(
+            help="How many are to take its messages, more or fewer than now; or which, as name@group,name@group."
+        ),
+    ],
+    wait: Annotated[bool, Parameter(help="Until all has moved.", show_default=False)] = False,
+    timeout: Annotated[str, Parameter(help="How long --wait waits.")] = "60s",
+    server: Server = DEFAULT_SERVER,
+    output: Output = "table",
+) -> None:
+    """Spread a subject over other partitions; its messages and the order of its keys are kept."""
+    wanted = int(partitions) if partitions.lstrip("-").isdecimal() else [name.strip() for name in partitions.split(",")]
+    seconds = duration_of(timeout)
+
+    async def work(client: Client) -> RouteInfo:
+        route = await client.admin.expand_subject(subject, wanted)
+        return await _reached(client, route, seconds) if wait else route
+
+    _print_route(with_client(server, work), output)
+
+
+async def _reached(client: Client, route: RouteInfo, seconds: float) -> RouteInfo:
+    """The route once nothing is left to move, with progress until then."""
+    from plait.cli.progress import ProgressSteps
+
+    until = time.monotonic() + seconds
+    first = route.moving
+    with ProgressSteps() as steps:
+        steps.step("moving", first, "logical partitions")
+        while not route.reached:
+            if time.monotonic() >= until:
+                raise Timeout(
+                    f"{route.moving} of {LOGICAL_PARTITIONS} logical partitions of {route.subject!r} have not moved "
+                    f"within {seconds:g} s (--timeout); it goes on: see 'plait subject route {route.subject}'"
+                )
+            steps.update(max(first - route.moving, 0))
+            await asyncio.sleep(LOOK_SECONDS)
+            route = await client.admin.route(route.subject)
+    return route
+
+
+@app.command
+def route(subject: Name, /, *, server: Server = DEFAULT_SERVER, output: Output = "table") -> None:
+    """Show which partitions take a subject's messages, and which have older ones."""
+    _print_route(with_client(server, lambda client: client.admin.route(subject)), output)
+
+
+def _print_route(route: RouteInfo, output: str) -> None:
+    if output == "json":
+        print_json(route)
+        return
+    still = f"{route.moving} of {LOGICAL_PARTITIONS} logical partitions are still to move"
+    print_facts(
+        [
+            ("subject", route.subject),
+            ("order", route.order),
+            ("version", str(route.version)),
+            ("target", "reached" if route.reached else still),
+        ]
+    )
+    columns = ("partition", "state", "takes", "wanted", "draining")
+    rows = ((p.partition, p.state, str(p.takes), str(p.wanted), str(p.draining)) for p in route.partitions)
+    print_table(columns, rows, right=columns[2:])
+
+
+@app.command
+def delete(subject: Name, /, *, yes: Yes = False, server: Server = DEFAULT_SERVER) -> None:
+    """Delete a subject with its messages and groups, for good."""
+    confirm(subject, f"{subject!r} with all its messages and groups", yes=yes)
+    with_client(server, lambda client: client.admin.delete_subject(subject))
+    sys.stderr.write(f"deleted {subject}\n")
+
+
+def _print_subject(subject: SubjectInfo) -> None:
+    several = "," in subject.partition
+    print_facts(
+        [
+            ("subject", subject.subject),
+            ("partitions" if several else "partition", subject.partition),
+            ("messages", f"{subject.count:,}"),
+            ("size", words_of_size(subject.size)),
+            # Each partition has sequences of its own.
+            *([] if several else [("sequences", f"{subject.start} up to {subject.end}")]),
+            ("kept for", words_of_seconds(subject.retention_seconds)),
+            ("kept at least", "-" if subject.retention_bytes is None else words_of_size(subject.retention_bytes)),
+            ("groups", str(subject.groups)),
+            ("created", words_of_time(subject.created)),
+        ]
+    )

@@ -1,0 +1,136 @@
+"""``plait tail``: messages as they come, without a group or as a member of one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from plait.cli.event_loop import with_client
+from plait.cli.options import DEFAULT_SERVER, Server, duration_of
+from plait.cli.output import print_json_line, printable, shown_body, text_or_base64
+from plait.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from plait.client.client import Client
+    from plait.client.types import Message
+
+#: Asked for at once.
+FETCH_COUNT = 500
+#: How long one fetch waits where nothing limits it.
+FETCH_SECONDS = 60.0
+
+
+def tail(
+    subject: Annotated[str, Parameter(help="What to read.")],
+    /,
+    *,
+    start: Annotated[
+        str | None,
+        Parameter(
+            allow_leading_hyphen=True,
+            help="latest, earliest, a sequence, -5m before now, or a time such as 2025-01-31T12:00. "
+            "Without it: latest; a new group starts at earliest.",
+        ),
+    ] = None,
+    count: Annotated[int | None, Parameter(help="End after so many messages.")] = None,
+    wait: Annotated[str | None, Parameter(help="End when nothing came for this long, as in 5s.")] = None,
+    group: Annotated[str | None, Parameter(help="Consume as a member of this group: what is printed is acked.")] = None,
+    server: Server = DEFAULT_SERVER,
+    output: Annotated[
+        Literal["table", "json", "raw"],
+        Parameter(name=("--output", "-o"), help="Columns, one JSON object a line, or the bodies as they are."),
+    ] = "table",
+) -> None:
+    """Print messages as they come, until Ctrl-C."""
+    if count is not None and count < 1:
+        raise InvalidArgument(f"--count must be 1 or more, not {count}")
+    seconds = None if wait is None else duration_of(wait)
+    show = {"table": _show_columns, "json": _show_json, "raw": _show_raw}[output]
+
+    printing = Printing(show, count, seconds)
+    with_client(server, lambda client: printing.read(client, subject, start, group))
+
+
+class Printing:
+    """One run of the command: what is printed, and when it ends."""
+
+    def __init__(self, show: Callable[[Message], None], count: int | None, seconds: float | None) -> None:
+        self._show = show
+        self._left = count
+        self._seconds = seconds
+
+    async def read(self, client: Client, subject: str, start: str | None, group: str | None) -> None:
+        """Print until the count is reached or nothing came for long enough."""
+        quiet = FETCH_SECONDS if self._seconds is None else self._seconds
+        if group is None:
+            async with client.reader(subject, start=start or "latest") as reader:
+                while self._left != 0:
+                    if not self._print(await reader.fetch(self._wanted(), quiet)) and self._seconds is not None:
+                        return
+            return
+        # Prefetching more than is printed would only take it from other members for a while.
+        member = client.consumer(subject, group, start=start, prefetch=self._wanted())
+        # A consumer creates the subject; a misspelt name must not. Wrong arguments are refused before this.
+        await client.admin.subject(subject)
+        async with member as consumer:
+            while self._left != 0:
+                batch = await consumer.fetch(self._wanted(), quiet)
+                if not self._print(batch) and self._seconds is not None:
+                    return
+                await batch.ack()
+
+    def _wanted(self) -> int:
+        return FETCH_COUNT if self._left is None else min(FETCH_COUNT, self._left)
+
+    def _print(self, messages: Sequence[Message]) -> int:
+        for message in messages:
+            self._show(message)
+        # Somebody may read the other end of a pipe live, and an ack must not come before its output.
+        sys.stdout.flush()
+        if self._left is not None:
+            self._left -= len(messages)
+        return len(messages)
+
+
+def _show_columns(message: Message) -> None:
+    time = message.store_time.strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    parts = [time, f"#{message.sequence}"]
+    if message.key is not None:
+        parts.append(f"key={printable(message.key)}")
+    if message.tags:
+        parts.append(f"tags={','.join(map(printable, message.tags))}")
+    parts += [f"{printable(name)}={printable(str(value))}" for name, value in message.headers.items()]
+    if message.attempt > 1:
+        parts.append(f"attempt={message.attempt}")
+    parts.append(shown_body(message.body))
+    sys.stdout.write("  ".join(parts) + "\n")
+
+
+def _show_json(message: Message) -> None:
+    print_json_line(fields_of(message))
+
+
+def _show_raw(message: Message) -> None:
+    sys.stdout.buffer.write(message.body + b"\n")
+
+
+def fields_of(message: Message) -> dict[str, Any]:
+    """A message for programs; a body that is not UTF-8 is under ``body_base64`` instead of ``body``."""
+    fields: dict[str, Any] = {
+        "subject": message.subject,
+        "partition": str(message.partition),
+        "sequence": message.sequence,
+        "message_id": str(message.message_id),
+        "key": message.key,
+        "tags": message.tags,
+        "headers": message.headers,
+        "send_time": message.send_time,
+        "store_time": message.store_time,
+        "attempt": message.attempt,
+    }
+    if message.deliver_at is not None:
+        fields["deliver_at"] = message.deliver_at
+    return fields | text_or_base64(message.body)

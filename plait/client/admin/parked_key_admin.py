@@ -1,0 +1,150 @@
+"""Parked keys: order keys of a strict subject that wait for a decision, as one of their messages failed for good.
+
+A key is parked in the partition where its message failed. Where the route has led on since, later partitions hold the
+key as well until it is resumed there: they are not asked, as its consumer tells them in order.
+"""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from plait.client.arguments import to_datetime
+from plait.client.net.admin_calls import Calls, Partition, PartitionNode
+from plait.client.send.encoding import encode_key
+from plait.client.types import PartitionName
+from plait.errors import KeyNotParked
+from plait.limits import PARKED_PAGE_MAX
+from plait.model.reason import Reason
+
+
+class ParkedKey(msgspec.Struct, frozen=True):
+    """A key that waits, and the dead letter that holds its place.
+
+    Where that letter was purged, or is on a partition that is gone, less is known.
+    """
+
+    subject: str
+    group: str
+    #: None where the letter does not say it.
+    key: str | None
+    #: xxh3_64 of the key, and the logical partition that follows from it.
+    hash: int
+    lp: int
+    partition: PartitionName
+    #: Of the dead letter, as ``dead_letter`` takes it.
+    sequence: int | None
+    attempts: int
+    since: datetime | None
+    reason: Reason
+
+
+class _Parked(msgspec.Struct):
+    """A parked key as a broker tells it."""
+
+    hash: int
+    lp: int
+    sequence: int | None
+    key: str | None
+    attempts: int
+    since: int | None
+    reason: Reason
+
+
+class _ParkedPage(msgspec.Struct):
+    keys: list[_Parked]
+    next: int | None
+
+
+class _FoundKeys(NamedTuple):
+    place: PartitionNode
+    parked: _Parked
+
+
+class ParkedAdmin(Calls):
+    """What ``plait group parked``, ``resume`` and ``skip`` do."""
+
+    async def parked(self, subject: str, group: str, *, partition: Partition | None = None) -> list[ParkedKey]:
+        """The parked keys of a group, those that wait longest first."""
+        found = await self._parked(subject, group, partition)
+        keys = [
+            ParkedKey(
+                subject,
+                group,
+                each.key,
+                each.hash,
+                each.lp,
+                place.name,
+                each.sequence,
+                each.attempts,
+                None if each.since is None else to_datetime(each.since),
+                each.reason,
+            )
+            for place, each in found
+        ]
+        return sorted(keys, key=lambda each: (each.since is not None, each.since, str(each.partition), each.hash))
+
+    async def resume_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
+        """Go on with a parked key: with the message that failed; ``KeyNotParked`` if it is not parked."""
+        await self._go_on_with(subject, group, key, "group.resume")
+
+    async def skip_key(self, subject: str, group: str, key: str | int | ParkedKey) -> None:
+        """Go on with a parked key behind the message that failed, which stays a dead letter."""
+        await self._go_on_with(subject, group, key, "group.skip")
+
+    async def resume_all(self, subject: str, group: str) -> int:
+        """``resume_key`` every parked key of a group; how many there were."""
+        return await self._go_on(await self._parked(subject, group, None), group, "group.resume")
+
+    async def skip_all(self, subject: str, group: str) -> int:
+        """``skip_key`` every parked key of a group; how many there were."""
+        return await self._go_on(await self._parked(subject, group, None), group, "group.skip")
+
+    async def _go_on_with(self, subject: str, group: str, key: str | int | ParkedKey, operation: str) -> None:
+        shown = (key.key or f"{key.hash:#x}") if isinstance(key, ParkedKey) else encode_key(key)
+        number = key.hash if isinstance(key, ParkedKey) else xxh3_64_intdigest(shown.encode())
+        found = [each for each in await self._parked(subject, group, None) if each.parked.hash == number]
+        if not await self._go_on(found, group, operation):
+            raise KeyNotParked(
+                f"key {shown!r} is not parked in group {group!r} on {subject!r}", subject=subject, group=group
+            )
+
+    async def _go_on(self, found: list[_FoundKeys], group: str, operation: str) -> int:
+        """Tell each partition, page by page; how many keys were still parked."""
+        count = 0
+        by_place: dict[PartitionName, tuple[PartitionNode, list[int]]] = {}
+        for place, parked in found:
+            by_place.setdefault(place.name, (place, []))[1].append(parked.hash)
+        for place, keys in by_place.values():
+            for at in range(0, len(keys), PARKED_PAGE_MAX):
+                page = keys[at : at + PARKED_PAGE_MAX]
+                try:
+                    count += await self._run(
+                        operation, int, at=place.node, subject=place.name.name, group=group, keys=page
+                    )
+                except KeyNotParked:
+                    # Somebody else was first.
+                    continue
+        return count
+
+    async def _parked(self, subject: str, group: str, partition: Partition | None) -> list[_FoundKeys]:
+        """All parked keys, each where it can be gone on with."""
+        answers = await self._all(await self._places(subject, partition), lambda place: self._pages(place, group))
+        found = [_FoundKeys(place, each) for place, parked in answers for each in parked]
+        # Without a letter it is held on behalf of another partition; on its own only if that is not there any more.
+        first_hand = {each.parked.hash for each in found if each.parked.sequence is not None}
+        return [each for each in found if each.parked.sequence is not None or each.parked.hash not in first_hand]
+
+    async def _pages(self, place: PartitionNode, group: str) -> list[_Parked]:
+        keys: list[_Parked] = []
+        after: int | None = -1
+        while after is not None:
+            page: _ParkedPage = await self._run(
+                "group.parked", _ParkedPage, at=place.node, subject=place.name.name, group=group, after=after
+            )
+            keys += page.keys
+            after = page.next
+        return keys

@@ -1,0 +1,217 @@
+"""Management of delayed messages: what is scheduled, how much, and calling it off."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Literal
+
+import msgspec
+
+from plait.client.arguments import Duration, limit_of, micros_of, moment_of, sequence_of, to_datetime
+from plait.client.net.admin_calls import Calls, Partition, PartitionNode
+from plait.client.types import MessageId, PartitionName, Receipt
+from plait.errors import InvalidArgument, NotScheduled
+from plait.limits import SCHEDULE_PAGE_MAX
+
+
+class ScheduledMessage(msgspec.Struct, frozen=True):
+    """A message that waits for its time; ``client.cancel`` and ``client.reschedule`` take it."""
+
+    subject: str
+    number: int
+    deliver_at: datetime
+    message_id: MessageId
+    key: str | None
+    size: int
+    #: Whose schedule it is in.
+    partition: PartitionName
+
+
+class ScheduleCount(msgspec.Struct, frozen=True):
+    """How many messages wait: of a subject, or from a time on, as it was asked for."""
+
+    subject: str | None
+    time: datetime | None
+    count: int
+
+
+class _Row(msgspec.Struct):
+    """A scheduled message as the broker tells of it."""
+
+    subject: str
+    number: int
+    deliver_at: int
+    producer: int
+    sequence: int
+    key: str | None
+    size: int
+
+
+class _SchedulePage(msgspec.Struct):
+    """A page of them, and after which place the next one begins; None: that is all."""
+
+    rows: list[_Row]
+    next: tuple[int, int] | None
+
+
+class _Count(msgspec.Struct):
+    subject: str | None
+    bucket: int | None
+    count: int
+
+
+def place_of(scheduled: Any) -> tuple[PartitionName, int, int]:
+    """(partition, number, time in microseconds) by which its broker finds a delayed message."""
+    if isinstance(scheduled, ScheduledMessage):
+        return scheduled.partition, scheduled.number, micros_of(scheduled.deliver_at, "deliver_at")
+    if not isinstance(scheduled, Receipt):
+        raise InvalidArgument(f"{scheduled!r} is no receipt; use what send(..., delay=...) returned")
+    if scheduled.schedule is None or scheduled.deliver_at is None:
+        raise InvalidArgument(
+            f"message {scheduled.message_id} has no number in a schedule: it was not delayed, "
+            "or it was sent again so late that the broker has forgotten the number"
+        )
+    return scheduled.partition, scheduled.schedule, micros_of(scheduled.deliver_at, "deliver_at")
+
+
+class ScheduleAdmin(Calls):
+    """What ``plait schedule`` does, as methods.
+
+    Numbers are those of a partition's schedule: where a subject has several partitions, ``partition`` says which.
+    """
+
+    async def scheduled(
+        self,
+        subject: str,
+        *,
+        partition: Partition | None = None,
+        start: datetime | Duration | None = None,
+        end: datetime | Duration | None = None,
+        limit: int = 100,
+    ) -> list[ScheduledMessage]:
+        """Messages of a subject that are to be delivered from ``start`` up to ``end`` (times, or "5m" from now)."""
+        limit = limit_of(limit)
+        span = self._span(start, end)
+        places = await self._places(subject, partition)
+        if len(places) > 1:
+            # One that is not made yet has no schedule.
+            places = [place for place, _ in await self._each(places, "subject.describe", msgspec.Raw)]
+        found = [message for place in places for message in await self._scheduled_at(place, span, limit)]
+        found.sort(key=lambda message: (message.deliver_at, message.partition, message.number))
+        return found[:limit]
+
+    async def _scheduled_at(
+        self, place: PartitionNode, span: dict[str, int | None], limit: int
+    ) -> list[ScheduledMessage]:
+        found: list[ScheduledMessage] = []
+        after: tuple[int, int] | None = None
+        while len(found) < limit:
+            wanted = min(limit - len(found), SCHEDULE_PAGE_MAX)
+            page: _SchedulePage = await self._run(
+                "schedule.list",
+                _SchedulePage,
+                at=place.node,
+                subject=place.name.name,
+                after=after,
+                limit=wanted,
+                **span,
+            )
+            found += [_message(row, place.name) for row in page.rows]
+            after = page.next
+            if after is None:
+                break
+        return found
+
+    def _span(self, start: Any, end: Any) -> dict[str, int | None]:
+        now = self._now()
+        return {"start": moment_of(start, "start", now), "end": moment_of(end, "end", now)}
+
+    async def schedule_counts(
+        self,
+        subject: str | None = None,
+        *,
+        start: datetime | Duration | None = None,
+        end: datetime | Duration | None = None,
+        by: Literal["subject", "time"] = "subject",
+    ) -> list[ScheduleCount]:
+        """How many messages wait for their time, by subject or by when they are due."""
+        if by not in ("subject", "time"):
+            raise InvalidArgument(f"by {by!r} is not known; use 'subject' or 'time'")
+        span = self._span(start, end)
+        if subject is None:
+            answers = await self._everywhere("schedule.count", list[_Count], by=by, **span)
+        else:
+            places = await self._places(subject)
+            answers = [a for _, a in await self._each(places, "schedule.count", list[_Count], by=by, **span)]
+        counts: dict[tuple[str | None, int | None], int] = {}
+        for each in (each for answer in answers for each in answer):
+            # Of one subject by time, the broker says what it was asked for: the partition.
+            key = (each.subject if by == "subject" else subject, each.bucket)
+            counts[key] = counts.get(key, 0) + each.count
+        order = sorted(counts, key=lambda key: (key[0] or "", key[1] or 0))
+        return [
+            ScheduleCount(name, None if bucket is None else to_datetime(bucket), counts[name, bucket])
+            for name, bucket in order
+        ]
+
+    async def cancel_scheduled(
+        self, subject: str, number: int, deliver_at: datetime, *, partition: Partition | None = None
+    ) -> bool:
+        """Call a message off. True: it is never delivered; False: it was delivered or cancelled before.
+
+        That is ``client.cancel`` for who has kept the number and the time of a receipt, and not the receipt.
+        """
+        due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
+        return await self._cancel(await self._place(subject, partition, "numbers"), number, due)
+
+    async def _cancel(self, place: PartitionNode, number: int, due: int) -> bool:
+        cancelled: bool = await self._run(
+            "schedule.cancel", bool, at=place.node, subject=place.name.name, number=number, deliver_at=due
+        )
+        return cancelled
+
+    async def reschedule(
+        self, subject: str, number: int, deliver_at: datetime, *, to: datetime, partition: Partition | None = None
+    ) -> int:
+        """Deliver a message at another time; its new number. ``NotScheduled``: it is too late for that.
+
+        That is ``client.reschedule`` for who has kept the number and the time of a receipt, and not the receipt.
+        """
+        due, number = micros_of(deliver_at, "deliver_at"), sequence_of(number, "number")
+        new_due = micros_of(to, "to")
+        return await self._reschedule(await self._place(subject, partition, "numbers"), number, due, new_due)
+
+    async def _reschedule(self, place: PartitionNode, number: int, due: int, new_due: int) -> int:
+        new: int | None = await self._run(
+            "schedule.reschedule",
+            int | None,
+            at=place.node,
+            subject=place.name.name,
+            number=number,
+            deliver_at=due,
+            to=max(new_due, 0),
+        )
+        if new is None:
+            at = to_datetime(due)
+            raise NotScheduled(
+                f"number {number} of {place.name.name!r} is not scheduled for {at} (any more)",
+                subject=place.name.name,
+                number=number,
+            )
+        return new
+
+    async def _of(self, name: PartitionName) -> PartitionNode:
+        """The partition that a receipt names."""
+        return PartitionNode(name, await self._router.group_node(name.group))
+
+
+def _message(row: _Row, partition: PartitionName) -> ScheduledMessage:
+    return ScheduledMessage(
+        row.subject,
+        row.number,
+        to_datetime(row.deliver_at),
+        MessageId(row.producer, row.sequence),
+        row.key,
+        row.size,
+        partition,
+    )

@@ -1,0 +1,347 @@
+"""A handler with the messages it gets: returns acknowledge, exceptions make the group try again later."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import logging
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any, Literal
+
+import msgspec
+
+from plait.client.app.outcomes import Reject, RetryLater, Suspend
+from plait.client.app.signature import Handler
+from plait.client.arguments import Start
+from plait.client.client import Client
+from plait.client.consume.batch import Batch
+from plait.client.consume.consumer import Consumer
+from plait.client.consume.failure import UNBEGUN, FailureOutcome, reason_of
+from plait.client.types import Message
+from plait.errors import CodecError
+from plait.model.retry_policy import Retry
+
+log = logging.getLogger("plait.app")
+
+#: Called around each call of a handler, with its messages and with what goes on.
+HandleHook = Callable[[list[Message], Callable[[], Awaitable[None]]], Awaitable[None]]
+
+#: Raised in a task from outside: control-C where the loop does not handle it, and the end of the interpreter. Whatever
+#: else a decoder or a handler raises is a failure of its message alone.
+_NOT_THE_HANDLERS = (KeyboardInterrupt, GeneratorExit)
+
+#: How long one wait for a batch is; the next one follows at once.
+BATCH_WAIT_SECONDS = 3600.0
+
+
+class SubscriberSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What ``@app.subscriber`` was given."""
+
+    subject: str
+    group: str | None
+    batch: int | None
+    concurrency: int
+    delivery: Literal["at_least_once", "at_most_once"]
+    broadcast: bool
+    start: Start | None
+    prefetch: int | None
+    retry: Retry | None
+    ordered: bool
+    affinity: Literal["key"] | None
+    #: Seconds after which a consumer with locks loses what it has; None: as the limits say.
+    handling: float | None
+    #: Seconds after which a call has failed; None: it may take as long as it likes.
+    timeout: float | None
+    #: Seconds for which any failure suspends the handler; None: only ``Suspend`` does.
+    suspend: float | None
+    #: A body that does not decode is a dead letter at once ("reject"), or fails as any message does ("retry").
+    undecodable: Literal["reject", "retry"]
+
+
+class Call:
+    """One call of a handler; a ``def`` has a thread, which may run on after its time-out."""
+
+    __slots__ = ("arguments", "awaited", "failure", "thread")
+
+    def __init__(self, arguments: list[Any]) -> None:
+        self.arguments = arguments
+        self.thread: asyncio.Future[Any] | None = None
+        #: Its worker waits for it.
+        self.awaited = True
+        #: What its thread raised.
+        self.failure: BaseException | None = None
+
+    @property
+    def running(self) -> bool:
+        """It has not ended, or its thread has not."""
+        return self.awaited or (self.thread is not None and not self.thread.done())
+
+    async def ended(self) -> None:
+        """Until its thread is free: the next call of this worker needs one."""
+        if self.thread is not None and not self.thread.done():
+            await asyncio.wait([self.thread])
+
+
+class Subscription:
+    """One ``@app.subscriber``."""
+
+    def __init__(self, settings: SubscriberSettings, handler: Handler, hooks: list[HandleHook]) -> None:
+        self.settings = settings
+        self.handler = handler
+        #: What the app was given to put around each call, the outermost first.
+        self._hooks = hooks
+        #: On the loop's clock: until then no worker begins anything.
+        self._suspended_until = 0.0
+        self._resuming: asyncio.TimerHandle | None = None
+        #: Calls that no worker has seen the end of.
+        self._calls: set[Call] = set()
+
+    @property
+    def unfinished(self) -> bool:
+        """A handler runs that was given up: it did not end in its time, or when it was cancelled."""
+        return any(call.running for call in self._calls)
+
+    @property
+    def _one_at_a_time(self) -> bool:
+        """A key's messages are handled one after another."""
+        return self.settings.ordered or self.settings.affinity is not None
+
+    def __str__(self) -> str:
+        who = "every message" if self.settings.group is None else f"group {self.settings.group}"
+        return f"{self.handler.name} handles {self.settings.subject} ({who})"
+
+    def consumer(self, client: Client) -> Consumer:
+        """The consumer that feeds the handler."""
+        s = self.settings
+        return client._consumer(
+            s.subject,
+            s.group,
+            s.broadcast,
+            s.delivery,
+            s.start,
+            s.prefetch,
+            s.retry,
+            s.ordered,
+            s.affinity,
+            s.handling,
+            any_thread=not self.handler.is_async,
+        )
+
+    async def work(self, consumer: Consumer, pool: Executor, stopping: asyncio.Event) -> None:
+        """One worker: handle what comes until the consumer stops."""
+        if self.settings.batch is None:
+            async for message in consumer:
+                if not await self._resumed(stopping):
+                    message._delivered.nack_row(message._row, UNBEGUN)
+                    return
+                if not message._delivered.may_begin(message._row):
+                    # Its lock was lost during a suspension.
+                    message._delivered.nack_row(message._row, UNBEGUN)
+                    continue
+                self._suspend(consumer, await self._handle(message, pool, stopping))
+            return
+        while not stopping.is_set():
+            batch = await consumer.fetch(self.settings.batch, BATCH_WAIT_SECONDS)
+            if not await self._resumed(stopping):
+                batch._nack_soon(UNBEGUN)
+                return
+            if not batch._may_begin():
+                batch._nack_soon(UNBEGUN)
+            elif len(batch):
+                self._suspend(consumer, await self._handle_batch(batch, pool, stopping))
+
+    async def _handle(self, message: Message, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
+        """Why it failed."""
+        try:
+            arguments = self.handler.arguments(self.handler.decode(message), message)
+        except _NOT_THE_HANDLERS:
+            raise
+        except BaseException as error:  # noqa: BLE001 - see above
+            return self._refuse(message, error)
+        call = Call(arguments)
+        failure = await self._call(call, pool, [message], stopping)
+        if failure is None:
+            message.ack()
+        else:
+            message._delivered.nack_row(message._row, self._failed(failure))
+        await call.ended()
+        self._calls.discard(call)
+        return failure
+
+    async def _handle_batch(self, batch: Batch, pool: Executor, stopping: asyncio.Event) -> BaseException | None:
+        """Why it failed, or some of its messages did."""
+        failure: BaseException | None = None
+        bodies: list[Any] = []
+        messages: list[Message] = []
+        for message in batch:
+            try:
+                bodies.append(self.handler.decode(message))
+                messages.append(message)
+            except _NOT_THE_HANDLERS:
+                raise
+            except BaseException as error:  # noqa: BLE001 - see above
+                failure = self._refuse(message, error)
+        if messages:
+            call = Call(self.handler.arguments(bodies, messages))
+            broken = await self._call(call, pool, messages, stopping)
+            if broken is not None:
+                batch._nack_soon(self._failed(broken))
+                await call.ended()
+                self._calls.discard(call)
+                return broken
+            self._calls.discard(call)
+        batch._ack_soon()
+        return failure
+
+    def _refuse(self, message: Message, error: BaseException) -> BaseException:
+        """The body could not be decoded, which is no call of the handler."""
+        if isinstance(error, CodecError) and self.settings.undecodable == "reject":
+            # It will not decode the next time either.
+            log.error("%s cannot take %s: %s", self.handler.name, self._fate([message], rejected=True), error)
+            failed = FailureOutcome(None, reason_of(error, self.handler.name), reject=True)
+        elif isinstance(error, CodecError):
+            log.error("%s cannot take %s: %s", self.handler.name, self._fate([message]), error)
+            failed = self._failed(error)
+        else:
+            # The decoder itself failed: another attempt may succeed.
+            log.error("%s cannot decode %s", self.handler.name, self._fate([message]), exc_info=error)
+            failed = self._failed(error)
+        message._delivered.nack_row(message._row, failed)
+        return error
+
+    def _fate(self, messages: list[Message], *, rejected: bool = False) -> str:
+        """Where messages are that failed, and what happens to them now."""
+        place = _place(messages)
+        if self.settings.delivery == "at_most_once":
+            return f"{place}, which is gone"
+        if rejected:
+            return f"{place}, which goes to the dead letters"
+        owner, attempt = messages[0]._delivered.owner, max(message.attempt for message in messages)
+        shown = f"{place} (attempt {attempt}{f' of {owner.attempts}' if owner is not None and owner.attempts else ''})"
+        # From ``reasons_from`` on the broker decides: it reports what died (``PullClient.died``).
+        return f"{shown}, which is tried again" if owner is not None and attempt < owner.reasons_from else shown
+
+    def _failed(self, failure: BaseException) -> FailureOutcome:
+        """What happens to the message, and what is reported of it."""
+        name = self.handler.name
+        try:
+            if isinstance(failure, Reject):
+                return FailureOutcome(None, failure.told(name), reject=True)
+            if isinstance(failure, Suspend):
+                # Nothing is wrong with the message: it keeps its attempts.
+                return FailureOutcome(failure.seconds, counted=False)
+            if isinstance(failure, RetryLater):
+                return FailureOutcome(failure.seconds, reason_of(failure, name))
+        except Exception:
+            log.exception("%s raised a %s that is not complete", name, type(failure).__qualname__)
+        return FailureOutcome(None, reason_of(failure, name))
+
+    async def _invoke(self, call: Call, pool: Executor) -> None:
+        """The handler itself; raises what it raises."""
+        if self.handler.is_async:
+            await self.handler.function(*call.arguments)
+            return
+        context = contextvars.copy_context()
+        work = functools.partial(_outcome, context, self.handler.function, call.arguments)
+        call.thread = asyncio.get_running_loop().run_in_executor(pool, work)
+        # A thread cannot be stopped: after the time-out it goes on, and its worker waits for it.
+        result, call.failure = await asyncio.shield(call.thread)
+        if call.failure is not None:
+            raise call.failure
+        if inspect.isawaitable(result):
+            # A plain function around an asynchronous one.
+            await result
+
+    async def _call(
+        self, call: Call, pool: Executor, messages: list[Message], stopping: asyncio.Event
+    ) -> BaseException | None:
+        """Why the handler failed; None: it returned."""
+        self._calls.add(call)
+        failure: BaseException | None = None
+        task = asyncio.current_task()
+        assert task is not None
+        invoke: Callable[[], Awaitable[None]] = functools.partial(self._invoke, call, pool)
+        for hook in reversed(self._hooks):
+            invoke = functools.partial(hook, messages, invoke)
+        try:
+            async with asyncio.timeout(self.settings.timeout) as limit:
+                await invoke()
+                if task.cancelling():
+                    # It is cancelled at the next await, which is to be in here.
+                    await asyncio.sleep(0)
+            if limit.expired():
+                # It was told to stop, and returned as if nothing had happened.
+                raise TimeoutError
+        except asyncio.CancelledError as error:
+            # The app cancels its workers only while it drains. Before that, the handler cancelled the task it runs in.
+            if task.cancelling() and stopping.is_set():
+                raise
+            while task.cancelling():
+                task.uncancel()
+            failure = error
+        except TimeoutError as error:
+            failure = error
+            if limit.expired():
+                failure = TimeoutError(f"{self.handler.name} did not return within {self.settings.timeout:g} s")
+        except BaseException as error:
+            if isinstance(error, _NOT_THE_HANDLERS) and error is not call.failure:
+                raise
+            failure = error
+        finally:
+            call.awaited = False
+        if self._one_at_a_time:
+            # The next of its key, or this one again, may be handled as soon as the broker knows of the failure.
+            await call.ended()
+        if isinstance(failure, RetryLater | Suspend):
+            log.info("%s: %s, %s", self.handler.name, _place(messages), failure)
+        elif isinstance(failure, Reject):
+            log.warning("%s rejected %s: %s", self.handler.name, _place(messages), failure)
+        elif failure is not None:
+            log.error("%s failed on %s", self.handler.name, self._fate(messages), exc_info=failure)
+        return failure
+
+    def _suspend(self, consumer: Consumer, failure: BaseException | None) -> None:
+        """Begin nothing for a while, if that is what the failure means; what was pulled ahead is for others."""
+        if isinstance(failure, Suspend):
+            seconds = getattr(failure, "seconds", 0.0)
+        elif failure is not None and self.settings.suspend is not None and not isinstance(failure, RetryLater | Reject):
+            seconds = self.settings.suspend
+        else:
+            return
+        loop = asyncio.get_running_loop()
+        self._suspended_until = max(self._suspended_until, loop.time() + seconds)
+        consumer._suspend()
+        log.warning("%s is suspended for %g s", self.handler.name, seconds)
+        if self._resuming is not None:
+            self._resuming.cancel()
+        self._resuming = loop.call_at(self._suspended_until, consumer._resume)
+
+    async def _resumed(self, stopping: asyncio.Event) -> bool:
+        """Wait for the end of a suspension; False: the app stops."""
+        loop = asyncio.get_running_loop()
+        while loop.time() < self._suspended_until and not stopping.is_set():
+            try:
+                async with asyncio.timeout_at(self._suspended_until):
+                    await stopping.wait()
+            except TimeoutError:
+                pass
+        return not stopping.is_set()
+
+
+def _outcome(
+    context: contextvars.Context, function: Callable[..., Any], arguments: list[Any]
+) -> tuple[Any, BaseException | None]:
+    """Result or error of a call: a StopIteration cannot pass through a future, a SystemExit ends the loop."""
+    try:
+        return context.run(function, *arguments), None
+    except BaseException as error:  # noqa: BLE001 - the caller looks at it
+        return None, error
+
+
+def _place(messages: list[Message]) -> str:
+    """Where they are stored; what is in them is not for logs."""
+    first = f"{messages[0].subject}#{messages[0].sequence}"
+    return first if len(messages) == 1 else f"{len(messages)} messages from {first}"

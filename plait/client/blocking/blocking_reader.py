@@ -1,0 +1,71 @@
+"""Reading without a group from blocking code."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+from typing import Any, Self
+
+from plait.client.arguments import Duration
+from plait.client.blocking.blocking_consumer import ITERATION_SECONDS
+from plait.client.blocking.loop_thread import RunInLoop
+from plait.client.read.reader import ITERATION_COUNT
+from plait.client.read.reader import Reader as LoopReader
+from plait.client.types import Message
+
+
+class Reader:
+    """A position in a subject that moves as it reads; a restart of the server is invisible to it."""
+
+    def __init__(self, inner: LoopReader, run: RunInLoop) -> None:
+        self._inner = inner
+        self._run = run
+        self.subject = inner.subject
+        #: What the loop handed over and nobody has taken: an interrupted call loses nothing.
+        self._ready: deque[Message] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def position(self) -> Any:
+        """Where the next read starts."""
+        return self._inner.position
+
+    def __enter__(self) -> Self:
+        self._run(self._inner.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Read no more."""
+        self._inner._closed = True
+        if self._inner._router.meta.closed is None:
+            self._run(self._inner.close())
+
+    def fetch(self, count: int = 500, wait: Duration = 1.0) -> list[Message]:
+        """Up to ``count`` messages: what is there, or the first that come within ``wait`` seconds."""
+        if not self._ready or count < 1:
+            self._run(self._hand_over(count, wait))
+        with self._lock:
+            return [self._ready.popleft() for _ in range(min(count, len(self._ready)))]
+
+    async def _hand_over(self, count: int, wait: Duration) -> None:
+        """On the loop."""
+        self._ready.extend(await self._inner.fetch(count, wait))
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Message:
+        """The next message, however long it takes."""
+        while True:
+            with self._lock:
+                if self._ready:
+                    return self._ready.popleft()
+            if self._inner._closed:
+                raise StopIteration
+            self._run(self._hand_over(ITERATION_COUNT, ITERATION_SECONDS))

@@ -1,0 +1,34 @@
+"""Acks and nacks in requests of as many ranges as a broker takes at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from msgspec.structs import replace
+
+from plait.limits import FAILED_RANGES_MAX, REQUEST_RANGES_MAX
+from plait.wire import messages as m
+
+
+def split_ack(ack: m.AckRequest) -> Iterator[m.AckRequest]:
+    """The same ack, in several requests where it has many ranges."""
+    for part in _parts(len(ack.ranges), REQUEST_RANGES_MAX):
+        yield replace(ack, ranges=ack.ranges[part], tags=ack.tags[part])
+
+
+def split_nack(nack: m.NackRequest) -> Iterator[m.NackRequest]:
+    """The same nack, in several requests where it has many ranges; one at least."""
+    most = FAILED_RANGES_MAX if nack.counted else REQUEST_RANGES_MAX
+    if len(nack.ranges) + len(nack.lp_ranges) <= most:
+        yield nack
+        return
+    for part in _parts(len(nack.lp_ranges), most):
+        lp_ranges, lp_tags = nack.lp_ranges[part], nack.lp_tags[part]
+        yield replace(nack, ranges=[], tags=[], lp_ranges=lp_ranges, lp_tags=lp_tags)
+    for part in _parts(len(nack.ranges), most):
+        ranges, tags = nack.ranges[part], nack.tags[part]
+        yield replace(nack, ranges=ranges, tags=tags, lps=[], lp_ranges=[], lp_tags=[])
+
+
+def _parts(count: int, most: int) -> Iterator[slice]:
+    return (slice(start, start + most) for start in range(0, count, most))

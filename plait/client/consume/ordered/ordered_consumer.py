@@ -1,0 +1,310 @@
+"""An ordered consumer: each key in its order, different keys at the same time.
+
+The meta server allocates logical partitions to the members of a group; the brokers' locks alone are the right to handle
+them. Rows are handed out while the lock is ours, and one key's strictly one after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from itertools import pairwise
+
+import numpy as np
+
+from plait.client.arguments import Duration, seconds_of
+from plait.client.blocking.row_handover import RowHandover
+from plait.client.consume.ack_collector import Piece, nack_pieces
+from plait.client.consume.consumer import Consumer, Feeding, Spools
+from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.failure import UNBEGUN
+from plait.client.consume.ordered.lease_renewer import LeaseRenewer, RenewedLease
+from plait.client.consume.ordered.lock_rights import LpEpochs, grants_of, no_lps, nothing_said
+from plait.client.consume.ordered.member_heartbeats import MemberHeartbeats
+from plait.client.consume.ordered.ordered_buffer import OrderedBuffer
+from plait.client.consume.ordered.ordered_delivered import OrderedDelivered, SharedOrderedDelivered
+from plait.client.consume.ordered.ordered_pull import OrderedPullClient
+from plait.client.consume.ordered.wanted_locks import left_behind, parked_before, wanted, wanted_at_once, with_passed
+from plait.client.consume.prefetch import Prefetch
+from plait.client.consume.pull_client import PullClient, Terms
+from plait.client.net.router import Router, SubjectRoute
+from plait.client.types import PartitionName
+from plait.clock import Clock
+from plait.errors import GroupMismatch, InvalidArgument, PlaitError
+from plait.limits import LOGICAL_PARTITIONS, ClientLimits
+from plait.model import names
+from plait.model.logical_partitions import LpSet
+from plait.wire import messages as m
+
+log = logging.getLogger("plait.client")
+
+EXCLUSIVE = "exclusive"
+#: The one thing that affinity can be to.
+KEY = "key"
+#: How long a fetch that has something waits for more of what is left at the brokers.
+GATHER_SECONDS = 0.01
+
+
+def check_ordered(
+    ordered: bool, affinity: str | None, group: str | None, delivery: str, handling: Duration | None
+) -> None:
+    """Refuse what cannot be together."""
+    if not isinstance(ordered, bool):
+        raise InvalidArgument(f"ordered must be True or False, not {ordered!r}")
+    if affinity not in (None, KEY):
+        raise InvalidArgument(f"affinity {affinity!r} is not known; use 'key'")
+    if ordered and affinity:
+        raise InvalidArgument("ordered=True has a key's messages at one member already; leave out affinity='key'")
+    if handling is not None:
+        if not (ordered or affinity):
+            raise InvalidArgument(
+                "handling= is for ordered consumers and those with affinity: others have no locks to lose"
+            )
+        if seconds_of(handling) <= 0:
+            raise InvalidArgument(f"handling must be more than 0, not {handling!r}")
+    if affinity and group is None:
+        raise InvalidArgument("a broadcast cannot have affinity: every member gets every message")
+    if affinity and delivery == "at_most_once":
+        raise InvalidArgument("at_most_once cannot have affinity: a key changes hands when its messages are acked")
+    if not ordered:
+        return
+    if group is None:
+        raise InvalidArgument("a broadcast cannot be ordered: who gets every message has nobody to keep in order with")
+    if delivery == "at_most_once":
+        raise InvalidArgument("at_most_once cannot be ordered: what is not acked cannot hold back what follows")
+
+
+class OrderedConsumer(Consumer):
+    """A member of an ordered group or one with affinity, for ``async with``; leaving gives back what is not acked."""
+
+    def __init__(
+        self,
+        router: Router,
+        limits: ClientLimits,
+        terms: Terms,
+        *,
+        membership: MemberHeartbeats,
+        keeper: LeaseRenewer,
+        clock: Clock,
+        handling: float,
+        any_thread: bool = False,
+        spools: Spools = lambda _: None,
+    ) -> None:
+        self._ordered_buffer = OrderedBuffer(self._wake)
+        super().__init__(router, limits, terms, any_thread=any_thread, spools=spools, buffer=self._ordered_buffer)
+        self._handed_over = RowHandover(_may_go)
+        # A stuck key costs nothing but itself.
+        self._prefetch = Prefetch(limits, spans=False)
+        self._membership = membership
+        self._keeper = keeper
+        self._clock = clock
+        self._handling = handling
+        self._member = _Member(self)
+        self._holders: dict[PullClient, _Holder] = {}
+        #: What the meta server has allocated, and the epochs.
+        self._mine: LpSet = no_lps()
+        self._epochs: LpEpochs = np.zeros(LOGICAL_PARTITIONS, np.int64)
+        self._was_overdue = False
+        #: The route, and what it leads on from.
+        self._route: SubjectRoute | None = None
+        self._left_behind: list[LpSet] = []
+
+    # --- opening and closing --------------------------------------------------------------------
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> None:
+        await super()._open(loop)
+        await self._membership.join(self._member)
+        if self._error is not None:
+            raise self._error
+
+    async def _close(self) -> None:
+        """Give back what nobody began with, send the acks that are left, and leave the group with all its locks."""
+        self._halt()
+        if self._following and not any(client.settling.closed for client in self._clients):
+            nack_pieces([*self._handed_over.take_back(), *self._buffer.take_back()], UNBEGUN)
+        await super()._close()
+        for holder in self._holders.values():
+            self._keeper.remove(holder)
+        await self._membership.leave(self._member)
+
+    def _keep_locks(self) -> None:
+        """Close without releasing the locks: handlers run that cannot be ended. The locks end with their lease."""
+        log.warning(
+            "%s: a handler did not end; what this consumer has is for others when its lease is over", self.subject
+        )
+        for client in self._clients:
+            client.detaches = False
+
+    def _new_client(self, route: SubjectRoute, partition: PartitionName, terms: Terms) -> PullClient:
+        kind: type[DeliveredFrame] = SharedOrderedDelivered if self._any_thread else OrderedDelivered
+        client = OrderedPullClient(
+            Feeding(self),
+            self._router.node(route, partition.group),
+            self._limits,
+            terms,
+            partition,
+            kind,
+            self._spools(partition),
+            self._ordered_buffer,
+            self._clock,
+            drained=self._want,
+            refused=lambda: self._membership.ask_again(self._member),
+            may_renew=lambda: not self._overdue(),
+            leased=self._keeper.look,
+        )
+        holder = self._holders[client] = _Holder(self, client)
+        self._keeper.add(holder)
+        return client
+
+    async def _left(self, client: PullClient) -> None:
+        await super()._left(client)
+        holder = self._holders.pop(client, None)
+        if holder is not None:
+            self._keeper.remove(holder)
+
+    # --- what is ours ---------------------------------------------------------------------------
+
+    def _allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
+        if strategy != EXCLUSIVE:
+            self._fail(
+                GroupMismatch(
+                    f"group {self.group!r} of {self.subject!r} is not ordered: its members share messages, "
+                    f"this one asks for {names.sharing(True, self._terms.affinity)}",
+                    subject=self.subject,
+                    group=self.group,
+                    has="shared",
+                    asked=names.sharing(True, self._terms.affinity),
+                )
+            )
+            return
+        mine, epochs = grants_of(grants)
+        if (mine != self._mine).any() or (epochs != self._epochs).any():
+            self._mine, self._epochs = mine, epochs
+            self._want()
+
+    def _follow(self, route: SubjectRoute | None) -> None:
+        super()._follow(route)
+        self._want()
+
+    def _want(self) -> None:
+        """Ask each partition for the locks of what is ours and has come to it, or without order for all of them."""
+        route = self._router.known(self.subject)
+        if route is None or self._stopping:
+            return
+        clients = {c.partition: c for c in self._clients if isinstance(c, OrderedPullClient)}
+        listed = [clients.get(partition) for partition in route.partitions]
+        reports = [nothing_said() if client is None else client.rights.report() for client in listed]
+        assert self.group is not None
+        reports = with_passed(route, self.group, reports)
+        affine = self._terms.affinity
+        chosen = wanted_at_once(route, self._mine) if affine else wanted(route, self._mine, reports)
+        before = parked_before(route, reports, chosen)
+        if route is not self._route:
+            self._route, self._left_behind = route, left_behind(route)
+        for client, some, gone, keys in zip(listed, chosen, self._left_behind, before, strict=True):
+            if client is not None:
+                client.gated = no_lps() if affine else some.lps & gone
+                client.want(some, self._epochs, keys, route.version)
+
+    # --- how long messages take -----------------------------------------------------------------
+
+    def _overdue(self) -> bool:
+        """The user has had a message for too long."""
+        oldest = self._ordered_buffer.oldest()
+        return oldest is not None and self._clock.monotonic() - oldest > self._handling
+
+    def _look_at_handling(self) -> None:
+        """Tell of it once; and when it is over, be a member again."""
+        overdue = self._overdue()
+        if overdue and not self._was_overdue:
+            log.warning(
+                "%s: a message has been in hands for more than %g s; others take over what this consumer has",
+                self.subject,
+                self._handling,
+            )
+        if overdue != self._was_overdue:
+            self._was_overdue = overdue
+            self._membership.ask_again(self._member)
+
+    # --- handing out ----------------------------------------------------------------------------
+
+    def _gathering(self, available: int) -> float | None:
+        # What is left at the broker may be behind what is here.
+        return GATHER_SECONDS if available else None
+
+    def _take(self, count: int, apart: bool) -> list[Piece]:
+        return self._ordered_buffer.take_apart(count) if apart else self._ordered_buffer.take(count)
+
+    def _unhand(self) -> None:
+        """What blocking callers have not asked for waits again: its lock may be lost by the time they do."""
+        self._ordered_buffer.put_back(self._handed_over.take_back())
+
+    def _take_back(self, client: PullClient, lps: LpSet | None) -> list[Piece]:
+        pieces = self._handed_over.take_back(client.partition)
+        if lps is not None and pieces:
+            pieces, others = _split(pieces, lps)
+            self._handed_over.add(others)
+        return [*pieces, *self._ordered_buffer.take_back(client.partition, lps)]
+
+
+def _may_go(delivered: DeliveredFrame) -> bool:
+    """The right to handle its rows is ours still."""
+    return isinstance(delivered, OrderedDelivered) and delivered.rights.valid()
+
+
+def _split(pieces: list[Piece], lps: LpSet) -> tuple[list[Piece], list[Piece]]:
+    """Rows of some logical partitions, and the others."""
+    chosen: list[Piece] = []
+    others: list[Piece] = []
+    for delivered, start, stop in pieces:
+        assert isinstance(delivered, OrderedDelivered)
+        mask = lps[delivered.lps[start:stop]]
+        edges = [start, *(np.flatnonzero(np.diff(mask)) + start + 1).tolist(), stop]
+        for first, end in pairwise(edges):
+            (chosen if mask[first - start] else others).append((delivered, first, end))
+    return chosen, others
+
+
+class _Member:
+    """The consumer, as the meta server's messenger sees it."""
+
+    def __init__(self, consumer: OrderedConsumer) -> None:
+        self._consumer = consumer
+        self.subject = consumer.subject
+        self.client_id = consumer.client_id
+        self.affinity = consumer._terms.affinity
+
+    @property
+    def group_name(self) -> str:
+        assert self._consumer.group is not None
+        return self._consumer.group
+
+    def overdue(self) -> bool:
+        self._consumer._look_at_handling()
+        return self._consumer._was_overdue
+
+    def too_long(self) -> bool:
+        return self._consumer._overdue()
+
+    def allocated(self, strategy: str, grants: list[m.LpGrant]) -> None:
+        self._consumer._allocated(strategy, grants)
+
+    def give_up(self, error: PlaitError) -> None:
+        self._consumer._fail(error)
+
+
+class _Holder:
+    """One partition's lease, as the keeper sees it."""
+
+    def __init__(self, consumer: OrderedConsumer, client: OrderedPullClient) -> None:
+        self._consumer = consumer
+        self._client = client
+
+    def lease(self) -> RenewedLease | None:
+        client, rights = self._client, self._client.rights
+        if not client.attached or not rights.seconds or self._consumer._overdue():
+            return None
+        return RenewedLease(tuple(client.addresses), rights.session, rights.token, rights.seconds)
+
+    def renewed(self, session: int, sent: float) -> None:
+        self._client.rights.renewed(session, sent)

@@ -1,0 +1,185 @@
+"""What an ordered consumer says to a broker: runs of rows, by the tags of the frames that they came in.
+
+In a strict group a row that fails takes along the rows of its key behind it: whatever was said of them, they are given
+back and come again after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from plait.client.consume.delivered import DeliveredFrame
+from plait.client.consume.failure import UNBEGUN, EpochRange, FailureOutcome, Nacks
+from plait.client.consume.ordered.failed_keys import FailedKeys, Said, failing_in
+from plait.client.consume.ordered.ordered_delivered import WAITS, OrderedDelivered, mask_of, rows_of
+from plait.client.consume.ordered.returned_ranges import Tagged, scoped
+from plait.client.consume.pending_outcomes import merged
+from plait.wire import messages as m
+
+#: Ranges from which on it is worth while to look for fewer that say the same.
+SCATTERED_MIN = 16
+
+
+class OrderedPending:
+    """See the module. ``open_frames`` are those with rows in the client's hands, ``pulls`` counts its pulls."""
+
+    def __init__(self, open_frames: Callable[[], Iterable[DeliveredFrame]], pulls: Callable[[], int]) -> None:
+        self._open_frames = open_frames
+        self._pulls = pulls
+        #: A failed row holds its key.
+        self.strict = False
+        self._acks: Tagged = {}
+        self._nacks: dict[FailureOutcome, Tagged] = {}
+        #: What failed and may not be known to the broker: rows behind it that come meanwhile are not to be handled.
+        self.failing: list[FailedKeys] = []
+        #: Those of them that this says.
+        self._saying: list[FailedKeys] = []
+
+    # --- from the frames ------------------------------------------------------------------------
+
+    def collect(self, frames: Iterable[DeliveredFrame]) -> None:
+        said: list[Said] = [(d, *d.collect()) for d in frames if isinstance(d, OrderedDelivered)]
+        if any(nacks for _, _, nacks in said):
+            failing = failing_in(said, strict=self.strict)
+            if failing is not None:
+                self.failing.append(failing)
+                if self.strict:
+                    said = [_without(failing, *words) for words in said]
+                said += self._behind(failing)
+        for frame, acks, nacks in said:
+            _put(frame, self._acks, acks)
+            for failed, runs in nacks.items():
+                if runs:
+                    _put(frame, self._nacks.setdefault(failed, {}), runs)
+
+    def _behind(self, failing: FailedKeys) -> list[Said]:
+        """What else is in our hands and stands behind is given back.
+
+        Where a failed row holds nothing, rows behind one that comes again may be in the user's hands: they stay there.
+        """
+        said: list[Said] = []
+        for delivered in list(self._open_frames()):
+            assert isinstance(delivered, OrderedDelivered)
+            behind = failing.behind(delivered)
+            if behind is not None and not self.strict:
+                behind &= delivered.states == WAITS
+            if behind is not None and behind.any():
+                said.append((delivered, [], {UNBEGUN: delivered.close_rows(behind)}))
+        return said
+
+    def add(self, acks: list[EpochRange], nacks: Nacks) -> None:
+        if acks:
+            self._acks.setdefault(None, []).extend(acks)
+        for failed, ranges in nacks.items():
+            self._nacks.setdefault(failed, {}).setdefault(None, []).extend(ranges)
+
+    # --- to the broker --------------------------------------------------------------------------
+
+    def __bool__(self) -> bool:
+        return bool(self._acks or self._nacks)
+
+    def clear(self) -> None:
+        self._acks, self._nacks = {}, {}
+
+    def take(self) -> OrderedPending:
+        taken = OrderedPending(self._open_frames, self._pulls)
+        taken._acks, taken._nacks = self._acks, self._nacks
+        taken._saying = [failing for failing in self.failing if failing.known_at is None]
+        self.clear()
+        return taken
+
+    def give_back(self, unsaid: OrderedPending) -> None:
+        later, self._acks = self._acks, unsaid._acks
+        _join(self._acks, later)
+        for failed, tagged in unsaid._nacks.items():
+            _join(self._nacks.setdefault(failed, {}), tagged)
+
+    def plain(self) -> tuple[list[EpochRange], Nacks]:
+        return _plain(self._acks), {failed: _plain(tagged) for failed, tagged in self._nacks.items()}
+
+    def new_session(self) -> None:
+        acks, nacks = self.plain()
+        self.clear()
+        self.add(acks, nacks)
+
+    def ack(self, session: int) -> m.AckRequest | None:
+        return m.AckRequest(session, *_flat(self._acks)) if self._acks else None
+
+    def failures(self) -> list[FailureOutcome]:
+        return list(self._nacks)
+
+    def nack(self, session: int, failed: FailureOutcome) -> m.NackRequest:
+        tagged = self._nacks[failed]
+        if failed != UNBEGUN or sum(map(len, tagged.values())) < SCATTERED_MIN:
+            ranges, tags = _flat(tagged)
+            return m.NackRequest(session, ranges, *failed, tags=tags)
+        lps, lp_ranges, lp_tags, rest = scoped(tagged)
+        ranges, tags = _flat(rest)
+        return m.NackRequest(session, ranges, *failed, tags=tags, lps=lps, lp_ranges=lp_ranges, lp_tags=lp_tags)
+
+    def told(self, failed: FailureOutcome) -> None:
+        for frame, ranges in self._nacks.pop(failed).items():
+            if frame is not None and failed == UNBEGUN:
+                frame.given_back(ranges)
+        if not self._nacks:
+            for failing in self._saying:
+                failing.known_at = self._pulls()
+
+
+def _without(failing: FailedKeys, frame: OrderedDelivered, acks: list[EpochRange], nacks: Nacks) -> Said:
+    """What was said of a frame's rows; of those behind a failed one it is that they are given back."""
+    behind = failing.behind(frame)
+    if behind is None:
+        return frame, acks, nacks
+    back = np.zeros(frame.count, bool)
+
+    def ahead(runs: list[EpochRange]) -> list[EpochRange]:
+        nonlocal back
+        mask = mask_of(rows_of(runs), frame.count)
+        back |= mask & behind
+        return frame.runs(mask & ~behind)
+
+    acks, kept = ahead(acks), {failed: ahead(runs) for failed, runs in nacks.items()}
+    back |= mask_of(rows_of(kept.get(UNBEGUN, [])), frame.count)
+    kept[UNBEGUN] = frame.runs(back)
+    return frame, acks, kept
+
+
+def _put(frame: OrderedDelivered, place: Tagged, runs: list[EpochRange]) -> None:
+    if not runs:
+        return
+    if frame.tag:
+        place.setdefault(frame, []).extend(frame.tagged(runs))
+    else:
+        place.setdefault(None, []).extend(frame.plain(rows_of(runs)))
+
+
+def _plain(tagged: Tagged) -> list[EpochRange]:
+    """The same as ranges of nothing but those rows."""
+    ranges: list[EpochRange] = []
+    for frame, several in tagged.items():
+        if frame is None:
+            ranges += several
+            continue
+        for start, end, _ in several:
+            first, last = np.searchsorted(frame.sequences, [start, end]).tolist()
+            ranges += frame.plain(np.arange(first, last))
+    return ranges
+
+
+def _join(into: Tagged, more: Tagged) -> None:
+    for frame, ranges in more.items():
+        into.setdefault(frame, []).extend(ranges)
+
+
+def _flat(tagged: Tagged) -> tuple[list[EpochRange], list[int]]:
+    """Ranges, and the tag of each."""
+    ranges: list[EpochRange] = []
+    tags: list[int] = []
+    for frame, several in tagged.items():
+        joined = merged(several) if frame is None else frame.widened(merged(several))
+        ranges += joined
+        tags += [0 if frame is None else frame.tag] * len(joined)
+    return ranges, tags

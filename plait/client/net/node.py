@@ -1,0 +1,282 @@
+"""A server as a client sees it: one link, made again whenever it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from plait import chance, tasks
+from plait.errors import Closed, PlaitError, ProtocolError, Timeout, Unavailable
+from plait.limits import ClientLimits
+from plait.wire import messages as m
+from plait.wire.link import Link, dial, parse_address
+
+log = logging.getLogger("plait.client")
+
+
+class Node:
+    """Keeps a link to one of the addresses, with heartbeats; a restart of the server is only a pause."""
+
+    def __init__(self, addresses: list[str], client: str, limits: ClientLimits) -> None:
+        for address in addresses:
+            parse_address(address)
+        self._given = self._addresses = list(addresses)
+        self._client = client
+        self._limits = limits
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._link: Link | None = None
+        self._up: asyncio.Future[Link] | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._heartbeat: asyncio.TimerHandle | None = None
+        #: Why nothing works any more.
+        self.closed: PlaitError | None = None
+        self.last_error: PlaitError | None = None
+        #: The first connection is waited for.
+        self._opening = False
+        #: Why there is no connection, as far as it was logged.
+        self._reported: set[str] = set()
+        #: Called with every new link, before anybody else uses it.
+        self.on_link: list[Callable[[Link], None]] = []
+        #: Called when the link is gone.
+        self.on_lost: list[Callable[[], None]] = []
+        #: When the server was last heard from (loop time).
+        self.heard = 0.0
+        #: Since when there is no link (loop time); of no meaning while there is one.
+        self.down_since = 0.0
+        #: The broker group that the last link led to.
+        self.group = ""
+        #: It serves blocking code: what is said of its use names ``plait.sync``.
+        self.blocking = False
+
+    @property
+    def link(self) -> Link | None:
+        """The link if it is up."""
+        link = self._link
+        return link if link is not None and not link.closed else None
+
+    @property
+    def addresses(self) -> list[str]:
+        """Where it may be."""
+        return self._addresses
+
+    @property
+    def alone(self) -> bool:
+        """There is one address only: every link leads to the same server."""
+        return len(self._addresses) == 1
+
+    def start(self) -> None:
+        """Begin to connect."""
+        self._loop = asyncio.get_running_loop()
+        self.down_since = self._loop.time()
+        self._task = tasks.keep(self._run, "plait-connect")
+
+    async def open(self) -> None:
+        """Connect for the first time; raises when no address answers in time, and can be called again then."""
+        if self.closed is not None:
+            raise self.closed
+        self.start()
+        self._opening = True
+        try:
+            await self.ready(self._limits.request_seconds)
+        except BaseException:
+            await self._hang_up()
+            raise
+        finally:
+            self._opening = False
+
+    def move(self, addresses: list[str]) -> None:
+        """The next link is made to one of these."""
+        if addresses:
+            self._addresses = list(addresses)
+
+    def learn(self, addresses: list[str]) -> None:
+        """These are as good as those that it was made with; what was learned before is forgotten."""
+        self._addresses = list(dict.fromkeys([*self._given, *addresses]))
+
+    @property
+    def resting(self) -> bool:
+        """It was started, and is not dialled now."""
+        return self._loop is not None and self._task is None
+
+    def rest(self) -> None:
+        """Dial no more until ``resume``. Only while there is no link."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def resume(self) -> None:
+        """Dial again, if it rests."""
+        if self.resting and self.closed is None:
+            self.start()
+
+    async def ready(self, seconds: float | None = None) -> Link:
+        """A link that is up, waiting for it at most ``seconds`` (None: for ever)."""
+        if self.closed is not None:
+            raise self.closed
+        link = self.link
+        if link is not None:
+            return link
+        if self._loop is None:
+            raise self.not_open()
+        if self._up is None:
+            self._up = self._loop.create_future()
+        try:
+            async with asyncio.timeout(seconds):
+                return await asyncio.shield(self._up)
+        except TimeoutError:
+            raise self._unreachable() from None
+
+    def not_open(self) -> Closed:
+        """The error for a use of a client that was never opened."""
+        how = "with plait.sync.connect(...)" if self.blocking else "async with plait.connect(...)"
+        return Closed(f"the client is not connected; use '{how}', or open() and close()")
+
+    def _unreachable(self) -> PlaitError:
+        if self.last_error is not None:
+            return type(self.last_error)(self.last_error.message, **self.last_error.details)
+        return Unavailable(
+            f"no server could be reached at {', '.join(self._addresses)}", addresses=list(self._addresses)
+        )
+
+    async def request(self, message: m.PacketHead, seconds: float | None = None) -> Any:
+        """One request with its answer, over whatever link is up; not repeated when the link is lost meanwhile."""
+        limit = self._limits.request_seconds if seconds is None else seconds
+        link = await self.ready(limit)
+        try:
+            async with asyncio.timeout(limit):
+                return await link.request(message)
+        except TimeoutError:
+            raise Timeout(f"no answer from the server within {limit:g} s", seconds=limit) from None
+
+    async def close(self) -> None:
+        """Hang up."""
+        if self.closed is None:
+            self.closed = Closed("the client is closed")
+        await self._hang_up()
+        self._fail_waiting(self.closed)
+
+    async def _hang_up(self) -> None:
+        """End the link and connect no more."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._link is not None:
+            self._link.close()
+
+    def _fail_waiting(self, error: PlaitError) -> None:
+        up, self._up = self._up, None
+        if up is not None and not up.done():
+            up.set_exception(error)
+            # Whether anybody waits or not, the error is looked at.
+            up.exception()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        first, longest = self._limits.reconnect_first_seconds, self._limits.reconnect_max_seconds
+        pause = first
+        turn = 0
+        refused_since: float | None = None
+        while True:
+            address = self._addresses[turn % len(self._addresses)]
+            turn += 1
+            try:
+                link = await dial(address, self._client, self._limits.request_seconds)
+            except (PlaitError, OSError) as error:
+                self.last_error = error if isinstance(error, PlaitError) else Unavailable(str(error))
+                self._report(self.last_error)
+                if not self.last_error.details.get("refused"):
+                    refused_since = None
+                elif refused_since is None:
+                    refused_since = loop.time()
+                elif self._opening and loop.time() - refused_since >= self._limits.refused_seconds:
+                    self._fail_waiting(self.last_error)
+                if isinstance(error, ProtocolError):
+                    self._fail_waiting(error)
+            else:
+                refused_since = None
+                if self._reported:
+                    self._reported.clear()
+                    log.info("connected to %s", address)
+                born = loop.time()
+                try:
+                    await self._serve(link, loop)
+                except Exception:
+                    # A part of this client failed: the next link finds it in order, or not at all.
+                    link.abort()
+                    raise
+                log.info("the connection to %s was lost; connecting again", address)
+                if loop.time() - born >= self._limits.reconnect_steady_seconds:
+                    pause = first
+                    continue
+            # A server that takes connections and drops them at once is as bad as one that takes none.
+            if turn % len(self._addresses) == 0:
+                await asyncio.sleep(pause * chance.uniform(0.5, 1.0))
+                pause = min(pause * 2, longest)
+
+    def _report(self, error: PlaitError) -> None:
+        """Why there is no connection: each reason once, until there is one."""
+        if error.message not in self._reported:
+            self._reported.add(error.message)
+            log.warning("%s; trying again", error.message)
+
+    async def _serve(self, link: Link, loop: asyncio.AbstractEventLoop) -> None:
+        """The link is up; returns when it is lost."""
+        lost: asyncio.Future[None] = loop.create_future()
+
+        def on_lost() -> None:
+            if not lost.done():
+                lost.set_result(None)
+
+        link.on_lost = on_lost
+        self._link = link
+        self.last_error = None
+        self.heard = loop.time()
+        self.group = link.welcome.group if link.welcome is not None else ""
+        for new_link in list(self.on_link):
+            new_link(link)
+        up, self._up = self._up, None
+        if up is not None and not up.done():
+            up.set_result(link)
+        self._beat(link, link.received, loop)
+        if not link.closed:
+            await lost
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        self.down_since = loop.time()
+        for call in list(self.on_lost):
+            call()
+
+    def _beat(self, link: Link, received: int, loop: asyncio.AbstractEventLoop) -> None:
+        """Heartbeats; a server from which nothing came for too long is gone."""
+        if link.closed or self.closed is not None:
+            return
+        now = loop.time()
+        if link.received != received:
+            self.heard = now
+        elif now - self.heard > self._lost_seconds(link):
+            link.abort()
+            return
+        link.call(m.HeartbeatRequest(), _ignore)
+        seconds = self._limits.heartbeat_seconds
+        due = now + seconds
+
+        def again() -> None:
+            if loop.time() - due > seconds:
+                # This process was late, not the server: what it said may still wait in the socket.
+                self.heard = loop.time()
+            self._beat(link, link_received, loop)
+
+        link_received = link.received
+        self._heartbeat = loop.call_at(due, again)
+
+    @staticmethod
+    def _lost_seconds(link: Link) -> float:
+        return link.welcome.consumer_lost_seconds if link.welcome else 5.0
+
+
+def _ignore(_: Any, __: memoryview, ___: PlaitError | None) -> None:
+    """Any answer will do: that something came is what counts."""

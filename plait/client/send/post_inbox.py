@@ -1,0 +1,154 @@
+"""What other threads post, on its way to the loop.
+
+``post`` of a blocking client appends here and wakes the loop once for all that come before it looks: no coroutine, no
+future and no waiting per message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from plait.client.arguments import Duration, seconds_of
+from plait.client.blocking.loop_thread import RunInLoop
+from plait.client.send.encoding import encode_body, encode_headers, encode_key, encode_tags
+from plait.client.send.open_rows import ROW_SIZE, SHORT_BODY_MAX, SHORT_KEY_MAX
+from plait.client.send.producer import Producer
+from plait.client.types import Receipt
+from plait.client.types import Ticket as LoopTicket
+from plait.errors import BufferFull, Closed, PlaitError, Timeout
+from plait.model import names
+
+#: Rows that one turn of the loop takes over; the socket is served in between.
+TURN_COUNT = 5_000
+
+
+class Ticket:
+    """A posted message; ``result`` waits for its receipt."""
+
+    __slots__ = ("_error", "_inbox", "_ticket")
+
+    def __init__(self, inbox: PostInbox) -> None:
+        self._inbox = inbox
+        #: The loop's own ticket, once it has taken the row over...
+        self._ticket: LoopTicket | None = None
+        #: ...or why it did not.
+        self._error: PlaitError | None = None
+
+    @property
+    def done(self) -> bool:
+        """Its fate is known."""
+        return self._error is not None or (self._ticket is not None and self._ticket.done)
+
+    def result(self, timeout: Duration | None = None) -> Receipt:
+        """The receipt, or what went wrong; ``Timeout`` when its fate is open for longer, and it may still be stored."""
+        if not self.done:
+            seconds = None if timeout is None else seconds_of(timeout)
+            try:
+                self._inbox.run(self._settled(), seconds)
+            except TimeoutError:
+                raise Timeout(f"no receipt within {seconds:g} s; the message is still on its way") from None
+        if self._error is not None:
+            raise self._error
+        assert self._ticket is not None
+        return self._ticket._batch.receipt(self._ticket._row)
+
+    async def _settled(self) -> None:
+        """On the loop: until its fate is known."""
+        self._inbox.take_all()
+        if self._ticket is not None:
+            await self._ticket._batch.wait()
+
+
+#: Subject, body, key, tags, headers, when it is due (None: at once), size and ticket.
+_Row = tuple[str, bytes, str | None, list[str] | None, dict[str, Any] | None, int | None, int, Ticket]
+
+
+class PostInbox:
+    """See the module."""
+
+    def __init__(self, producer: Producer, loop: asyncio.AbstractEventLoop, run: RunInLoop) -> None:
+        self.run = run
+        self._producer = producer
+        self._loop = loop
+        self._limit = producer.limits.buffer_bytes
+        self._lock = threading.Lock()
+        self._rows: deque[_Row] = deque()
+        self._size = 0
+        self._scheduled = False
+        self._known: set[str] = set()
+
+    def post(
+        self,
+        subject: str,
+        body: Any,
+        key: str | int | None,
+        tags: Iterable[str] | None,
+        headers: Mapping[str, Any] | None,
+        due: int | None = None,
+    ) -> Ticket:
+        """From any thread. What is wrong with the row is raised here."""
+        if subject not in self._known:
+            names.check("subject", subject)
+            self._known.add(subject)
+        if type(body) is not bytes or len(body) > SHORT_BODY_MAX:
+            body = encode_body(body)
+        if key is not None and (type(key) is not str or not 0 < len(key) < SHORT_KEY_MAX or not key.isascii()):
+            key = encode_key(key)
+        size = len(body) + ROW_SIZE
+        if tags is not None:
+            tags = [tags] if isinstance(tags, str) else list(tags)
+            size += len(encode_tags(tags))
+        if headers is not None:
+            headers = dict(headers)
+            size += len(encode_headers(headers))
+        ticket = Ticket(self)
+        with self._lock:
+            waiting = self._producer.buffered + self._size
+            if waiting >= self._limit:
+                raise BufferFull(
+                    f"{waiting} bytes wait to be stored (limit {self._limit}); call client.flush() or use send()",
+                    limit="buffer_bytes",
+                    value=self._limit,
+                )
+            self._rows.append((subject, body, key, tags, headers, due, size, ticket))
+            self._size += size
+            wake, self._scheduled = not self._scheduled, True
+        if wake:
+            try:
+                self._loop.call_soon_threadsafe(self._turn)
+            except RuntimeError:
+                raise Closed("the interpreter is ending; nothing can be sent any more") from None
+        return ticket
+
+    def _turn(self) -> None:
+        self._take(TURN_COUNT)
+        with self._lock:
+            self._scheduled = bool(self._rows)
+            again = self._scheduled
+        if again:
+            self._loop.call_soon(self._turn)
+
+    def take_all(self) -> None:
+        """On the loop: everything posted so far is in the producer's hands."""
+        self._take(len(self._rows))
+
+    def _take(self, count: int) -> None:
+        rows = self._rows
+        producer = self._producer
+        taken = 0
+        for _ in range(min(count, len(rows))):
+            subject, body, key, tags, headers, due, size, ticket = rows.popleft()
+            taken += size
+            if producer.closed is not None:
+                ticket._error = producer.closed
+                continue
+            if due is None:
+                ticket._ticket = producer.queue(subject).post(body, key, tags, headers)
+            else:
+                ticket._ticket = producer.delayed_queue(subject).post_at(due, body, key, tags, headers)
+        with self._lock:
+            self._size -= taken

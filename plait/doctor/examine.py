@@ -1,0 +1,146 @@
+"""The check-up itself, from the checkpoints down to the last byte of all logs. It opens files for reading only."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from plait.cli.serving.group_processes import DIRECTORY as GROUPS
+from plait.doctor.action_log_check import ActionCheck
+from plait.doctor.bucket_check import examine_buckets
+from plait.doctor.checkpoint_check import examine_checkpoints
+from plait.doctor.consume_log_check import ConsumeCheck
+from plait.doctor.findings import CheckReport, Finding, LogFacts
+from plait.doctor.log_walk import Walk
+from plait.doctor.message_log_check import MessageCheck
+from plait.doctor.meta_database_check import FILES as META
+from plait.doctor.meta_database_check import SHARED, MetaCheck
+from plait.doctor.retained_log_check import RetainedCheck
+from plait.errors import DataDirError
+from plait.storage.archive_mark import PATH as ARCHIVED
+from plait.storage.checkpoint import DIRECTORY as CHECKPOINTS
+from plait.storage.checkpoint import FORMAT_VERSION
+from plait.storage.directory_id import PATH as IDENTITY
+from plait.storage.disk import LOCK, RealDisk
+from plait.storage.durable_mark import mark_path
+from plait.storage.logs.action_log import DIRECTORY as ACTION
+from plait.storage.logs.consume_log import DIRECTORY as CONSUME
+from plait.storage.logs.recovery import QUARANTINE
+from plait.storage.logs.retained_log import DIRECTORY as KEPT
+from plait.storage.schedule.bucket import DIRECTORY as SCHEDULE
+
+MESSAGE = "message"
+OURS = {MESSAGE, KEPT, ACTION, CHECKPOINTS, CONSUME, QUARANTINE, LOCK, SCHEDULE}
+OURS |= {mark_path(MESSAGE), mark_path(KEPT), mark_path(ACTION), IDENTITY, ARCHIVED, GROUPS, SHARED, *META}
+
+#: Called with the name of a step, and how many bytes of how many are done.
+OnStep = Callable[[str, int, int], None]
+
+
+def examine(path: Path, on_step: OnStep) -> CheckReport:
+    """Check a data directory. ``DataDirError`` when it is none, cannot be read, or is of a newer format."""
+    if not path.is_dir():
+        raise DataDirError(f"{path} is no directory; name the one that 'plait serve --data' was given")
+    try:
+        return _examine(path, on_step)
+    except PermissionError as error:
+        raise DataDirError(f"{path} cannot be read: {error}; run it as the user that runs the server") from None
+
+
+def _examine(path: Path, on_step: OnStep) -> CheckReport:
+    disk = RealDisk(path, read_only=True)
+    entries = disk.list("")
+    if not {MESSAGE, CHECKPOINTS} & set(entries):
+        raise DataDirError(f"{path} is no Plait data directory: it has neither {MESSAGE}/ nor {CHECKPOINTS}/")
+    report = CheckReport(
+        path=str(path),
+        in_use=in_use(path),
+        format_version=FORMAT_VERSION,
+        message_log=LogFacts(name=MESSAGE),
+        kept_log=LogFacts(name=KEPT),
+        action_log=LogFacts(name=ACTION),
+    )
+    newest = examine_checkpoints(disk, report) if CHECKPOINTS in entries else None
+    manifest = newest.manifest if newest else None
+    partitions = newest.partitions if newest else {}
+
+    def walk(directory: str, durable: int, *, stamps_durable: bool = False) -> Walk:
+        return Walk(
+            disk,
+            directory,
+            durable=durable,
+            in_use=report.in_use,
+            stamps_durable=stamps_durable,
+            on_progress=lambda done, total: on_step(f"{directory} log", done, total),
+        )
+
+    messages = walk(MESSAGE, manifest.message_end if manifest else 0, stamps_durable=True)
+    report.message_log = messages.facts
+    consume = ConsumeCheck(disk, partitions, newest.covered if newest else {}, messages.start, report)
+    message_check = MessageCheck(messages, partitions, consume, report)
+    message_check.run()
+    consume.finish(messages.damages)
+    kept = walk(KEPT, manifest.kept_end if manifest else 0)
+    report.kept_log = kept.facts
+    RetainedCheck(kept, report).run()
+    actions = walk(ACTION, manifest.action_end if manifest else 0)
+    report.action_log = actions.facts
+    ActionCheck(actions, (messages.end, kept.end), report).run()
+    MetaCheck(path, message_check.catalog, report).run()
+    examine_buckets(disk, newest.buckets if newest else [], report)
+    report.quarantine = [f"{QUARANTINE}/{name}" for name in disk.list(QUARANTINE)]
+    _note_strangers(set(entries) - OURS, report)
+    _note_groups(disk, report)
+    for each in (messages, kept, actions):
+        each.close()
+    return report
+
+
+def in_use(path: Path) -> bool:
+    """A server holds the directory's lock, or that of the LOCK file in it."""
+    for locked in (path, path / LOCK):
+        try:
+            fd = os.open(locked, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue
+        try:
+            # Shared, and given back at once: several may look at the same time.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            # Network file systems lock no directories.
+            continue
+        finally:
+            os.close(fd)
+    return False
+
+
+def _note_groups(disk: RealDisk, report: CheckReport) -> None:
+    for name in disk.list(GROUPS):
+        report.add(
+            Finding(
+                severity="note",
+                part="data directory",
+                file=f"{GROUPS}/{name}",
+                what="the data directory of another broker group of this node, which was not looked at",
+                harm="none",
+                advice=f"check it by itself: plait doctor {disk.root / GROUPS / name}",
+            )
+        )
+
+
+def _note_strangers(names: set[str], report: CheckReport) -> None:
+    for name in sorted(names):
+        report.add(
+            Finding(
+                severity="note",
+                part="data directory",
+                file=name,
+                what="is not Plait's",
+                harm="none",
+                advice="nothing: it is left alone",
+            )
+        )

@@ -1,0 +1,213 @@
+"""The message log: every frame's checksums, and every partition's sequences without a gap."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+
+from plait.broker.recovery.shards import PartitionState
+from plait.doctor.consume_log_check import ConsumeCheck
+from plait.doctor.findings import CheckReport, Finding
+from plait.doctor.log_walk import Walk
+from plait.errors import FrameError
+from plait.frame.view import FrameView
+from plait.model.names import counted
+from plait.storage.catalog import CATALOG, read_rows
+from plait.storage.logs.recovery import Damage
+
+PART = "message log"
+#: Subjects that one finding names; more are counted.
+NAMED_MAX = 3
+
+
+class SequenceGap(NamedTuple):
+    """Sequences [start, end) of a partition are not there; what held them lay in [after, before) of the log."""
+
+    partition: int
+    start: int
+    end: int
+    after: int
+    before: int
+
+
+class MessageCheck:
+    """One walk over the message log."""
+
+    def __init__(
+        self, walk: Walk, partitions: dict[int, PartitionState], consume: ConsumeCheck, report: CheckReport
+    ) -> None:
+        self._walk = walk
+        self._states = partitions
+        self._consume = consume
+        self._report = report
+        self._subjects = {entry.row.id: entry.row.subject for entry in partitions.values()}
+        #: The newest row of each partition, of the checkpoint or of the log.
+        self.catalog = {entry.row.id: entry.row for entry in partitions.values()}
+        #: Partitions that the log says were deleted: nobody misses their messages.
+        self._deleted: set[int] = set()
+        self._next: dict[int, int] = {}
+        self._last_end: dict[int, int] = {}
+        self._epoch = 1
+        self._gaps: list[SequenceGap] = []
+        self._strangers = 0
+        walk.plausible = self._plausible
+
+    def run(self) -> None:
+        for offset, frame in self._walk.frames():
+            self._epoch = max(self._epoch, frame.epoch)
+            if frame.partition == CATALOG:
+                self._catalog(offset, frame)
+                continue
+            self._walk.facts.rows += frame.count
+            self._consume.frame(offset, frame)
+            self._sequence(offset, frame)
+        self._find_lost_ends()
+        # A subject's schedule has its name.
+        self._report.subjects = len(set(self._subjects.values()))
+        self._gaps = [gap for gap in self._gaps if gap.partition not in self._deleted]
+        self._report.missing_messages = sum(gap.end - gap.start for gap in self._gaps)
+        told: set[SequenceGap] = set()
+        for damage in self._walk.damages:
+            lost = [gap for gap in self._gaps if gap.after < damage.offset + damage.size and damage.offset < gap.before]
+            told.update(lost)
+            self._tell(damage, lost)
+        for gap in self._gaps:
+            if gap not in told:
+                self._tell_gap(gap)
+        if self._strangers:
+            self._tell_strangers()
+
+    # --- frames ---------------------------------------------------------------------------------
+
+    def _plausible(self, offset: int, frame: FrameView) -> bool:
+        """A frame behind damage is the log's own, not one inside a message body."""
+        if frame.durable > offset or frame.epoch < self._epoch:
+            return False
+        if frame.partition == CATALOG:
+            return frame.producer == 0
+        return frame.partition in self._subjects and frame.base >= self._next.get(frame.partition, 0)
+
+    def _catalog(self, offset: int, frame: FrameView) -> None:
+        try:
+            rows = read_rows(frame)
+        except (FrameError, msgspec.MsgspecError) as error:
+            file, position = self._walk.place(offset)
+            self._report.add(
+                Finding(
+                    severity="damaged",
+                    part=PART,
+                    file=file,
+                    offset=position,
+                    size=frame.size,
+                    what=f"a catalog frame does not decode: {error}",
+                    harm="the subjects it defines are not known",
+                    advice="use the Plait that wrote it, or restore this file from a copy",
+                )
+            )
+            return
+        for row in rows:
+            self.catalog[row.id] = row
+            if row.deleted:
+                self._deleted.add(row.id)
+                self._subjects.pop(row.id, None)
+            else:
+                self._subjects[row.id] = row.subject
+
+    def _sequence(self, offset: int, frame: FrameView) -> None:
+        partition = frame.partition
+        if partition not in self._subjects and partition not in self._deleted:
+            self._strangers += 1
+        expected = self._next.get(partition)
+        if expected is None:
+            expected = min(self._first_expected(partition, frame.base), frame.base)
+        if frame.base > expected:
+            after = self._last_end.get(partition, self._walk.start)
+            self._gaps.append(SequenceGap(partition, expected, frame.base, after, offset))
+        self._next[partition] = max(frame.base + frame.count, expected)
+        self._last_end[partition] = offset + frame.size
+
+    def _first_expected(self, partition: int, found: int) -> int:
+        """The first sequence that has to be there; ``found`` where retention may have taken earlier ones."""
+        floor = self._walk.start if self._walk.floor is None else self._walk.floor
+        state = self._states.get(partition)
+        if self._walk.start > floor or floor == 0:
+            return state.start if state is not None else found if floor else 0
+        return found
+
+    def _find_lost_ends(self) -> None:
+        """Sequences that the checkpoint knows and the log does not hold any more."""
+        for partition, state in self._states.items():
+            found = self._next.get(partition, state.start)
+            if found < state.next:
+                after = self._last_end.get(partition, self._walk.start)
+                self._gaps.append(SequenceGap(partition, found, state.next, after, max(self._walk.end, after + 1)))
+
+    # --- telling --------------------------------------------------------------------------------
+
+    def _tell(self, damage: Damage, lost: list[SequenceGap]) -> None:
+        file, position = self._walk.place(damage.offset)
+        if damage.kind == "torn":
+            self._report.add(
+                Finding(
+                    severity="note",
+                    part=PART,
+                    file=file,
+                    offset=position,
+                    size=damage.size,
+                    what=f"an unfinished tail: {damage.reason}",
+                    harm="none that was promised: it was not durable when the server stopped",
+                    advice="nothing: the next start keeps a copy in quarantine/ and cuts it",
+                )
+            )
+            return
+        self._report.add(
+            Finding(
+                severity="damaged",
+                part=PART,
+                file=file,
+                offset=position,
+                size=damage.size,
+                what=damage.reason,
+                harm=self._harm(lost),
+                advice="restore this file from a copy while the server is stopped; "
+                "without one the server goes on and skips these bytes",
+            )
+        )
+
+    def _tell_gap(self, gap: SequenceGap) -> None:
+        file, position = self._walk.place(gap.before) if gap.before < self._walk.end else self._walk.place(gap.after)
+        self._report.add(
+            Finding(
+                severity="damaged",
+                part=PART,
+                file=file,
+                offset=position,
+                what="sequences are missing between intact frames",
+                harm=self._harm([gap]),
+                advice="look for log files that were removed or restored from different times",
+            )
+        )
+
+    def _tell_strangers(self) -> None:
+        self._report.add(
+            Finding(
+                severity="damaged",
+                part=PART,
+                file=f"{self._walk.directory}/",
+                what=f"{counted(self._strangers, 'frame')} of no subject that the log or the checkpoint defines",
+                harm="their messages cannot be read",
+                advice="look for log files that were removed or restored from different times",
+            )
+        )
+
+    def _harm(self, lost: list[SequenceGap]) -> str:
+        if not lost:
+            return "no message is known to be lost: the bytes held none, or none of a subject that is left"
+        parts = [
+            f"{self._subjects.get(gap.partition, f'partition {gap.partition}')}: "
+            f"{counted(gap.end - gap.start, 'message')}, sequences {gap.start} to {gap.end - 1}"
+            for gap in lost[:NAMED_MAX]
+        ]
+        more = f" and {len(lost) - NAMED_MAX} more places" if len(lost) > NAMED_MAX else ""
+        return f"cannot be read: {'; '.join(parts)}{more}"

@@ -1,0 +1,109 @@
+"""The two tables a stored frame may carry: whose rows it holds, and which rows of its original.
+
+Both are written by a broker and read by everybody, so they are checked like everything else: a table that does not
+fit the frame's rows is a ``FrameError``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.errors import FrameError
+from plait.frame.columns import RUN_SIZE, SELECTION_SIZE, Codec
+from plait.frame.header import SEQUENCE_MAX
+from plait.limits import FRAME_COUNT_MAX
+
+UInt64s = npt.NDArray[np.uint64]
+#: One producer's part of a joined frame. ``crc`` is that of the frame as its producer signed it, so that a resend of
+#: it is known from other rows under the same numbers; 0 where rows were cut or gathered.
+RUN: Final = np.dtype([("producer", "<u8"), ("first", "<u8"), ("rows", "<u4"), ("crc", "<u4"), ("previous", "<u8")])
+assert RUN.itemsize == RUN_SIZE
+#: A table of ``RUN``.
+Runs = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSelection:
+    """Which rows of an original frame a sliced one holds."""
+
+    #: Rows of the original.
+    count: int
+    #: The selected ones, ascending.
+    rows: npt.NDArray[np.int64]
+
+
+def read_selection(codec: int, data: memoryview, count: int) -> RowSelection:
+    """The selection of a frame with ``count`` rows."""
+    if codec != Codec.RAW or len(data) < SELECTION_SIZE:
+        raise FrameError("row selection is malformed")
+    original, first = data[:SELECTION_SIZE].cast("I").tolist()
+    if original > FRAME_COUNT_MAX:
+        raise FrameError(f"row selection from {original} rows is impossible (limit {FRAME_COUNT_MAX})")
+    if len(data) == SELECTION_SIZE:
+        if first + count > original:
+            raise FrameError(f"row selection {first}+{count} is outside {original} rows")
+        return RowSelection(original, np.arange(first, first + count))
+    bitmap = np.frombuffer(data[SELECTION_SIZE:], np.uint8)
+    if len(bitmap) != (original + 7) // 8:
+        raise FrameError(f"row selection bitmap of {len(bitmap)} bytes does not fit {original} rows")
+    rows = np.flatnonzero(np.unpackbits(bitmap, count=original, bitorder="little"))
+    if len(rows) != count or rows[0] != first:
+        raise FrameError(f"row selection marks {len(rows)} rows, the frame has {count} from {first} on")
+    return RowSelection(original, rows)
+
+
+def read_runs(codec: int, data: memoryview, count: int) -> Runs:
+    """The parts of ``count`` rows."""
+    if codec != Codec.RAW or not data or len(data) % RUN_SIZE:
+        raise FrameError("run table is malformed")
+    table: Runs = np.frombuffer(data, RUN)
+    firsts, counts = table["first"], table["rows"]
+    if not counts.all() or counts.max() > FRAME_COUNT_MAX or int(counts.sum()) != count:
+        raise FrameError(f"run table does not add up to {count} rows")
+    if firsts.max() > SEQUENCE_MAX or (firsts + counts).max() > SEQUENCE_MAX:
+        raise FrameError(f"run table has a sequence over the limit of {SEQUENCE_MAX}")
+    return table
+
+
+def expand_runs(table: Runs) -> tuple[UInt64s, UInt64s]:
+    """(producer id, producer sequence) of each row of a run table that was checked."""
+    counts = table["rows"].astype(np.int64)
+    starts = np.cumsum(counts) - counts
+    # A row's sequence minus its place is the same within a run; unsigned arithmetic wraps around and back.
+    numbers = np.repeat(table["first"] - starts.astype(np.uint64), counts)
+    numbers += np.arange(len(numbers), dtype=np.uint64)
+    return np.repeat(table["producer"], counts), numbers
+
+
+def slice_runs(table: Runs, start: int, stop: int) -> Runs:
+    """The run table of rows [start, stop)."""
+    counts = table["rows"].astype(np.int64)
+    ends = np.cumsum(counts)
+    begins = ends - counts
+    low, high = int(np.searchsorted(ends, start, "right")), int(np.searchsorted(begins, stop, "left"))
+    kept = table[low:high].copy()
+    skipped = int(start - begins[low])
+    kept["first"][0] += np.uint64(skipped)
+    kept["rows"][0] -= np.uint32(skipped)
+    kept["rows"][-1] -= np.uint32(ends[high - 1] - stop)
+    kept["crc"] = 0
+    return kept
+
+
+def runs_of_rows(table: Runs, rows: npt.NDArray[np.int64]) -> Runs:
+    """A run table for the same number of rows, in which only ``rows`` are told whose they are."""
+    counts = table["rows"].astype(np.int64)
+    used = np.zeros(len(table), bool)
+    used[np.searchsorted(np.cumsum(counts), rows, "right")] = True
+    # Neighbours that nobody asks about become one.
+    begins = np.ones(len(table), bool)
+    begins[1:] = used[1:] | used[:-1]
+    starts = np.flatnonzero(begins)
+    short = np.where(used[starts], table[starts], np.zeros(1, RUN))
+    short["rows"] = np.add.reduceat(counts, starts)
+    short["crc"] = 0
+    return short

@@ -1,0 +1,10 @@
+"""Run by alembic: the steps go through the connection, and the transaction, of who asked for them."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from plait.meta.database.migrate import VERSION_TABLE
+
+context.configure(connection=context.config.attributes["connection"], version_table=VERSION_TABLE)
+context.run_migrations()

@@ -1,0 +1,192 @@
+"""Routes: told to clients, changed on request, and carried out at the brokers order by order.
+
+The orders are idempotent and name the version of the route that they come from, so several meta servers may give the
+same ones at once, late or twice (see ``plait/model/route.py``). What a broker has carried out is written down; what is
+not yet is found again by whoever looks next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from plait.meta.brokers import Brokers
+from plait.meta.core import Core
+from plait.meta.known_groups import progress_of
+from plait.meta.subjects import Subjects, check_count, check_groups, new_places
+from plait.meta.views import Drop, Make, Move, RouteView
+from plait.model import route as routes
+from plait.model.lp_runs import NumberedRun
+from plait.model.route import PartitionId, Route
+from plait.model.settings import SubjectSettings
+
+
+class RouteChanges:
+    """The routes of all subjects."""
+
+    def __init__(self, core: Core, brokers: Brokers, subjects: Subjects) -> None:
+        self._core = core
+        self._brokers = brokers
+        self._subjects = subjects
+        #: What is left to carry out, of subjects that have something.
+        self._pending: dict[str, tuple[list[Make], list[Move]]] = {}
+
+    def view(self, subject: str, *, create: bool) -> RouteView:
+        """The newest route; a subject that does not exist is made if ``create`` allows it."""
+        if self._core.mirror.subject(subject) is None and create:
+            self._subjects.create(subject, SubjectSettings(), may_exist=True)
+        settings = self._subjects.settings(subject)
+        route = self._core.mirror.route(subject)
+        groups = sorted({place.group for place in route.partitions})
+        brokers = {group: (self._brokers.addresses(group), self._brokers.state(group)) for group in groups}
+        passed: dict[str, list[tuple[int, int, int, int]]] = {}
+        reported = []
+        for index, place in enumerate(route.partitions):
+            progress = progress_of(self._core.mirror.partitions[place])
+            if progress is not None:
+                reported.append(index)
+                for group, runs in progress.passed.items():
+                    passed.setdefault(group, []).extend((index, *run) for run in runs)
+        return RouteView(route, settings, brokers, passed, reported)
+
+    def retarget(self, subject: str, partitions: int | Sequence[PartitionId]) -> Route:
+        """So many partitions, or these, are to take all messages from now on; the route with that target."""
+
+        def decision() -> Route:
+            self._subjects.row(subject)
+            route = self._core.mirror.route(subject)
+            places = self._places(route, partitions) if isinstance(partitions, int) else list(partitions)
+            check_groups(self._core, places)
+            return self._publish(route, routes.retarget(route, places))
+
+        return self._core.decide(decision)
+
+    def _places(self, route: Route, count: int) -> list[PartitionId]:
+        """The present partitions, and more where there are the fewest; or without some where there are the most."""
+        check_count(count)
+        places = [route.partitions[index] for index in sorted(set(routes.target(route).tolist()))]
+        on = Counter(place.group for place in places)
+        while len(places) > count:
+            fullest = max(on, key=lambda group: (on[group], group))
+            last = max((place for place in places if place.group == fullest), key=places.index)
+            places.remove(last)
+            on[fullest] -= 1
+        if len(places) == count:
+            return places
+        fit = self._brokers.available()
+        if not fit:
+            self._brokers.refuse(f"more partitions of subject {route.subject!r}")
+        chosen = []
+        for _ in range(count - len(places)):
+            chosen.append(min(fit, key=lambda group: (on[group], fit.index(group))))
+            on[chosen[-1]] += 1
+        # Those that still drain can be used again.
+        draining = [place for place in route.partitions if place not in places]
+        for group in list(chosen):
+            again = next((place for place in draining if place.group == group), None)
+            if again is not None:
+                draining.remove(again)
+                chosen.remove(group)
+                places.append(again)
+        return places + new_places(route.subject, iter(chosen), self._core.mirror.is_taken)
+
+    # --- orders to brokers ----------------------------------------------------------------------
+
+    def makes(self, subject: str | None = None) -> list[Make]:
+        """Partitions whose brokers have not carried out what the route wants of them."""
+        return [make for makes, _ in self._left(subject) for make in makes]
+
+    def unmade(self, subject: str) -> list[Make]:
+        """Those of them that the route leads to already and that nobody has: what a new subject waits for."""
+        mirror = self._core.mirror
+        makes = [make for make in self.makes(subject) if not mirror.partitions[make.place].told]
+        if not makes:
+            return []
+        route = mirror.route(subject)
+        here = {route.partitions[index] for index in set(routes.current(route).tolist())}
+        return [make for make in makes if make.place in here]
+
+    def made(self, make: Make) -> None:
+        """The broker has carried it out, durably."""
+
+        def decision() -> None:
+            row = self._core.mirror.partitions.get(make.place)
+            if row is None or row.subject != make.subject or row.state != "kept" or row.told >= make.version:
+                return
+            with self._core.change() as change:
+                change.replace((row, msgspec.structs.replace(row, told=make.version)))
+
+        self._core.decide(decision)
+
+    def moves(self, subject: str | None = None) -> list[Move]:
+        """Logical partitions that are to be sealed where they are, now that there is a place for them."""
+        return [move for _, moves in self._left(subject) for move in moves]
+
+    def sealed(self, move: Move, fences: Sequence[NumberedRun]) -> None:
+        """The broker has sealed them, durably; (first, end, fence) of each run."""
+
+        def decision() -> None:
+            if self._core.mirror.subject(move.subject) is None:
+                return
+            route = self._core.mirror.route(move.subject)
+            if move.place in route.partitions:
+                index = route.partitions.index(move.place)
+                self._publish(route, routes.sealed(route, move.version, index, fences))
+
+        self._core.decide(decision)
+
+    def drops(self) -> list[Drop]:
+        """Partitions that nothing leads to any more."""
+        mirror = self._core.mirror
+        rows = [(place, mirror.partitions[place]) for place in sorted(mirror.dropping)]
+        return [Drop(row.subject, mirror.routes[row.subject].version, place, row.changed) for place, row in rows]
+
+    def dropped(self, drop: Drop) -> None:
+        """The broker has it no more."""
+
+        def decision() -> None:
+            row = self._core.mirror.partitions.get(drop.place)
+            # It may have been made anew since, and given up once more.
+            if row is not None and row.state == "dropping" and row.changed == drop.change:
+                with self._core.change() as change:
+                    change.replace((row, msgspec.structs.replace(row, state="gone")))
+
+        self._core.decide(decision)
+
+    def _publish(self, before: Route, after: Route) -> Route:
+        if after is not before:
+            with self._core.change() as change:
+                self._subjects.publish(change, after)
+        return after
+
+    def _left(self, subject: str | None) -> list[tuple[list[Make], list[Move]]]:
+        """What is left to carry out; only what has changed is looked at."""
+        mirror = self._core.mirror
+        while mirror.unsettled:
+            name = mirror.unsettled.pop()
+            makes, moves = ([], []) if mirror.subject(name) is None else self._orders(mirror.route(name))
+            if makes or moves:
+                self._pending[name] = (makes, moves)
+            else:
+                self._pending.pop(name, None)
+        if subject is None:
+            return [self._pending[name] for name in sorted(self._pending)]
+        return [self._pending[subject]] if subject in self._pending else []
+
+    def _orders(self, route: Route) -> tuple[list[Make], list[Move]]:
+        subject, version, settings = route.subject, route.version, self._subjects.settings(route.subject)
+        told = [self._core.mirror.partitions[place].told for place in route.partitions]
+        makes = [
+            Make(subject, version, place, lps, settings)
+            for place, heard, gained, lps in zip(
+                route.partitions, told, route.gained, routes.openings(route), strict=True
+            )
+            if heard < gained
+        ]
+        made = [index for index, heard in enumerate(told) if heard]
+        moves = [
+            Move(subject, version, route.partitions[partition], lps) for partition, lps in routes.moves(route, made)
+        ]
+        return makes, moves

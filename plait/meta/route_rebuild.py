@@ -1,0 +1,89 @@
+"""A subject's route from what brokers' catalogs say of its partitions, after the meta database was lost.
+
+A catalog row says which logical partitions (LPs) a partition takes, where the rows of those end that it took before,
+and from where on it took others later. That gives the spans of each LP. Their order follows the route versions that
+opened them; of spans that were opened with their partition only the partition's time of creation is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+
+from plait.errors import InvalidArgument
+from plait.limits import LOGICAL_PARTITIONS
+from plait.meta.views import RegisteredPartition
+from plait.model.lp_runs import Numbers, runs_of
+from plait.model.route import PartitionId, Route, Span, SpanHistory, joined
+
+#: What a partition takes, took, and took again at the places that a broker tells apart.
+_RUNS_MAX: Final = 16 * LOGICAL_PARTITIONS
+#: Sequences and versions are below this everywhere.
+_NUMBER_MAX: Final = 1 << 62
+Found = Mapping[PartitionId, RegisteredPartition]
+
+
+def owners(places: list[PartitionId], found: Found) -> Numbers:
+    """For each LP the index of the partition that takes it; -1: none of these does.
+
+    Where several do, as brokers of two clusters do that became one, the one with the newest route counts.
+    """
+    numbers: Numbers = np.full(LOGICAL_PARTITIONS, -1, np.int64)
+    order = sorted(places, key=lambda place: (found[place].route, place.name == found[place].subject))
+    for place in order:
+        for first, end in _lps(found[place]):
+            numbers[first:end] = places.index(place)
+    return numbers
+
+
+def missing(found: Found) -> int:
+    """How many LPs no partition takes that was found."""
+    return int((owners(list(found), found) < 0).sum())
+
+
+def rebuilt(subject: str, found: Found, version: int) -> Route:
+    """The route of partitions that take all LPs among them."""
+    places = sorted(found)
+    used = set(owners(places, found).tolist())
+    places = [place for index, place in enumerate(places) if index in used or found[place].fences]
+    owner = owners(places, found)
+    edges = {0, LOGICAL_PARTITIONS, *(edge for first, end, _ in runs_of(owner) for edge in (first, end))}
+    for place in places:
+        edges.update(edge for first, end, *_ in [*found[place].fences, *found[place].reopened] for edge in (first, end))
+    histories = []
+    for first, end in pairwise(sorted(edges)):
+        closed = sorted(span for index, place in enumerate(places) for span in _closed(index, found[place], first))
+        spans = [Span(index, fence) for _, _, index, fence in closed]
+        histories.append(SpanHistory(first, end, (*spans, Span(int(owner[first]), None, version))))
+    gained = (version,) * len(places)
+    return Route(subject, version, tuple(places), joined(histories), tuple(runs_of(owner)), (), gained)
+
+
+def _closed(index: int, facts: RegisteredPartition, lp: int) -> Iterator[tuple[int, int, int, int]]:
+    """(opened by which route version, created, partition, fence) of an LP's closed spans in one partition."""
+    opened = 0
+    for first, end, sequence, by in sorted(facts.reopened, key=lambda entry: entry[3]):
+        if first <= lp < end:
+            if sequence:
+                yield opened, facts.created, index, sequence
+            opened = by
+    for first, end, fence in facts.fences:
+        if first <= lp < end and fence:
+            yield opened, facts.created, index, fence
+
+
+def check(facts: RegisteredPartition) -> None:
+    """Refuse runs of LPs that are none."""
+    runs = [*(facts.lps or []), *facts.fences, *facts.reopened]
+    for first, end, *numbers in runs:
+        if not 0 <= first < end <= LOGICAL_PARTITIONS or not all(0 <= number < _NUMBER_MAX for number in numbers):
+            raise InvalidArgument(f"partition {facts.name!r}: {(first, end, *numbers)} is no run of logical partitions")
+    if len(runs) > _RUNS_MAX:
+        raise InvalidArgument(f"partition {facts.name!r}: {len(runs)} runs of logical partitions, at most {_RUNS_MAX}")
+
+
+def _lps(facts: RegisteredPartition) -> list[tuple[int, int]]:
+    return [(0, LOGICAL_PARTITIONS)] if facts.lps is None else facts.lps

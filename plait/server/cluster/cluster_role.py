@@ -1,0 +1,144 @@
+"""A broker's place in its cluster: with a meta server in the same process, with others, or alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait.errors import InvalidArgument, PlaitError, Timeout, Unavailable
+from plait.limits import MetaLimits
+from plait.meta.database.connection import file_url
+from plait.server.cluster.broker_orders import LocalOrders
+from plait.server.cluster.links import Links
+from plait.server.cluster.registrar import Registrar
+from plait.server.meta.meta_host import MetaHost
+from plait.server.meta.meta_requests import MetaHandlers
+from plait.storage.directory_id import identity
+from plait.wire import messages as m
+
+if TYPE_CHECKING:
+    from plait.server.broker_server import Server
+    from plait.server.connection import Connection
+
+#: The meta server's database, beside the broker's logs.
+DATABASE = "meta.db"
+#: A meta server that does not answer within this is given up for another.
+ASK_SECONDS = 3.0
+
+
+def database_in(directory: Path) -> str:
+    """The URL of the meta server's database of a node that has everything in one directory."""
+    return file_url(str(directory.resolve() / DATABASE))
+
+
+class ClusterRole:
+    """See the module."""
+
+    def __init__(self, server: Server, url: str | None, addresses: Sequence[str]) -> None:
+        if url is not None and addresses:
+            raise InvalidArgument("a server has a meta server of its own, or others; not both")
+        self._server = server
+        self._url = url
+        self._addresses = list(addresses)
+        self._host: MetaHost | None = None
+        self._handlers: MetaHandlers | None = None
+        self._registrar: Registrar | None = None
+        #: To the meta servers.
+        self._links: Links | None = None
+        #: The meta server that is asked next.
+        self._turn = 0
+
+    @property
+    def alone(self) -> bool:
+        """There is no meta server."""
+        return self._url is None and not self._addresses
+
+    async def start(self) -> None:
+        """Become known; where no meta server can be reached, go on trying."""
+        server = self._server
+        if self._url is not None:
+            limits = MetaLimits.of_lease(server.limits.lease_seconds)
+            self._host = MetaHost(
+                self._url, LocalOrders(server), server.clock, limits, auto_create=server.config.auto_create
+            )
+            await self._host.start(server.address)
+            self._handlers = MetaHandlers(self._host)
+            self._registrar = Registrar(server, server.config.group, self._ask_here)
+        elif self._addresses:
+            # A group's name is the operator's to give, and may be given twice.
+            name = await asyncio.get_running_loop().run_in_executor(server.threads, identity, server.disk)
+            self._links = Links(f"%broker-{name}", ASK_SECONDS)
+            self._registrar = Registrar(server, name, self._ask_there)
+        if self._registrar is not None:
+            await self._registrar.start()
+        if self._host is not None:
+            self._host.look_soon()
+
+    async def stop(self) -> None:
+        if self._registrar is not None:
+            await self._registrar.stop()
+        await self.abandon()
+
+    async def abandon(self) -> None:
+        """End without a word."""
+        if self._registrar is not None:
+            await self._registrar.abandon()
+        if self._handlers is not None:
+            await self._handlers.stop()
+        if self._host is not None:
+            await self._host.stop()
+        # The handlers stay: until the last connection is hung up they tell who asks that this is ending.
+        self._host = self._registrar = None
+        if self._links is not None:
+            self._links.close()
+
+    def take(self, connection: Connection, correlation: int, message: m.PacketHead) -> bool:
+        """Serve a request that is a meta server's; False: it is not, or there is none here."""
+        if self._handlers is not None:
+            if self._handlers.takes(message):
+                self._handlers.handle(connection, correlation, message)
+                return True
+        elif self._addresses and (
+            isinstance(message, m.RouteRequest | m.MemberHeartbeatRequest)
+            or (isinstance(message, m.AdminRequest) and message.operation in ("subject.create", "subject.delete"))
+        ):
+            raise InvalidArgument(f"this is a broker; ask a meta server: {', '.join(self._addresses)}")
+        return False
+
+    async def _ask_here(self, operation: str, arguments: dict[str, Any]) -> Any:
+        assert self._handlers is not None
+        answer = await self._handlers.serve(m.AdminRequest(operation, arguments))
+        assert isinstance(answer, m.AdminReply)
+        return msgspec.msgpack.decode(answer.result)
+
+    async def route(self, subject: str) -> m.RouteReply:
+        """The newest route of a subject, as a meta server knows it."""
+        find = m.RouteRequest(subject, create=False)
+        found = await (self._request_there(find) if self._handlers is None else self._handlers.serve(find))
+        assert isinstance(found, m.RouteReply)
+        return found
+
+    async def _ask_there(self, operation: str, arguments: dict[str, Any]) -> Any:
+        answer = await self._request_there(m.AdminRequest(operation, arguments))
+        assert isinstance(answer, m.AdminReply)
+        return msgspec.msgpack.decode(answer.result)
+
+    async def _request_there(self, request: m.PacketHead) -> m.PacketHead:
+        """Ask one meta server after another until one answers."""
+        assert self._links is not None
+        last: PlaitError = Unavailable("no meta server could be reached")
+        for _ in self._addresses:
+            turn = self._turn
+            try:
+                answer: m.PacketHead = await self._links.request(self._addresses[turn % len(self._addresses)], request)
+            except (Timeout, Unavailable) as error:
+                last = error
+                # Others may have found that out meanwhile.
+                self._turn = max(self._turn, turn + 1)
+            else:
+                return answer
+        raise last

@@ -1,0 +1,46 @@
+"""A server's connections to other servers: one to each address, made when it is needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from plait.errors import Timeout
+from plait.wire import messages as m
+from plait.wire.link import Link, dial
+from plait.wire.packets import Buffer
+
+
+class Links:
+    """All connections that one part of a server asks others over."""
+
+    def __init__(self, client: str, seconds: float) -> None:
+        """``client`` is the name that the others see; one that does not answer within ``seconds`` is given up."""
+        self._client = client
+        self._seconds = seconds
+        self._links: dict[str, Link] = {}
+        #: Held while a connection is made: other requests to the same address use that one.
+        self._dialling: dict[str, asyncio.Lock] = {}
+
+    async def request(self, address: str, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
+        """Ask the server at an address; ``Unavailable``, ``Timeout``, or what it answered."""
+        link = await self._link(address)
+        try:
+            async with asyncio.timeout(self._seconds):
+                return await link.request(message, payload, size)
+        except TimeoutError:
+            link.abort()
+            raise Timeout(f"{address} did not answer within {self._seconds:g} s") from None
+
+    async def _link(self, address: str) -> Link:
+        async with self._dialling.setdefault(address, asyncio.Lock()):
+            link = self._links.get(address)
+            if link is None or link.closed:
+                link = self._links[address] = await dial(address, self._client, self._seconds)
+            return link
+
+    def close(self) -> None:
+        """End all of them."""
+        for link in self._links.values():
+            link.close()

@@ -1,0 +1,105 @@
+"""``MetaServer``: a meta server behind a socket, without a broker. Several may share one database."""
+
+from __future__ import annotations
+
+import asyncio
+
+from plait import tasks
+from plait.clock import Clock, SystemClock
+from plait.errors import InvalidArgument, PlaitError, ProtocolError, VersionMismatch
+from plait.limits import MetaLimits, ServerLimits
+from plait.model import names
+from plait.server.cluster.broker_orders import RemoteOrders
+from plait.server.connection import Connection
+from plait.server.listener import Listener
+from plait.server.meta.meta_host import MetaHost
+from plait.server.meta.meta_requests import MetaHandlers
+from plait.version import VERSION
+from plait.wire import messages as m
+from plait.wire.packets import Packet
+
+TICK_SECONDS = 1.0
+
+
+class MetaServer(Listener):
+    """Answers routes and heartbeats; looks after subjects, routes and allocations."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 7460,
+        clock: Clock | None = None,
+        limits: ServerLimits | None = None,
+        meta_limits: MetaLimits | None = None,
+        auto_create: bool = True,
+        alone: bool | None = None,
+    ) -> None:
+        """``alone``: no other meta server uses the database; None: that is so if it is a SQLite file."""
+        super().__init__(host, port, clock or SystemClock(), limits or ServerLimits())
+        self.meta = MetaHost(url, RemoteOrders(), self.clock, meta_limits, auto_create=auto_create, alone=alone)
+        self._meta_handlers = MetaHandlers(self.meta)
+        self.handlers = self
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Open the database and serve. The port is known afterwards."""
+        await self.bind()
+        try:
+            await self.meta.start(self.address)
+        except BaseException:
+            self.end_listening()
+            raise
+        await self.listen()
+        self._task = tasks.keep(self._tick_loop, "plait-meta-tick")
+
+    async def stop(self) -> None:
+        """Serve no more."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self.end_listening()
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self._meta_handlers.stop()
+        await self.meta.stop()
+        await self.hang_up()
+
+    async def _tick_loop(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            self.abort_overdue()
+
+    def handle(self, connection: Connection, packet: Packet) -> None:
+        """Serve a request."""
+        message = m.decode(packet.kind, packet.head)
+        if isinstance(message, m.Hello):
+            self._hello(connection, packet.correlation, message)
+            return
+        if not connection.client:
+            raise ProtocolError("the first packet must be a hello")
+        try:
+            if isinstance(message, m.HeartbeatRequest):
+                connection.answer(packet.correlation, m.DoneReply())
+            elif self._meta_handlers.takes(message):
+                self._meta_handlers.handle(connection, packet.correlation, message)
+            else:
+                raise InvalidArgument("this is a meta server; messages are sent to and fetched from brokers")
+        except PlaitError as error:
+            connection.fail(packet.correlation, error)
+
+    def _hello(self, connection: Connection, correlation: int, hello: m.Hello) -> None:
+        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
+            raise VersionMismatch(
+                f"this server speaks protocol {m.PROTOCOL_VERSION}, "
+                f"the client {hello.version_min} to {hello.version_max}"
+            )
+        names.check("client", hello.client)
+        connection.client = hello.client
+        limits = self.limits
+        connection.answer(
+            correlation,
+            m.Welcome(m.PROTOCOL_VERSION, VERSION, "", 0, limits.consumer_lost_seconds, limits.producer_window_frames),
+        )

@@ -1,0 +1,246 @@
+"""Management of dead letters, page by page: what is asked for at once is bounded, whatever there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from plait.broker.groups.dead_letters import Choice, Letters
+from plait.broker.groups.shared_group import Group
+from plait.errors import InvalidArgument
+from plait.frame.columns import Column
+from plait.frame.header import SEQUENCE_MAX
+from plait.frame.view import FrameView
+from plait.limits import DEAD_LIST_MAX, DEAD_PAGE_MAX, DEAD_SEQUENCES_MAX, KIB, MIB
+from plait.model.reason import Reason
+from plait.storage.logs.retained_log import DeathRecord
+
+if TYPE_CHECKING:
+    from plait.server.broker_server import Server
+
+#: Bytes of one page, about; one letter is always there.
+PAGE_BYTES = 8 * MIB
+#: What a letter takes beside its own bytes, at most: its reason.
+LETTER_BYTES = 8 * KIB
+
+
+class ListQueues(msgspec.Struct, forbid_unknown_fields=True):
+    """The dead letter queues of a subject, or of all."""
+
+    subject: str | None = None
+
+
+class LetterFilter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which letters are meant: those that match everything that is given."""
+
+    sequences: list[int] | None = None
+    type: str | None = None
+    handler: str | None = None
+    before: int | None = None
+
+
+class Page(msgspec.Struct, forbid_unknown_fields=True):
+    """A part of a group's letters: at most ``limit`` of those that are meant and come after a sequence."""
+
+    subject: str
+    group: str
+    select: LetterFilter = LetterFilter()
+    after: int = -1
+    limit: int = DEAD_LIST_MAX
+
+
+class ListLetters(Page, forbid_unknown_fields=True):
+    """Letters to be looked at."""
+
+    bodies: bool = False
+
+
+class ChangeLetters(Page, forbid_unknown_fields=True):
+    """Letters to be resent or purged; with ``dry_run`` they are only counted."""
+
+    dry_run: bool = False
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """How many dead letters a group has."""
+
+    subject: str
+    group: str
+    count: int
+
+
+class PastView(msgspec.Struct, frozen=True):
+    """A death before the last."""
+
+    attempts: int
+    time: int
+    reason: Reason
+
+
+class LetterView(msgspec.Struct, frozen=True, kw_only=True):
+    """A dead letter. Where it does not read back, only its sequence and attempts are known."""
+
+    sequence: int
+    attempts: int
+    producer: int = 0
+    producer_sequence: int = 0
+    key: str | None = None
+    tags: bytes = b""
+    headers: bytes = b""
+    body: bytes | None = None
+    size: int = 0
+    send_time: int | None = None
+    store_time: int = 0
+    first_time: int = 0
+    last_time: int = 0
+    reason: Reason = Reason()
+    history: list[PastView] = []
+
+
+class ReasonView(msgspec.Struct):
+    """How many letters have one kind of reason; ``text`` is that of one of them."""
+
+    type: str
+    handler: str
+    text: str
+    count: int
+    first_time: int
+    last_time: int
+
+
+def list_queues(server: Server, request: ListQueues) -> list[QueueView]:
+    broker = server.broker
+    if request.subject is not None:
+        partitions = [broker.partition_of(request.subject, create=False)]
+    else:
+        partitions = [partition for _, partition in sorted(broker.subjects.items())]
+    return [
+        QueueView(partition.row.subject, name, group.pull_log.dead.count)
+        for partition in partitions
+        for name, group in sorted(partition.groups.items())
+        if group.pull_log.dead
+    ]
+
+
+def list_letters(server: Server, request: ListLetters) -> dict[str, Any]:
+    group, found, following = _page(server, request, DEAD_LIST_MAX)
+    if found:
+        # Cut before anything is copied: all letters together may be larger than any answer.
+        sequences = np.concatenate([part.sequences for part in found])
+        sizes = np.concatenate([_sizes(part, bodies=request.bodies) for part in found])
+        order = np.argsort(sequences)
+        room = int(np.searchsorted(np.cumsum(sizes[order]), PAGE_BYTES, "right"))
+        if room < len(order):
+            following = int(sequences[order[max(room, 1) - 1]])
+            found = [part._replace(sequences=part.sequences[part.sequences <= following]) for part in found]
+    letters = [view for part in found if len(part.sequences) for view in _views(group, part, bodies=request.bodies)]
+    letters.sort(key=lambda letter: letter.sequence)
+    return {"letters": letters, "next": following}
+
+
+def _sizes(letters: Letters, *, bodies: bool) -> npt.NDArray[np.int64]:
+    """About what each letter takes in an answer."""
+    sequences, frame, death = letters
+    if frame is None or death is None:
+        return np.full(len(sequences), LETTER_BYTES)
+    rows = np.searchsorted(frame.sequences(), sequences)
+    sizes = np.full(len(rows), LETTER_BYTES * (1 + len(death.history)))
+    for column in (Column.KEY, Column.TAGS, Column.HEADERS, *([Column.BODY] if bodies else [])):
+        if frame.has(column):
+            sizes += np.diff(frame.variable(column)[0])[rows]
+    return sizes
+
+
+def count_reasons(server: Server, request: Page) -> dict[str, Any]:
+    _, found, following = _page(server, request, DEAD_PAGE_MAX)
+    reasons: dict[tuple[str, str], ReasonView] = {}
+    for sequences, _, death in found:
+        known = death or DeathRecord(0, 0, 0, Reason("Unreadable"))
+        reason = known.reason
+        view = reasons.get((reason.type, reason.handler))
+        if view is None:
+            view = ReasonView(reason.type, reason.handler, reason.text, 0, known.last_time, known.last_time)
+            reasons[reason.type, reason.handler] = view
+        view.count += len(sequences)
+        view.first_time = min(view.first_time, known.last_time)
+        view.last_time = max(view.last_time, known.last_time)
+    return {"reasons": list(reasons.values()), "next": following}
+
+
+def resend(server: Server, request: ChangeLetters) -> dict[str, Any]:
+    group, found, following = _page(server, request, DEAD_PAGE_MAX)
+    count = _count(found) if request.dry_run else server.broker.dead_letters.resend(group, found)
+    return {"count": count, "next": following}
+
+
+def purge(server: Server, request: ChangeLetters) -> dict[str, Any]:
+    group, found, following = _page(server, request, DEAD_PAGE_MAX)
+    count = _count(found) if request.dry_run else server.broker.dead_letters.purge(group, found)
+    return {"count": count, "next": following}
+
+
+def _page(server: Server, request: Page, limit: int) -> tuple[Group, list[Letters], int | None]:
+    if not 1 <= request.limit <= limit:
+        raise InvalidArgument(f"a page of {request.limit} dead letters is not possible; use 1 to {limit}")
+    group = server.membership.group(request.subject, request.group)
+    select = request.select
+    if select.sequences is not None:
+        if len(select.sequences) > DEAD_SEQUENCES_MAX:
+            raise InvalidArgument(
+                f"{len(select.sequences)} sequences are too many; name {DEAD_SEQUENCES_MAX} at a time"
+            )
+        if any(not 0 <= sequence < SEQUENCE_MAX for sequence in select.sequences):
+            raise InvalidArgument("a sequence of a dead letter is a number from 0 on")
+    choice = Choice(select.sequences, select.type, select.handler, select.before)
+    # Where few are meant, a page that looked at few would be one of very many.
+    return group, *server.broker.dead_letters.page(group, choice, request.after, request.limit, limit)
+
+
+def _count(found: list[Letters]) -> int:
+    return sum(len(letters.sequences) for letters in found)
+
+
+def _views(group: Group, letters: Letters, *, bodies: bool) -> list[LetterView]:
+    """Each letter of a frame; a page has few enough to look at one by one."""
+    sequences, frame, death = letters
+    if frame is None or death is None:
+        attempts = [group.pull_log.dead.overlap(s, s + 1)[0].attempt for s in sequences.tolist()]
+        return [LetterView(sequence=s, attempts=a) for s, a in zip(sequences.tolist(), attempts, strict=True)]
+    rows = np.searchsorted(frame.sequences(), sequences).tolist()
+    producers, numbers = frame.message_ids()
+    offsets, _ = frame.variable(Column.BODY)
+    sizes = np.diff(offsets)
+    keys, tags, headers = (_texts(frame, column) for column in (Column.KEY, Column.TAGS, Column.HEADERS))
+    stored = frame.binary(Column.BODY) if bodies else None
+    sent = frame.fixed(Column.SEND_TIME) if frame.has(Column.SEND_TIME) else None
+    history = [PastView(past.attempts, past.last_time, past.reason) for past in death.history]
+    return [
+        LetterView(
+            sequence=sequence,
+            attempts=death.attempts,
+            producer=int(producers[row]),
+            producer_sequence=int(numbers[row]),
+            key=keys[row].decode() or None,
+            tags=tags[row],
+            headers=headers[row],
+            body=None if stored is None else stored[row].as_py(),
+            size=int(sizes[row]),
+            send_time=None if sent is None else int(sent[row]),
+            store_time=frame.store_time,
+            first_time=death.first_time,
+            last_time=death.last_time,
+            reason=death.reason,
+            history=history,
+        )
+        for sequence, row in zip(sequences.tolist(), rows, strict=True)
+    ]
+
+
+def _texts(frame: FrameView, column: Column) -> list[bytes]:
+    if not frame.has(column):
+        return [b""] * frame.count
+    rows: list[bytes] = frame.binary(column).to_pylist()
+    return rows

@@ -1,0 +1,125 @@
+"""Which sequences partitions have, and where to cut them: what a reader without a group plans by.
+
+Answered from the consume log by whole arrays. Nothing is read of the messages and nothing changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from plait.broker.partitions.partition import Partition
+from plait.errors import InvalidArgument
+from plait.limits import Int64
+from plait.model import names
+from plait.storage.logs import record_spans as spans
+from plait.storage.logs.consume_log import Records
+
+if TYPE_CHECKING:
+    from plait.server.broker_server import Server
+
+#: Partitions and times that one request names, so that its answer takes a few milliseconds.
+SPAN_NAMES_MAX = 1_000
+SPAN_TIMES_MAX = 64
+#: Cuts that one range has at most: a listing of them stays well below a packet's size. Larger pieces are made instead.
+CUTS_MAX = 100_000
+
+
+class DescribeSpans(msgspec.Struct, forbid_unknown_fields=True):
+    """Partitions by name, and times (microseconds) to find in each."""
+
+    names: list[str]
+    times: list[Int64] = []
+
+
+class SpanView(msgspec.Struct, frozen=True):
+    """What a partition has: [start, end), and which epoch stored what of it.
+
+    For each time that was asked for, ``at`` is the first sequence stored then or later, and ``until`` the one after the
+    last that was stored before.
+    """
+
+    name: str
+    subject: str
+    number: int
+    start: int
+    end: int
+    #: (first sequence, epoch), ascending.
+    epochs: list[tuple[int, int]]
+    at: list[int]
+    until: list[int]
+    #: The partition takes no more messages: ``end`` is behind its last one.
+    sealed: bool
+
+
+class CutSpans(msgspec.Struct, forbid_unknown_fields=True):
+    """(name, start, end, size): a range of a partition's sequences, and how large its pieces may be; 0: do not cut.
+
+    With ``reach`` each is answered with one cut: how far its size reaches from its start.
+    """
+
+    ranges: list[tuple[str, Int64, Int64, Int64]]
+    reach: bool = False
+
+
+class CutView(msgspec.Struct, frozen=True):
+    """The size of a range, and where its pieces end."""
+
+    size: int
+    ends: list[int]
+
+
+def describe(server: Server, request: DescribeSpans) -> list[SpanView]:
+    """Those of the partitions that are here, each once."""
+    found = []
+    if len(request.names) > SPAN_NAMES_MAX or len(request.times) > SPAN_TIMES_MAX:
+        raise InvalidArgument(
+            f"{len(request.names)} partitions and {len(request.times)} times are too many for one request; "
+            f"ask for at most {SPAN_NAMES_MAX} and {SPAN_TIMES_MAX}"
+        )
+    for name in dict.fromkeys(request.names):
+        names.check_partition(name)
+        partition = server.broker.subjects.get(name)
+        if partition is not None:
+            found.append(_view(partition, request.times))
+    return found
+
+
+def _view(partition: Partition, times: list[int]) -> SpanView:
+    start, end = partition.start, partition.visible
+    records = _records(partition, start, end) if times else None
+    at, until = [], []
+    if records is not None:
+        at = np.maximum(spans.first_at(records, times, end), start).tolist()
+        until = np.minimum(spans.end_before(records, times, start), end).tolist()
+    row = partition.row
+    sealed = row.lps == [] and end == partition.next
+    return SpanView(row.name, row.subject, row.id, start, end, partition.epochs, at, until, sealed)
+
+
+def cut(server: Server, request: CutSpans) -> list[CutView]:
+    """One answer a range, in their order; of what is not there any more there is nothing to cut."""
+    answers = []
+    for name, start, end, size in request.ranges:
+        partition = server.broker.partition_of(names.check_partition(name), create=False)
+        if start < 0 or size < 0:
+            raise InvalidArgument(f"range {start} of {name!r} by {size} bytes: neither may be below 0")
+        start, end = max(start, partition.start), min(end, partition.visible)
+        if start >= end:
+            answers.append(CutView(0, []))
+            continue
+        records = _records(partition, start, end)
+        total = int(spans.sizes_in(records, start, end).sum())
+        if request.reach:
+            ends = [spans.reach(records, start, end, size)]
+        else:
+            ends = spans.cut(records, start, end, max(size, total // CUTS_MAX)) if size else []
+        answers.append(CutView(total, ends))
+    return answers
+
+
+def _records(partition: Partition, start: int, end: int) -> Records:
+    log = partition.consume_log
+    return log.slice(log.find(start), log.find(end - 1) + 1) if start < end else log.slice(0, 0)

@@ -1,0 +1,130 @@
+"""What tasks and drivers of Spark's sink ask a broker: to keep rows that nobody sees, to publish or to drop them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import msgspec
+
+from plait.errors import InvalidArgument, PlaitError
+from plait.limits import MIB, STAGES_PAGE_MAX
+from plait.model import names
+from plait.storage.catalog import Stage
+
+if TYPE_CHECKING:
+    from plait.server.broker_server import Server
+
+#: Called once with the result, or with the error.
+Answer = Callable[[Any, PlaitError | None], None]
+#: Bytes of a stage that one request reads.
+READ_SIZE: Final = 4 * MIB
+_NUMBER_MAX: Final = 1 << 63
+
+
+class OpenStage(msgspec.Struct, forbid_unknown_fields=True):
+    """A stage of its producer, for a partition."""
+
+    name: str
+    producer: int
+    query: str
+    batch: int
+    delayed: bool = False
+
+
+class NameStages(msgspec.Struct, forbid_unknown_fields=True):
+    """(producer, rows) of each."""
+
+    stages: list[tuple[int, int]]
+
+
+class DropStages(msgspec.Struct, forbid_unknown_fields=True):
+    """The producers of stages that shall not be published."""
+
+    producers: list[int]
+
+
+class ForgetBatches(msgspec.Struct, forbid_unknown_fields=True):
+    """A query whose batches up to this one are published."""
+
+    query: str
+    batch: int
+
+
+class ReadStage(msgspec.Struct, forbid_unknown_fields=True):
+    """Rows of a stage, from this one on."""
+
+    producer: int
+    start: int
+
+
+def _open(server: Server, request: OpenStage, answer: Answer) -> None:
+    names.check_partition(request.name)
+    names.check("query", request.query)
+    _check_numbers([request.producer, request.batch])
+    stage = Stage(request.producer, request.query, request.batch, request.delayed)
+    partition = server.broker.stages.open(request.name, stage)
+    # A number that a crash takes back would be given to another partition.
+    server.broker.answer_after_commit(lambda: answer(partition.id, None))
+
+
+def _complete(server: Server, request: NameStages, answer: Answer) -> None:
+    server.broker.stages.complete(_checked(request), lambda error: answer(None, error))
+
+
+def _publish(server: Server, request: NameStages, answer: Answer) -> None:
+    server.broker.stages.publish(_checked(request), lambda error: answer(None, error))
+
+
+def _drop(server: Server, request: DropStages, answer: Answer) -> None:
+    _check_numbers(request.producers)
+    count = server.broker.stages.drop(request.producers)
+    server.broker.answer_after_commit(lambda: answer(count, None))
+
+
+def _forget(server: Server, request: ForgetBatches, answer: Answer) -> None:
+    count = server.broker.stages.forget(request.query, request.batch)
+    server.broker.answer_after_commit(lambda: answer(count, None))
+
+
+def _read(server: Server, request: ReadStage, answer: Answer) -> None:
+    _check_numbers([request.producer, request.start])
+    answer(server.broker.stages.read(request.producer, request.start, READ_SIZE), None)
+
+
+class _Operation(NamedTuple):
+    request: type[Any]
+    call: Callable[[Any, Any, Answer], None]
+
+
+OPERATIONS: Final = {
+    "stage.open": _Operation(OpenStage, _open),
+    "stage.complete": _Operation(NameStages, _complete),
+    "stage.publish": _Operation(NameStages, _publish),
+    "stage.drop": _Operation(DropStages, _drop),
+    "stage.forget": _Operation(ForgetBatches, _forget),
+    "stage.read": _Operation(ReadStage, _read),
+}
+
+
+def order(server: Server, name: str, arguments: dict[str, Any], answer: Answer) -> None:
+    """Carry out a request; ``answer`` is called when its result counts. Raises when it is refused."""
+    operation = OPERATIONS[name]
+    try:
+        request = msgspec.convert(arguments, operation.request)
+    except msgspec.ValidationError as error:
+        raise InvalidArgument(f"{name}: {error}") from None
+    operation.call(server, request, answer)
+
+
+def _checked(request: NameStages) -> list[tuple[int, int]]:
+    if len(request.stages) > STAGES_PAGE_MAX:
+        raise InvalidArgument(f"{len(request.stages)} stages are over the limit of {STAGES_PAGE_MAX} a request")
+    _check_numbers([number for stage in request.stages for number in stage])
+    return request.stages
+
+
+def _check_numbers(numbers: list[int]) -> None:
+    for number in numbers:
+        if not 0 <= number < _NUMBER_MAX:
+            raise InvalidArgument(f"{number} is not possible; use 0 to {_NUMBER_MAX - 1}")

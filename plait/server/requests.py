@@ -1,0 +1,382 @@
+"""Requests: from a packet to the broker and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from plait.broker.groups.attachments import resolve_start
+from plait.broker.groups.shared_group import Delivery, NackOutcome
+from plait.broker.partitions.partition import ReadBatch
+from plait.errors import InvalidArgument, LimitExceeded, PlaitError, ProtocolError, StaleRoute, VersionMismatch
+from plait.frame.header import SEQUENCE_MAX
+from plait.frame.view import FrameView
+from plait.limits import FAILED_RANGES_MAX, LOGICAL_PARTITIONS, REQUEST_RANGES_MAX
+from plait.model import names
+from plait.model.reason import Reason
+from plait.model.retry_policy import ATTEMPTS_MAX, WAIT_SECONDS_MAX
+from plait.server.operations import partitions as admin_partition
+from plait.server.operations import stages as admin_stage
+from plait.server.operations import subjects_and_groups as admin
+from plait.version import VERSION
+from plait.wire import messages as m
+from plait.wire.packets import Packet
+
+if TYPE_CHECKING:
+    from plait.server.broker_server import Server
+    from plait.server.connection import Connection
+
+Handler = Callable[["Connection", int, Any, memoryview], None]
+
+
+class Handlers:
+    """One method a request."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._broker = server.broker
+        #: Partitions made for a route whose answer waits for the commit.
+        self._new: set[int] = set()
+        self._table: dict[int, Handler] = {
+            m.Hello.KIND: self._hello,
+            m.HeartbeatRequest.KIND: self._heartbeat,
+            m.PartitionNumberRequest.KIND: self._route,
+            m.SendRequest.KIND: self._send,
+            m.AttachRequest.KIND: self._attach,
+            m.PullRequest.KIND: self._pull,
+            m.AckRequest.KIND: self._ack,
+            m.NackRequest.KIND: self._nack,
+            m.DetachRequest.KIND: self._detach,
+            m.LeaseRequest.KIND: self._lease,
+            m.RenewRequest.KIND: self._renew,
+            m.ReadRequest.KIND: self._read,
+            m.AdminRequest.KIND: self._admin,
+            m.RouteRequest.KIND: self._find_route,
+            m.MemberHeartbeatRequest.KIND: self._beat,
+        }
+
+    def handle(self, connection: Connection, packet: Packet) -> None:
+        """Serve a request. A broken protocol closes the connection, anything else is answered."""
+        handler = self._table.get(packet.kind)
+        if handler is None:
+            raise ProtocolError(f"packet kind {packet.kind} is not a request; is the client newer?")
+        if not connection.client and packet.kind != m.Hello.KIND:
+            raise ProtocolError("the first packet must be a hello")
+        message = m.decode(packet.kind, packet.head)
+        try:
+            handler(connection, packet.correlation, message, packet.payload)
+        except ProtocolError:
+            raise
+        except PlaitError as error:
+            if self._broker.failed is not None:
+                self._server.fail(self._broker.failed)
+            connection.fail(packet.correlation, error)
+
+    def _hello(self, connection: Connection, correlation: int, hello: m.Hello, _: memoryview) -> None:
+        if not hello.version_min <= m.PROTOCOL_VERSION <= hello.version_max:
+            raise VersionMismatch(
+                f"this server speaks protocol {m.PROTOCOL_VERSION}, "
+                f"the client {hello.version_min} to {hello.version_max}"
+            )
+        names.check("client", hello.client)
+        connection.client = hello.client
+        connection.answer(
+            correlation,
+            m.Welcome(
+                m.PROTOCOL_VERSION,
+                VERSION,
+                self._broker.config.group,
+                self._broker.epoch,
+                self._broker.limits.consumer_lost_seconds,
+                self._broker.limits.producer_window_frames,
+            ),
+        )
+
+    def _heartbeat(self, connection: Connection, correlation: int, _: m.HeartbeatRequest, __: memoryview) -> None:
+        connection.hear_consumers()
+        connection.answer(correlation, m.DoneReply())
+
+    def _route(self, connection: Connection, correlation: int, route: m.PartitionNumberRequest, _: memoryview) -> None:
+        names.check_partition(route.name)
+        before = self._broker.next_partition
+        partition = self._broker.partition_of(route.name)
+        if route.delayed:
+            partition = self._broker.schedules.partition_of(route.name)
+        answer = m.PartitionNumberReply(partition.id, partition.row.name)
+        if before == self._broker.next_partition and partition.id not in self._new:
+            connection.answer(correlation, answer)
+            return
+
+        def reply() -> None:
+            self._new.discard(partition.id)
+            connection.answer(correlation, answer)
+
+        # A number that a crash takes back would be given to another subject.
+        self._new.add(partition.id)
+        self._broker.answer_after_commit(reply)
+
+    def _find_route(self, connection: Connection, correlation: int, find: m.RouteRequest, _: memoryview) -> None:
+        if self._server.cluster.take(connection, correlation, find):
+            return
+        # A broker without a meta server is a cluster of its own.
+        names.check("subject", find.subject)
+        broker = self._broker
+        row = broker.partition_of(find.subject, create=find.create).row
+        group = broker.config.group
+        route = m.RouteReply(
+            find.subject,
+            max(row.route, 1),
+            row.settings.order,
+            [(row.name, group)],
+            [(0, LOGICAL_PARTITIONS, [(0, None)])],
+            {group: ([self._server.address], "R" if broker.read_only else "RW")},
+        )
+        broker.answer_after_commit(lambda: connection.answer(correlation, route))
+
+    def _beat(self, connection: Connection, correlation: int, beat: m.MemberHeartbeatRequest, _: memoryview) -> None:
+        if not self._server.cluster.take(connection, correlation, beat):
+            raise InvalidArgument("there is no meta server here, so there are no ordered groups")
+
+    def _send(self, connection: Connection, correlation: int, send: m.SendRequest, payload: memoryview) -> None:
+        partition = self._broker.partitions.get(send.partition)
+        if partition is None:
+            if send.oneway:
+                return
+            raise StaleRoute(f"partition {send.partition} is not served here; refresh the route")
+        size = len(payload)
+        try:
+            frame = FrameView(payload)
+            if frame.size != size:
+                raise ProtocolError(f"a send of {size} bytes holds a frame of {frame.size}")
+            if send.oneway:
+                self._broker.submit(partition, frame, None)
+                return
+
+            def reply(sequence: int | None, error: PlaitError | None) -> None:
+                connection.settled(size)
+                if error is not None:
+                    connection.fail(correlation, error)
+                else:
+                    connection.answer(correlation, m.SendReply(sequence))
+
+            self._broker.submit(partition, frame, reply)
+            connection.took(size)
+        except PlaitError:
+            if send.oneway:
+                return
+            raise
+
+    def _attach(self, connection: Connection, correlation: int, attach: m.AttachRequest, _: memoryview) -> None:
+        names.check_partition(attach.name)
+        names.check("client", attach.client)
+        if attach.group is not None:
+            names.check_group(attach.group)
+        if attach.delivery not in ("at_least_once", "at_most_once"):
+            raise InvalidArgument(f"delivery {attach.delivery!r} is not known; use 'at_least_once' or 'at_most_once'")
+        if not 0 <= attach.began < SEQUENCE_MAX:
+            raise InvalidArgument(f"began {attach.began} is no version of a route")
+        consumer = self._server.membership.attach(
+            attach.name,
+            attach.group,
+            attach.client,
+            start=attach.start,
+            delivery=attach.delivery,  # type: ignore[arg-type]
+            holds=_checked(_bounded(attach.holds)),
+            holds_of=attach.partition,
+            retry=attach.retry,
+            ordered=attach.ordered,
+            affinity=attach.affinity,
+            token=attach.token,
+            began=attach.began,
+        )
+        connection.attached(consumer)
+        partition = consumer.group.partition
+        retry = consumer.group.retry
+        # Whose age may end it can fail for the last time on any attempt.
+        reasons_from = 1 if retry.expires is not None else retry.attempts or ATTEMPTS_MAX
+        connection.answer(
+            correlation,
+            m.AttachReply(
+                consumer.session,
+                partition.id,
+                partition.row.name,
+                consumer.group.name,
+                reasons_from,
+                self._broker.leases.seconds if attach.ordered else 0.0,
+                partition.row.settings.order == "strict" and not attach.affinity,
+                retry.attempts or 0,
+            ),
+        )
+
+    def _pull(self, connection: Connection, correlation: int, pull: m.PullRequest, _: memoryview) -> None:
+        consumer = connection.consumer(pull.session)
+        wait = _checked_wait(pull.wait)
+        poll = connection.begin_poll(correlation, pull.session)
+
+        def reply(delivery: Delivery | None) -> None:
+            if not connection.end_poll(poll):
+                return
+            if delivery is None:
+                connection.answer(correlation, m.PullReply(news=consumer.news))
+            else:
+                pulled = m.PullReply(delivery.ranges, consumer.group.has_more, consumer.news, delivery.tags)
+                connection.answer(correlation, pulled, delivery.parts, delivery.size)
+
+        try:
+            self._broker.pull(consumer, pull.count, pull.size, wait, reply)
+        except PlaitError:
+            connection.end_poll(poll)
+            raise
+        self._server.arm_timer()
+
+    def _ack(self, connection: Connection, correlation: int, ack: m.AckRequest, _: memoryview) -> None:
+        consumer = connection.consumer(ack.session)
+        ranges, tags = _with_tags(_bounded(ack.ranges), ack.tags)
+        self._broker.ack(consumer, ranges, lambda: connection.answer(correlation, m.DoneReply()), tags)
+
+    def _nack(self, connection: Connection, correlation: int, nack: m.NackRequest, _: memoryview) -> None:
+        consumer = connection.consumer(nack.session)
+        _bounded([*nack.ranges, *nack.lp_ranges])
+        if nack.counted:
+            _bounded(nack.ranges, FAILED_RANGES_MAX, "FAILED_RANGES_MAX")
+        delay = nack.delay
+        if delay is not None and not 0 <= delay <= WAIT_SECONDS_MAX:
+            raise InvalidArgument(f"a delay of {delay} seconds is not possible; use 0 to {WAIT_SECONDS_MAX:.0f}")
+        if not nack.counted:
+            # Who gives back what it has not begun with does not want it again at once.
+            self._server.membership.end_pulls(consumer)
+        failure = NackOutcome(delay, nack.reason or Reason(), nack.reject, nack.counted)
+        ranges, tags = _with_tags(nack.ranges, nack.tags)
+        if nack.lp_ranges:
+            self._broker.leases.give_back(consumer, nack.lps, *_with_tags(nack.lp_ranges, nack.lp_tags))
+        group, dead = consumer.group, consumer.group.died_count
+
+        def reply() -> None:
+            connection.answer(correlation, m.NackReply(died))
+
+        self._broker.nack(consumer, ranges, reply, failure, tags)
+        died = group.died_count - dead
+        self._server.arm_timer()
+
+    def _lease(self, connection: Connection, correlation: int, lease: m.LeaseRequest, _: memoryview) -> None:
+        consumer = connection.consumer(lease.session)
+        leased = self._broker.leases.ask(consumer, lease.wants, lease.parked, lease.resumed, lease.route)
+        # A lock counts when it is recorded.
+        self._broker.answer_after_commit(lambda: connection.answer(correlation, m.LeaseReply(*leased)))
+
+    def _renew(self, connection: Connection, correlation: int, renew: m.RenewRequest, _: memoryview) -> None:
+        self._broker.leases.renew(renew.sessions)
+        connection.answer(correlation, m.DoneReply())
+
+    def _detach(self, connection: Connection, correlation: int, detach: m.DetachRequest, _: memoryview) -> None:
+        consumer = connection.consumers.get(detach.session)
+        if consumer is None:
+            connection.answer(correlation, m.DoneReply())
+            return
+        if consumer.session == detach.session:
+            self._server.membership.detach(consumer)
+        connection.gave_up(detach.session)
+        self._broker.answer_after_commit(lambda: connection.answer(correlation, m.DoneReply()))
+
+    def _read(self, connection: Connection, correlation: int, read: m.ReadRequest, _: memoryview) -> None:
+        names.check_partition(read.name)
+        wait = _checked_wait(read.wait)
+        # Reading makes no subject; where meta servers make them, the reader is to look at its route again.
+        partition = self._broker.partition_of(read.name, create=self._broker.routed)
+        start = resolve_start(partition, read.start)
+        poll = connection.begin_poll(correlation, None)
+
+        def reply(batch: ReadBatch | None) -> None:
+            if not connection.end_poll(poll):
+                return
+            if connection.writing_paused:
+                # It asks again from here once it has taken what it was sent.
+                batch = None
+            position = start if batch is None else batch.end
+            head = m.ReadReply(partition.id, partition.row.name, position)
+            if batch is None or not batch.count:
+                connection.answer(correlation, head)
+            else:
+                connection.answer(correlation, head, batch.parts, batch.size)
+
+        self._broker.read(partition, start, read.count, read.size, wait, reply)
+        self._server.arm_timer()
+
+    def _admin(self, connection: Connection, correlation: int, request: m.AdminRequest, _: memoryview) -> None:
+        if self._server.cluster.take(connection, correlation, request):
+            return
+        if request.operation in admin_partition.ORDERS:
+            admin_partition.order(
+                self._server,
+                request.operation,
+                request.arguments,
+                lambda result: self._answer_admin(connection, correlation, result),
+            )
+            return
+        if request.operation in admin_stage.OPERATIONS:
+
+            def answer(result: Any, error: PlaitError | None) -> None:
+                if error is not None:
+                    connection.fail(correlation, error)
+                else:
+                    self._answer_admin(connection, correlation, result)
+
+            admin_stage.order(self._server, request.operation, request.arguments, answer)
+            return
+        result, changes = admin.run(self._server, request.operation, request.arguments)
+        if changes:
+            self._broker.answer_after_commit(lambda: self._answer_admin(connection, correlation, result))
+        else:
+            self._answer_admin(connection, correlation, result)
+
+    @staticmethod
+    def _answer_admin(connection: Connection, correlation: int, result: Any) -> None:
+        connection.answer(correlation, m.AdminReply(msgspec.Raw(msgspec.msgpack.encode(result))))
+
+
+def _bounded(
+    ranges: list[m.EpochRange], most: int = REQUEST_RANGES_MAX, name: str = "REQUEST_RANGES_MAX"
+) -> list[m.EpochRange]:
+    """Ranges of one request, which are handled in one go: other clients wait meanwhile."""
+    if len(ranges) > most:
+        raise LimitExceeded(
+            f"a request with {len(ranges)} ranges of messages is over the limit of {most} ({name}); send several",
+            limit=name,
+            value=most,
+        )
+    return ranges
+
+
+def _checked(ranges: list[m.EpochRange]) -> list[m.EpochRange]:
+    """Ranges as the broker takes them: of sequences, and none of them twice, so that its work is bounded by theirs."""
+    for start, end, epoch in ranges:
+        if not (0 <= start <= end < SEQUENCE_MAX and epoch >= 0):
+            raise InvalidArgument(f"({start}, {end}, {epoch}) is not a range of sequences and an epoch")
+    if len(ranges) < 2:
+        return ranges
+    merged: list[m.EpochRange] = []
+    for start, end, epoch in sorted(ranges, key=lambda r: (r[2], r[0])):
+        if merged and merged[-1][2] == epoch and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]), epoch)
+        else:
+            merged.append((start, end, epoch))
+    return merged
+
+
+def _with_tags(ranges: list[m.EpochRange], tags: list[int]) -> tuple[list[m.EpochRange], list[int]]:
+    """Ranges as the broker takes them; those of one tag may not be joined with those of another."""
+    if not tags:
+        return _checked(ranges), []
+    if len(tags) != len(ranges):
+        raise InvalidArgument(f"{len(tags)} tags do not fit {len(ranges)} ranges")
+    for each in ranges:
+        _checked([each])
+    return ranges, tags
+
+
+def _checked_wait(seconds: float) -> float:
+    if not seconds >= 0:
+        raise InvalidArgument(f"a wait of {seconds} seconds is not possible; use 0 or more")
+    return seconds

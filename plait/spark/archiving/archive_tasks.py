@@ -1,0 +1,382 @@
+"""What an archiver's tasks do, each for one piece of a log or of an archive; what they did comes back as facts.
+
+Spark only says where and when: the bytes go from the segment files through Arrow into the archive inside one Python
+process, and never through Java. A task that runs twice leaves two sets of files, of which the manifest names one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from crc32c import crc32c
+
+from plait.errors import ArchiveError, FrameError, PlaitError
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.spark.archiving.action_table import ACTION_SCHEMA, Names, action_batches
+from plait.spark.archiving.array_views import joined
+from plait.spark.archiving.death_table import death_table
+from plait.spark.archiving.file_writer import (
+    DAY_MICROS,
+    MESSAGE_SCHEMA,
+    FileWriter,
+    check_file,
+    day_of,
+    read_file,
+)
+from plait.spark.archiving.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, DayKind, RawSegment
+from plait.spark.archiving.row_order import arranged, log_order
+from plait.spark.runtime.worker import prepare_worker
+from plait.spark.source.spark_columns import one_batch
+from plait.storage.catalog import PartitionRow
+from plait.storage.disk import RealDisk
+from plait.storage.logs.action_log import GroupDefinition
+from plait.storage.logs.recovery import LogScan
+from plait.storage.reading.action_reader import ActionPart, read_actions
+from plait.storage.reading.log_chunks import ChunkPartition, LogChunk, WantedRows, extend, read_chunk
+from plait.storage.reading.log_reader import MappedLog, MappedSegment, damage_error, expired_error
+
+#: Frames that a task collects, by their size when they are not compressed: it holds what was until it is written.
+HELD_SIZE_MAX: Final = 256 * MIB
+#: Rows that it collects: a short message takes ten times its size, as columns that are sorted and compared.
+HELD_COUNT_MAX: Final = 1_500_000
+#: A segment is copied in pieces of this size.
+COPY_SIZE: Final = 8 * MIB
+
+
+class TaskFacts(msgspec.Struct):
+    """What a task has done."""
+
+    files: list[ArchivedFile] = []
+    #: ``name@group`` → rows that were written, and read back.
+    counts: dict[str, int] = {}
+    #: A partition's number → the sequences [first, end) that were written, ascending.
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    raw: list[RawSegment] = []
+    #: (code, message) of what went wrong.
+    error: tuple[str, str] | None = None
+
+
+class ArchiveTask(Protocol):
+    """A piece of work that can be sent to another process."""
+
+    @property
+    def weight(self) -> int:
+        """Bytes, for progress."""
+        ...
+
+    def run(self, writer: FileWriter) -> TaskFacts: ...
+
+
+# --- messages -----------------------------------------------------------------------------------
+
+
+class Collector:
+    """Takes frames in log order and writes files: one for each subject and day, as often as memory is full."""
+
+    def __init__(self, writer: FileWriter, group: str, offsets: tuple[int, int]) -> None:
+        self._writer = writer
+        self._group = group
+        self._offsets = offsets
+        #: (subject, day) → partition → its frames.
+        self._frames: dict[tuple[str, int], dict[str, list[tuple[ChunkPartition, FrameView]]]] = {}
+        self._held = 0
+        self._count = 0
+        self.facts = TaskFacts()
+
+    def add(self, partition: ChunkPartition, view: FrameView) -> None:
+        """One more frame."""
+        size = view.size + view.inflated_size
+        if self._held + size > HELD_SIZE_MAX or self._count + view.count > HELD_COUNT_MAX:
+            self.flush()
+        self._held += size
+        self._count += view.count
+        place = (partition.subject, view.store_time // DAY_MICROS)
+        name = f"{partition.name}@{self._group}"
+        self._frames.setdefault(place, {}).setdefault(name, []).append((partition, view))
+
+    def flush(self) -> None:
+        """Write all that was taken."""
+        for (subject, day), partitions in self._frames.items():
+            batches: list[pa.RecordBatch] = []
+            ranges: dict[str, tuple[int, int]] = {}
+            for name, members in partitions.items():
+                batch = one_batch(members, MESSAGE_SCHEMA, self._group)
+                views = [view for _, view in members]
+                ranges[name] = (min(view.base for view in views), max(view.base + view.count - 1 for view in views))
+                self.facts.counts[name] = self.facts.counts.get(name, 0) + batch.num_rows
+                batches.append(batch)
+            date = day_of(day * DAY_MICROS)
+            self.facts.files.append(self._writer.messages(subject, date, joined(batches), self._offsets, ranges))
+        self._frames, self._held, self._count = {}, 0, 0
+
+
+@dataclass(frozen=True)
+class MessageTask:
+    """One chunk of a message log."""
+
+    data: str
+    group: str
+    chunk: LogChunk
+    #: Log offset of the segment's first byte.
+    base: int
+    wanted: WantedRows
+    fail_on_damage: bool
+
+    @property
+    def weight(self) -> int:
+        return self.chunk.size
+
+    def expected(self) -> dict[str, int]:
+        """Rows of each partition, as the log's headers have them."""
+        counts: dict[str, int] = {}
+        for number, pieces in self.chunk.ranges.items():
+            name = f"{self.chunk.partitions[number].name}@{self.group}"
+            counts[name] = counts.get(name, 0) + sum(end - first for first, end in pieces)
+        return counts
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        chunk = self.chunk
+        disk = RealDisk(self.data, read_only=True)
+        collector = Collector(writer, self.group, (self.base + chunk.start, self.base + chunk.end))
+        ranges = collector.facts.ranges
+        try:
+            frames = read_chunk(disk, self.data, chunk, self.wanted, fail_on_damage=self.fail_on_damage)
+            for partition, view in frames:
+                extend(ranges.setdefault(view.partition, []), view.base, view.base + view.count)
+                collector.add(partition, view)
+            collector.flush()
+        except FrameError as error:
+            size = chunk.end - chunk.start
+            raise damage_error(self.data, chunk.segment, chunk.start, size, str(error)) from error
+        return collector.facts
+
+
+# --- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActionTask:
+    """One part of an action log."""
+
+    data: str
+    group: str
+    part: ActionPart
+    partitions: Mapping[int, PartitionRow]
+
+    @property
+    def weight(self) -> int:
+        return self.part.end - self.part.start
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        part = self.part
+        frames = read_actions(RealDisk(self.data, read_only=True), self.data, part)
+        names = Names(self.partitions, self.group)
+        try:
+            batches = list(action_batches(frames, names, start=part.start, first=part.first))
+        except FrameError as error:
+            size = part.end - part.start
+            raise damage_error(self.data, part.segment, part.start - part.base, size, str(error)) from error
+        return _by_day(writer, ACTIONS, pa.Table.from_batches(batches, ACTION_SCHEMA), part)
+
+
+@dataclass(frozen=True)
+class DeathTask:
+    """One part of a kept log."""
+
+    data: str
+    group: str
+    part: ActionPart
+    partitions: Mapping[int, PartitionRow]
+    #: By their numbers, as far as the action log names them.
+    groups: Mapping[int, GroupDefinition]
+    wanted: WantedRows
+
+    @property
+    def weight(self) -> int:
+        return self.part.end - self.part.start
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        part = self.part
+        frames = read_actions(RealDisk(self.data, read_only=True), self.data, part, alone=True)
+        names = Names(self.partitions, self.group)
+        names.groups.update(self.groups)
+        try:
+            table = death_table(frames, names, self.wanted)
+        except FrameError as error:
+            size = part.end - part.start
+            raise damage_error(self.data, part.segment, part.start - part.base, size, str(error)) from error
+        return _by_day(writer, DEATHS, table, part)
+
+
+def _by_day(writer: FileWriter, kind: DayKind, table: pa.Table, part: ActionPart) -> TaskFacts:
+    """A file for each day."""
+    facts = TaskFacts()
+    days = table.column("time").cast(pa.int64()).to_numpy() // DAY_MICROS
+    for day in np.unique(days).tolist():
+        rows = joined(table.filter(pa.array(days == day)).to_batches())
+        facts.files.append(writer.of_day(kind, day_of(day * DAY_MICROS), rows, (part.start, part.end)))
+    return facts
+
+
+# --- whole segments -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RawTask:
+    """One segment file, copied as it is."""
+
+    data: str
+    segment: str
+    start: int
+    end: int
+    #: Where it goes, below the archive.
+    target: str
+    fail_on_damage: bool
+
+    @property
+    def weight(self) -> int:
+        return self.end - self.start
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        archive = writer.archive
+        disk = RealDisk(self.data, read_only=True)
+        try:
+            file = disk.open(self.segment)
+        except FileNotFoundError:
+            raise expired_error(self.data, self.segment) from None
+        try:
+            view = file.view()
+        finally:
+            file.close()
+        if self.fail_on_damage:
+            self._check_frames(view)
+        archive.make_directory(self.target.rpartition("/")[0])
+        aside = writer.aside(self.target)
+        crc = 0
+        with archive.files.open_output_stream(archive.path(aside)) as stream:
+            for start in range(0, len(view), COPY_SIZE):
+                piece = view[start : start + COPY_SIZE]
+                crc = crc32c(piece, crc)
+                stream.write(piece)
+        copied = raw_crc(archive, aside)
+        if copied != crc:
+            raise ArchiveError(f"{archive.place}/{self.target} does not read back as it was written; run again")
+        archive.make_durable(aside)
+        archive.files.move(archive.path(aside), archive.path(self.target))
+        segment = RawSegment(path=self.target, start=self.start, end=self.end, size=len(view), crc=crc)
+        return TaskFacts(raw=[segment])
+
+    def _check_frames(self, view: memoryview) -> None:
+        """Nothing is added to it any more: whatever does not verify is damage."""
+        segment = MappedSegment(self.segment, self.start, view, len(view))
+        scan = LogScan(MappedLog(self.data, [segment]), self.start, self.start, stamps_durable=False)
+        for _ in scan:
+            pass
+        for damage in scan.damages[:1]:
+            raise damage_error(self.data, self.segment, damage.offset - self.start, damage.size, damage.reason)
+
+
+def raw_crc(archive: Archive, relative: str) -> int:
+    """Of a file as it lies in the archive."""
+    crc = 0
+    with archive.files.open_input_stream(archive.path(relative)) as stream:
+        while piece := stream.read(COPY_SIZE):
+            crc = crc32c(piece, crc)
+    return crc
+
+
+# --- files that are there already ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CompactTask:
+    """Small files of one source, kind, subject and day, which become one."""
+
+    files: tuple[ArchivedFile, ...]
+
+    @property
+    def weight(self) -> int:
+        return sum(file.size for file in self.files)
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        archive, first = writer.archive, self.files[0]
+        offsets = (min(file.start for file in self.files), max(file.end for file in self.files))
+        tables = []
+        for file in self.files:
+            check_file(archive, file)
+            tables.append(read_file(archive, file.path))
+        # A later Plait may have added a column.
+        table = pa.concat_tables(tables, promote_options="default")
+        if first.kind != "messages":
+            return TaskFacts(files=[writer.of_day(first.kind, first.date, joined(table.to_batches()), offsets)])
+        partitions: dict[str, tuple[int, int]] = {}
+        for file in self.files:
+            for name, (low, high) in file.partitions.items():
+                known = partitions.get(name, (low, high))
+                partitions[name] = (min(low, known[0]), max(high, known[1]))
+        # Each file was what the manifest says, and the new one has to be all of them.
+        rows = joined(table.to_batches())
+        rows = arranged(rows, log_order(rows))
+        return TaskFacts(files=[writer.messages(first.subject, first.date, rows, offsets, partitions)])
+
+
+@dataclass(frozen=True)
+class VerifyTask:
+    """A few files, read back and compared with what the manifest says."""
+
+    files: tuple[ArchivedFile, ...] = ()
+    raw: tuple[RawSegment, ...] = ()
+
+    @property
+    def weight(self) -> int:
+        return sum(file.size for file in self.files) + sum(segment.size for segment in self.raw)
+
+    def run(self, writer: FileWriter) -> TaskFacts:
+        archive = writer.archive
+        for file in self.files:
+            check_file(archive, file)
+        for segment in self.raw:
+            try:
+                crc = raw_crc(archive, segment.path)
+            except OSError as error:
+                reason = str(error).partition("\n")[0]
+                raise ArchiveError(f"{archive.place}/{segment.path} cannot be read: {reason}") from error
+            if crc != segment.crc:
+                raise ArchiveError(f"{archive.place}/{segment.path} is damaged: restore the file from a copy")
+        return TaskFacts(files=list(self.files), raw=list(self.raw))
+
+
+# --- running them -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tasks of one commit; called by Spark in its workers."""
+
+    place: str
+    number: int
+    source: str
+    tasks: tuple[ArchiveTask, ...]
+
+    def __call__(self, numbers: Iterable[int]) -> Iterator[bytes]:
+        prepare_worker()
+        for number in numbers:
+            yield msgspec.msgpack.encode(self.run(self.tasks[number]))
+
+    def run(self, task: ArchiveTask) -> TaskFacts:
+        """One task, here; what goes wrong on purpose is a fact, too: it reaches its reader without Java's words."""
+        try:
+            return task.run(FileWriter(Archive.at(self.place), self.number, self.source))
+        except PlaitError as error:
+            return TaskFacts(error=(error.code, error.message))
+        except (pa.ArrowException, OSError) as error:
+            # A full disk, a missing right, a file system that does not answer.
+            reason = str(error).partition("\n")[0]
+            message = f"{self.place} cannot be written: {reason}; nothing was committed, run again when it can"
+            return TaskFacts(error=(ArchiveError.code, message))

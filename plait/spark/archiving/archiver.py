@@ -1,0 +1,368 @@
+"""``plait.spark.archive``: bring an archive up to date with a data directory.
+
+A run looks at the first-hand logs from where the manifest says that the archive ends, cuts what is new into tasks, has
+Spark run them, compares what they wrote with what the log's headers said, and commits a manifest. Then it leaves a
+note in the data directory, which retention may wait for, and removes files that no manifest names any more.
+
+Promise: whenever a run ends, and however, each message and event is in the archive once, or not yet.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+from pyarrow import fs
+
+from plait import chance
+from plait.clock import Clock, SystemClock
+from plait.errors import DamageError, DataDirError, InvalidArgument
+from plait.model import names
+from plait.spark.archiving.archive_tasks import ArchiveTask, CompactTask, Job, TaskFacts, VerifyTask
+from plait.spark.archiving.compaction import compaction_tasks
+from plait.spark.archiving.intake import Intake, Round, settle
+from plait.spark.archiving.manifest import (
+    ACTIONS,
+    DEATHS,
+    MESSAGES,
+    RAW,
+    Archive,
+    ArchivedFile,
+    ArchivedSource,
+    ArchiveManifest,
+    RawSegment,
+    source_id,
+)
+from plait.spark.runtime.job_runner import ProgressListener, run_job
+from plait.storage.archive_mark import ArchiveMark, write_archived
+from plait.storage.directory_id import identity
+from plait.storage.disk import RealDisk
+from plait.storage.reading.log_chunks import WantedRows
+from plait.storage.reading.log_reader import LEAVE_OUT, MESSAGE_DIRECTORY
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+log = logging.getLogger("plait.spark")
+
+#: Files that one task reads back, at most: listing them costs little, a task more.
+VERIFY_FILES_MAX: Final = 50
+
+#: What a run names its files: the manifest that is to name them, and who he is.
+_OURS: Final = re.compile(r"(\d{20})-[0-9a-f]{16}-\d+\..+")
+
+
+class ArchiveReport(msgspec.Struct, kw_only=True):
+    """What a run has done."""
+
+    archive: str
+    #: The manifest's number; 0: there is no archive yet.
+    manifest: int = 0
+    messages: int = 0
+    events: int = 0
+    #: Of messages, with what they died of.
+    deaths: int = 0
+    #: Files that were written, and their bytes.
+    files: int = 0
+    size: int = 0
+    #: Bytes of the logs that they come from.
+    log_size: int = 0
+    segments: int = 0
+    #: Files that compaction has replaced, that were read back, and that nobody named any more.
+    merged: int = 0
+    verified: int = 0
+    removed: int = 0
+    #: New gaps in sequences, and new damage that was left out.
+    gaps: int = 0
+    left_out: int = 0
+    seconds: float = 0.0
+
+
+def archive(
+    data: str | os.PathLike[str] | None,
+    to: str | os.PathLike[str],
+    *,
+    spark: SparkSession | None = None,
+    master: str | None = None,
+    group: str = "g1",
+    subjects: Sequence[str] = (),
+    now: bool = False,
+    raw: bool = False,
+    compact: bool = False,
+    verify: bool = False,
+    skip_damage: bool = False,
+    progress: ProgressListener | None = None,
+) -> ArchiveReport:
+    """Archive what is new in a data directory, which may be in use, as Parquet files below ``to``.
+
+    Sealed segments by default, everything up to the end with ``now``; segment files as they are with ``raw``. Without
+    ``data`` an archive is only compacted and verified. Starts a session of ``master`` where none is given and there is
+    something to do.
+    """
+    run = Archiver(to, spark=spark, master=master, progress=progress)
+    if data is not None:
+        try:
+            run.take_in(os.fspath(data), group=group, subjects=subjects, now=now, raw=raw, skip_damage=skip_damage)
+        except DamageError as error:
+            # What helps whoever reads a log is not what helps whoever archives it.
+            raise DamageError(error.message.replace(LEAVE_OUT, "--skip-damage"), **error.details) from error
+    elif not compact and not verify:
+        raise InvalidArgument("there is nothing to do: name a data directory, or ask for compact or verify")
+    if compact:
+        run.compact()
+    if verify:
+        run.verify()
+    return run.end()
+
+
+class Archiver:
+    """One run on one archive."""
+
+    def __init__(
+        self,
+        to: str | os.PathLike[str],
+        *,
+        spark: SparkSession | None = None,
+        master: str | None = None,
+        progress: ProgressListener | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._archive = Archive.at(to)
+        self._spark = spark
+        self._master = master
+        self._progress = progress
+        self._clock = clock or SystemClock()
+        self._begun = self._clock.monotonic()
+        self._manifest = self._archive.load()
+        self.report = ArchiveReport(archive=self._archive.place, manifest=self._manifest.number)
+
+    # --- the steps ------------------------------------------------------------------------------
+
+    def take_in(
+        self,
+        data: str,
+        *,
+        group: str = "g1",
+        subjects: Sequence[str] = (),
+        now: bool = False,
+        raw: bool = False,
+        skip_damage: bool = False,
+    ) -> None:
+        """What is new in a data directory."""
+        wanted = wanted_of(subjects)
+        if raw and (now or subjects):
+            other = "everything up to now" if now else "some subjects"
+            raise InvalidArgument(f"whole segments and {other} exclude each other: leave out --raw or the other option")
+        data, disk = _data_directory(data)
+        name, source = self._source(data, names.check("group", group), _identity(data, disk), subjects)
+        intake = Intake(data, group, source, now=now, fail_on_damage=not skip_damage)
+        rounds = intake.raw_rounds(name) if raw else intake.rounds(wanted)
+        for number, each in enumerate(rounds, 1):
+            step = f"archiving {'segments' if raw else 'messages and events'}"
+            facts = self._run(name, each.tasks, step if len(rounds) == 1 else f"{step}, {number} of {len(rounds)}")
+            before = source
+            source = _copied(source, each, facts) if raw else settle(source, each, facts, group)
+            self._commit({name: source}, [file for fact in facts for file in fact.files], [])
+            self._count(facts, before, source)
+            # After each: a disk that is nearly full has room again before the last round is done.
+            self._leave_note(data, disk, source)
+        if not rounds:
+            # An earlier run may have ended between its commit and this.
+            self._leave_note(data, disk, source)
+
+    def compact(self) -> None:
+        """Make few large files of many small ones; the old ones go with the commit after this one."""
+        tasks: list[ArchiveTask] = [*compaction_tasks(self._manifest.files, self._manifest.sources)]
+        by_source: dict[str, list[ArchiveTask]] = {}
+        for task in tasks:
+            assert isinstance(task, CompactTask)
+            by_source.setdefault(task.files[0].source, []).append(task)
+        for source, mine in by_source.items():
+            facts = self._run(source, mine, "merging small files")
+            old = [file for task in mine if isinstance(task, CompactTask) for file in task.files]
+            new = [file for fact in facts for file in fact.files]
+            self._commit({}, new, old)
+            self.report.merged += len(old)
+            self.report.files += len(new)
+            self.report.size += sum(file.size for file in new)
+
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest; ``ArchiveError`` names the first one that differs."""
+        files = sorted(self._archive.open().files, key=lambda file: file.size, reverse=True)
+        raw = [segment for source in self._manifest.sources.values() for segment in source.raw]
+        tasks: list[ArchiveTask] = [VerifyTask(raw=(segment,)) for segment in raw]
+        # Large and small ones by turns, so that tasks take about the same time.
+        share = max(-(-len(files) // VERIFY_FILES_MAX), min(len(files), 2 * (os.cpu_count() or 1)))
+        tasks += [VerifyTask(tuple(files[place::share])) for place in range(share)]
+        self._run("", tasks, "reading the archive back")
+        self.report.verified = len(files) + len(raw)
+
+    def end(self) -> ArchiveReport:
+        """Remove what nobody names, and say what was done."""
+        self._clean()
+        self.report.manifest = self._manifest.number
+        self.report.seconds = self._clock.monotonic() - self._begun
+        return self.report
+
+    # --- how ------------------------------------------------------------------------------------
+
+    def _leave_note(self, data: str, disk: RealDisk, source: ArchivedSource) -> None:
+        """Report to retention how far all subjects of a data directory are archived."""
+        if not source.whole or not self._is_newest():
+            return
+        reached = ArchiveMark(
+            max(source.message_offset, source.raw_message_offset),
+            max(source.action_offset, source.raw_action_offset),
+            self._archive.address,
+            self._manifest.number,
+            max(source.kept_offset, source.raw_kept_offset),
+        )
+        try:
+            write_archived(disk, reached)
+        except OSError as error:
+            log.warning(
+                "%s is archived, and cannot be told so (%s): a server with --archive-before-delete goes on waiting",
+                data,
+                error,
+            )
+
+    def _source(self, data: str, group: str, directory: str, subjects: Sequence[str]) -> tuple[str, ArchivedSource]:
+        """The manifest's entry of a data directory."""
+        name = source_id(group, directory)
+        for other, source in self._manifest.sources.items():
+            if other != name and other == source_id(source.group, directory):
+                raise InvalidArgument(
+                    f"{data} is in this archive as group {source.group!r}: say --group {source.group}, or use another "
+                    "archive"
+                )
+        asked = sorted(set(subjects)) if "*" not in subjects else []
+        source = self._manifest.sources.get(name) or ArchivedSource(group=group, subjects=asked)
+        if source.subjects != asked:
+            shown = [", ".join(each) or "all" for each in (source.subjects, asked)]
+            raise InvalidArgument(
+                f"this archive holds the subjects {shown[0]} of {data}, and {shown[1]} are asked for: what it has "
+                "passed it cannot take in later. Ask for the same ones, or use another archive"
+            )
+        return name, source
+
+    def _run(self, source: str, tasks: Sequence[ArchiveTask], step: str) -> list[TaskFacts]:
+        if not tasks:
+            return []
+        if self._spark is None:
+            if self._progress is not None:
+                self._progress.step("starting Spark", unit="tasks")
+            from plait.spark.runtime.session import session
+
+            self._spark = session("plait-archive", master=self._master)
+        job = Job(self._archive.address, self._manifest.number + 1, source, tuple(tasks))
+        return run_job(self._spark, job, step, self._progress)
+
+    def _commit(
+        self, sources: dict[str, ArchivedSource], new: Iterable[ArchivedFile], old: Iterable[ArchivedFile]
+    ) -> None:
+        gone = {file.path for file in old}
+        files = [file for file in self._manifest.files if file.path not in gone]
+        added = list(new)
+        manifest = ArchiveManifest(
+            number=self._manifest.number + 1,
+            time=self._clock.now(),
+            writer=chance.token(8),
+            previous=self._manifest.writer,
+            sources={**self._manifest.sources, **sources},
+            files=[*files, *added],
+        )
+        known = {segment.path for source in self._manifest.sources.values() for segment in source.raw}
+        raw = {segment.path for source in sources.values() for segment in source.raw}
+        self._archive.sync_names([*(file.path for file in added), *sorted(raw - known)])
+        self._archive.commit(manifest)
+        self._manifest = manifest
+
+    def _count(self, facts: list[TaskFacts], before: ArchivedSource, after: ArchivedSource) -> None:
+        report = self.report
+        for fact in facts:
+            for file in fact.files:
+                report.files += 1
+                report.size += file.size
+                if file.kind == "messages":
+                    report.messages += file.count
+                elif file.kind == "actions":
+                    report.events += file.count
+                else:
+                    report.deaths += file.count
+            report.segments += len(fact.raw)
+            report.size += sum(segment.size for segment in fact.raw)
+        report.log_size += sum(_reached(after)) - sum(_reached(before))
+        report.gaps += len(after.gaps) - len(before.gaps)
+        report.left_out += len(after.left_out) - len(before.left_out)
+
+    def _clean(self) -> None:
+        """Files of runs that can commit no more, unless the last two manifests name them.
+
+        A reader of the manifest before this one may still be at work with it. A later manifest names no file of a
+        number up to this one's that this one does not name: what is removed here is in no manifest, now or later.
+        """
+        number = self._manifest.number
+        if not self._is_newest():
+            return
+        named = {file.path for file in self._manifest.files}
+        if number - 1 in self._archive.numbers():
+            named |= {file.path for file in self._archive.read(number - 1).files}
+        for directory in (MESSAGES, ACTIONS, DEATHS, RAW):
+            for info in self._archive.list(directory, recursive=True):
+                match = _OURS.fullmatch(info.base_name)
+                path = self._archive.relative(info)
+                if info.type == fs.FileType.File and match and int(match[1]) <= number and path not in named:
+                    self._archive.remove(path)
+                    self.report.removed += 1
+
+    def _is_newest(self) -> bool:
+        """No other archiver has committed since this run read the manifest or committed its own."""
+        return self._archive.newest() == (self._manifest.number, self._manifest.writer)
+
+
+def wanted_of(subjects: Sequence[str]) -> WantedRows:
+    """Subjects by name, or by a beginning and "*"; none: all."""
+    exact = frozenset(names.check("subject", name) for name in subjects if not name.endswith("*"))
+    prefixes = tuple(name[:-1] for name in subjects if name.endswith("*"))
+    return WantedRows(exact, prefixes if subjects else ("",))
+
+
+def _copied(source: ArchivedSource, done: Round, facts: list[TaskFacts]) -> ArchivedSource:
+    copied: list[RawSegment] = [segment for fact in facts for segment in fact.raw]
+    return msgspec.structs.replace(
+        source,
+        raw_message_offset=done.message_offset,
+        mark=done.mark or source.mark,
+        raw_action_offset=done.action_offset,
+        raw_kept_offset=done.kept_offset,
+        raw=[*source.raw, *copied],
+    )
+
+
+def _reached(source: ArchivedSource) -> tuple[int, ...]:
+    parquet = source.message_offset, source.action_offset, source.kept_offset
+    return *parquet, source.raw_message_offset, source.raw_action_offset, source.raw_kept_offset
+
+
+def _identity(data: str, disk: RealDisk) -> str:
+    try:
+        return identity(disk)
+    except OSError as error:
+        raise DataDirError(
+            f"{data} has no name yet, and none can be written there ({error.strerror}): run it once as a user who may, "
+            "or start its server"
+        ) from error
+
+
+def _data_directory(data: str) -> tuple[str, RealDisk]:
+    """Its path, as tasks elsewhere know it, and the disk; ``DataDirError`` where it is none."""
+    if not os.path.isdir(os.path.join(data, MESSAGE_DIRECTORY)):
+        raise DataDirError(
+            f"{data!r} is not a Plait data directory: it has no {MESSAGE_DIRECTORY!r} directory. Name the one that "
+            "'plait serve --data' was given"
+        )
+    return os.path.abspath(data), RealDisk(data)

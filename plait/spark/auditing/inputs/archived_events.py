@@ -1,0 +1,233 @@
+"""The events of an archive: read once in log order for what concerns whole groups, and by file for single rows.
+
+Files may overlap: those of a part of the log that two days share, and those that were merged over a larger one between
+them. Where a log's events are missing (retention was faster than the archiver, or damage was left out), groups are
+judged by what is behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from plait.errors import ArchiveError
+from plait.spark.archiving.manifest import Archive, ArchivedFile
+from plait.spark.auditing.group_facts import GroupFacts, GroupTable
+from plait.spark.auditing.inputs.events import AUDITED, NONE, Events, of_rows, spans_of
+from plait.spark.auditing.verdicts import NEVER
+from plait.storage.logs.action_log import Action, ConsumerDefinition, GroupDefinition
+
+_EVENT_COLUMNS: Final = ["attempt", "epoch", "start", "end", "flags", "number", "log_offset", "log_row"]
+_NUMBERS: Final = {action.name.lower(): int(action) for action in Action}
+#: Numbers of groups and partitions are their data directory's: this keeps apart those of several.
+APART: Final = 1 << 24
+#: Which file a row is from.
+_FILE: Final = "file"
+
+
+@dataclass(frozen=True)
+class ActionFile:
+    """A file of events, and which sequences of which group it speaks of."""
+
+    path: str
+    spans: dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """How the events of a group are told: by its name, between the places of two definitions."""
+
+    partition: str
+    group: str
+    first: int
+    last: int
+
+
+def read_columns(archive: Archive, path: str, columns: list[str], filters: Any = None) -> pa.Table:
+    """Some rows of a file; ``ArchiveError`` where it cannot be read."""
+    with _readable(archive, path):
+        return pq.read_table(
+            archive.path(path), columns=columns, filters=filters, filesystem=archive.files, partitioning=None
+        )
+
+
+def read_names(archive: Archive, path: str) -> list[str]:
+    """The columns of a file."""
+    with _readable(archive, path):
+        names: list[str] = pq.read_schema(archive.path(path), filesystem=archive.files).names
+    return names
+
+
+@contextmanager
+def _readable(archive: Archive, path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).partition("\n")[0]
+        raise ArchiveError(
+            f"{archive.place}/{path} cannot be read: {reason}. See 'plait spark archive --to {archive.place} --verify'"
+        ) from error
+
+
+def events_of(table: pa.Table) -> Events:
+    """Events of an archived table, in its order; of no group yet."""
+    events = np.zeros(len(table), AUDITED)
+    names = table.column("action").combine_chunks().dictionary_encode()
+    numbers = np.array([_NUMBERS.get(name, 0) for name in names.dictionary.to_pylist()], np.uint8)
+    if len(table):
+        events["action"] = numbers[names.indices.to_numpy()]
+    for name in ("attempt", "epoch", "start", "end", "flags"):
+        events[name] = table.column(name).to_numpy()
+    events["consumer"] = table.column("number").to_numpy()
+    events["time"] = table.column("time").cast(pa.int64()).to_numpy()
+    events["value"] = table.column("value").fill_null(0).to_numpy()
+    events["offset"] = table.column("log_offset").to_numpy()
+    events["place"] = events["offset"] + table.column("log_row").to_numpy()
+    return events
+
+
+def find_events(
+    archive: Archive, files: Iterable[ActionFile], group: int, known: Identity, rows: tuple[int, int]
+) -> Events:
+    """What is said of rows [low, high) in a group, in log order, whatever the order of the files."""
+    low, high = rows
+    wanted = (pc.field("partition") == known.partition) & (pc.field("consumer_group") == known.group)
+    wanted &= (pc.field("start") < high) & (pc.field("end") > low)
+    found = []
+    for file in files:
+        first, end = file.spans.get(group, (0, 0))
+        if first < high and end > low:
+            table = read_columns(archive, file.path, ["action", "time", "value", *_EVENT_COLUMNS], wanted)
+            events = events_of(table)
+            found.append(of_rows(events[(events["place"] >= known.first) & (events["place"] < known.last)]))
+    if not found:
+        return NONE
+    told = np.concatenate(found)
+    in_order: Events = told[np.argsort(told["place"], kind="stable")]
+    return in_order
+
+
+class SourceEvents:
+    """What the archived events of one data directory say of its groups. ``take`` its files by where they start."""
+
+    def __init__(self, archive: Archive, number: int, nameless: dict[str, int], lost: Iterable[int]) -> None:
+        """``nameless``: the numbers of partitions whose lives are not known, by name. ``lost``: log offsets at which
+        events are missing."""
+        self._archive = archive
+        self._apart = number * APART
+        self._nameless = nameless
+        self._lost = sorted(set(lost))
+        self._table = GroupTable()
+        #: (partition, group) → the number of the group that has this name now.
+        self._named: dict[tuple[str, str], int] = {}
+        #: An event was read: names before that are what the log began with.
+        self._began = False
+        #: Rows that a file which is yet to come may have others before.
+        self._waiting: pa.Table | None = None
+        self._spans: list[dict[int, tuple[int, int]]] = []
+        self._paths: list[str] = []
+        self.identities: dict[int, Identity] = {}
+
+    @property
+    def groups(self) -> dict[int, GroupFacts]:
+        return self._table.groups
+
+    @property
+    def files(self) -> list[ActionFile]:
+        return [ActionFile(path, spans) for path, spans in zip(self._paths, self._spans, strict=True)]
+
+    def take(self, file: ArchivedFile, following: int | None) -> None:
+        """The next file; ``following``: where the one after it starts."""
+        if not self._paths and file.start:
+            # What was before was not archived.
+            self._lost = sorted({file.start, *self._lost})
+        columns = ["partition", "consumer_group", "detail", "action", "time", "value", *_EVENT_COLUMNS]
+        found = read_columns(self._archive, file.path, columns)
+        found = found.append_column(_FILE, pa.array(np.full(len(found), len(self._paths))))
+        self._paths.append(file.path)
+        self._spans.append({})
+        if self._waiting is not None:
+            found = pa.concat_tables([self._waiting, found])
+        found = found.sort_by([("log_offset", "ascending"), ("log_row", "ascending")]).combine_chunks()
+        offsets = found.column("log_offset").to_numpy()
+        ready = len(found) if following is None else int(np.searchsorted(offsets, following))
+        self._waiting = found.slice(ready) if ready < len(found) else None
+        self._tell(found.slice(0, ready))
+        if following is None and self._lost:
+            # Nothing is behind.
+            self._table.cut(NEVER)
+
+    def _tell(self, found: pa.Table) -> None:
+        """The next rows of the log."""
+        offsets, times = found.column("log_offset").to_numpy(), found.column("time").cast(pa.int64())
+        passed = [offset for offset in self._lost if len(offsets) and offset <= offsets[-1]]
+        self._lost = self._lost[len(passed) :]
+        cuts = np.unique(np.searchsorted(offsets, passed)).tolist()
+        defined = np.flatnonzero(found.column("detail").is_valid().to_numpy()).tolist()
+        at = 0
+        for index, is_definition in sorted([*((cut, False) for cut in cuts), *((row, True) for row in defined)]):
+            self._take_events(found.slice(at, index - at))
+            at = index
+            if is_definition:
+                self._define(found.slice(index, 1))
+                at += 1
+            else:
+                self._table.cut(times[index].as_py())
+                self._began = False
+        self._take_events(found.slice(at))
+
+    def _take_events(self, piece: pa.Table) -> None:
+        if not len(piece):
+            return
+        self._began = True
+        events, files = self._numbered(piece)
+        self._table.take(events)
+        for file in np.unique(files).tolist():
+            spans = self._spans[file]
+            for number, (low, high) in spans_of(events[files == file]).items():
+                known = spans.get(number, (low, high))
+                spans[number] = min(known[0], low), max(known[1], high)
+
+    def _numbered(self, piece: pa.Table) -> tuple[Events, Any]:
+        """Events with the numbers of their groups, and the file of each."""
+        events = events_of(piece)
+        pairs = pc.binary_join_element_wise(piece.column("partition"), piece.column("consumer_group"), "\n")
+        encoded = pairs.combine_chunks().dictionary_encode()
+        names = [tuple(name.split("\n")) for name in encoded.dictionary.to_pylist()]
+        numbers = np.array([*(self._named.get((name[0], name[1]), 0) for name in names), 0], np.uint32)
+        events["group"] = numbers[encoded.indices.fill_null(len(names)).to_numpy()]
+        known = events["group"] > 0
+        return events[known], piece.column(_FILE).to_numpy()[known]
+
+    def _define(self, row: pa.Table) -> None:
+        fields = row.to_pylist()[0]
+        detail = fields["detail"].encode()
+        if fields["action"] == "consumer":
+            consumer = msgspec.json.decode(detail, type=ConsumerDefinition)
+            self._table.define(ConsumerDefinition(consumer.id, consumer.group + self._apart, consumer.client))
+            return
+        definition = msgspec.json.decode(detail, type=GroupDefinition)
+        name = fields["partition"]
+        if name is None:
+            return
+        number = definition.id + self._apart
+        place = fields["log_offset"] + fields["log_row"]
+        # The definition names the partition's life, by its number in the data directory.
+        partition = self._nameless.get(name, definition.partition + self._apart)
+        self._table.define(msgspec.structs.replace(definition, id=number, partition=partition), head=not self._began)
+        key = (name, definition.name)
+        known = self._named.get(key)
+        if known == number:
+            return
+        if known is not None:
+            self.identities[known] = replace(self.identities[known], last=place)
+        self._named[key] = number
+        self.identities[number] = Identity(name, definition.name, place, NEVER)

@@ -1,0 +1,217 @@
+"""An archive as the audit reads it: Parquet files of the logs, as the manifest names them.
+
+It says as much as the data directory did; what its events say of messages that are in no archived file yet is passed
+over. One that an earlier Plait made does not say which subjects are strict, which logical partition a row without a key
+was of and why letters died.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait.client.send.open_rows import hash_keys
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes
+from plait.spark.archiving.manifest import ACTIONS, DEATHS, Archive, ArchivedFile, ArchivedSettings
+from plait.spark.auditing.block import Block
+from plait.spark.auditing.group_facts import GroupFacts
+from plait.spark.auditing.inputs.archived_events import (
+    APART,
+    ActionFile,
+    Identity,
+    SourceEvents,
+    find_events,
+    read_columns,
+)
+from plait.spark.auditing.inputs.archived_partitions import archived_partitions
+from plait.spark.auditing.inputs.audit_input import AuditedPartition, Progress, check_groups
+from plait.spark.auditing.inputs.block_rows import BlockRows, UInt64s, slots_of
+from plait.spark.auditing.inputs.death_causes import Cause, archived_deaths
+from plait.spark.auditing.inputs.events import Events
+from plait.spark.auditing.inputs.work_units import Unit, parts_of
+from plait.spark.auditing.stored_order import astray
+from plait.storage.reading.log_chunks import WantedRows
+
+_ROW_COLUMNS: Final = ["sequence", "message_id", "key", "send_time", "store_time", "epoch", "logical_partition"]
+
+
+@dataclass(frozen=True)
+class ArchivedInput:
+    """See ``AuditInput``."""
+
+    place: str
+    wanted: WantedRows
+    partitions: dict[int, AuditedPartition]
+    groups: dict[int, GroupFacts]
+    identities: dict[int, Identity]
+    parts: list[list[Unit]]
+    actions: list[ActionFile]
+    #: By partition, as far as the archive says.
+    settings: dict[int, ArchivedSettings]
+    #: Files of deaths, and what keeps the numbers of their groups apart.
+    letters: list[tuple[str, int]]
+    time_min: int
+    time_max: int
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def blocks(self, number: int) -> Iterator[Block]:
+        """The rows of some units."""
+        archive = Archive.at(self.place)
+        for unit in self.parts[number]:
+            rows, keys = _rows(archive, unit, self)
+            if len(rows):
+                lookup = _ArchivedEvents(self, archive, rows)
+                yield Block(unit.partition, rows, _Keys(keys).text, lookup.events_of)
+
+    def deaths(self) -> Counter[Cause]:
+        """From the archived part of the kept log."""
+        archive, total = Archive.at(self.place), Counter[Cause]()
+        for path, apart in self.letters:
+            total += archived_deaths(archive, path, apart, since=self.wanted.time_min, until=self.wanted.time_max)
+        return total
+
+
+class _Keys:
+    """The keys of rows."""
+
+    def __init__(self, keys: pa.Array) -> None:
+        self._keys = keys
+
+    def text(self, row: int) -> str:
+        text: str = self._keys[row].as_py()
+        return text
+
+
+def _rows(archive: Archive, unit: Unit, source: ArchivedInput) -> tuple[BlockRows, pa.Array]:
+    """Rows in the order of their sequences, and their keys."""
+    sequence, time = pc.field("sequence"), pc.field("store_time")
+    chosen = (
+        (pc.field("partition") == source.partitions[unit.partition].name)
+        & (sequence >= unit.low)
+        & (sequence < unit.high)
+        & (time >= _moment(source.wanted.time_min))
+        & (time <= _moment(source.wanted.time_max))
+    )
+    table = pa.concat_tables([read_columns(archive, path, _ROW_COLUMNS, chosen) for path in unit.paths])
+    table = table.take(pc.sort_indices(table.column("sequence"))).combine_chunks()
+    sequences = table.column("sequence").to_numpy()
+    keys = table.column("key").combine_chunks()
+    hashes = _hashes(keys)
+    stored = table.column("store_time").cast(pa.int64()).to_numpy()
+    sent = pc.coalesce(table.column("send_time"), table.column("store_time")).cast(pa.int64()).to_numpy()
+    slots = table.column("logical_partition").combine_chunks()
+    keyless = slots.is_null().to_numpy(zero_copy_only=False)
+    settings = source.settings.get(unit.partition)
+    # An earlier Plait left the settings of the newest one of that name alone.
+    loose = keyless if settings is None else keyless & (stored < settings.created)
+    # A message may have another slot than its key's own: it is that of the hash which it was sent with.
+    lps = slots_of(sequences, hashes, settings.taken if settings is not None else [])
+    lps = np.where(keyless, lps, slots.fill_null(0).to_numpy()).astype(lps.dtype)
+    known = loose if loose.any() else None
+    strays = None
+    if settings is not None and settings.number:
+        strays = astray(sequences, lps, settings.taken, settings.fences)
+    ids = _ids(table.column("message_id"))
+    return BlockRows(
+        sequences, table.column("epoch").to_numpy(), lps, hashes, stored, sent, known, ids, astray=strays
+    ), keys
+
+
+def _ids(texts: pa.ChunkedArray) -> tuple[UInt64s, UInt64s]:
+    """Producers and numbers of message ids: 16 hexadecimal digits, a hyphen and a decimal number."""
+    digits = pc.utf8_slice_codeunits(texts, 0, 16).combine_chunks()
+    codes = np.frombuffer(digits.buffers()[2], np.uint8, 16 * len(digits), 16 * digits.offset).reshape(-1, 8, 2)
+    nibbles = np.where(codes >= ord("a"), codes - (ord("a") - 10), codes - ord("0"))
+    producers = (nibbles[:, :, 0] * 16 + nibbles[:, :, 1]).astype(np.uint8).copy().view(">u8").ravel()
+    numbers = pc.utf8_slice_codeunits(texts, 17).cast(pa.uint64()).to_numpy()
+    return producers.astype(np.uint64), numbers
+
+
+def _moment(micros: int) -> pa.Scalar:
+    return pa.scalar(min(micros, (1 << 62)), pa.timestamp("us", tz="UTC"))
+
+
+def _hashes(keys: pa.Array) -> Hashes | None:
+    """Each different key is hashed once."""
+    if keys.null_count == len(keys):
+        return None
+    encoded = keys.dictionary_encode()
+    known = np.append(hash_keys(encoded.dictionary.to_pylist(), len(encoded.dictionary)), NO_KEY_HASH)
+    hashes: Hashes = known[encoded.indices.fill_null(len(known) - 1).to_numpy()]
+    return hashes
+
+
+class _ArchivedEvents:
+    """The events about some rows."""
+
+    def __init__(self, source: ArchivedInput, archive: Archive, rows: BlockRows) -> None:
+        self._source = source
+        self._archive = archive
+        self._low, self._high = int(rows.sequences[0]), int(rows.sequences[-1]) + 1
+
+    def events_of(self, group: GroupFacts) -> Events:
+        """In log order."""
+        known = self._source.identities[group.id]
+        return find_events(self._archive, self._source.actions, group.id, known, (self._low, self._high))
+
+
+def open_archived(place: str, wanted: WantedRows, groups: frozenset[str], *, progress: Progress) -> ArchivedInput:
+    """Look at the manifest and at all events, and plan the work."""
+    archive = Archive.at(place)
+    manifest = archive.open()
+    sources = sorted(manifest.sources)
+    found = archived_partitions(manifest, wanted, place)
+    partitions = {number: each.facts for number, each in found.items()}
+    learned = [
+        SourceEvents(
+            archive,
+            index,
+            {each.facts.name: number for number, each in found.items() if number < 0 and each.source == source},
+            [left.offset for left in manifest.sources[source].left_out if left.log == "action"],
+        )
+        for index, source in enumerate(sources)
+    ]
+    actions = sorted(manifest.find(ACTIONS), key=lambda file: (file.source, file.start))
+    for number, (file, following) in enumerate(zip_longest(actions, actions[1:])):
+        progress("reading the actions", number, len(actions))
+        goes_on = following is not None and following.source == file.source
+        learned[sources.index(file.source)].take(file, following.start if goes_on else None)
+    there = {
+        number: group for events in learned for number, group in events.groups.items() if group.partition in partitions
+    }
+    check_groups(groups, (group.name for group in there.values()), place)
+    known = {number: group for number, group in there.items() if not groups or group.name in groups}
+    for group in known.values():
+        partition = found[group.partition]
+        group.learn_order(partition.order)
+        if not partition.complete:
+            group.reach = min(group.reach, partition.facts.end)
+    chosen = {number: (each.facts.name, _stored_between(each.files, wanted)) for number, each in found.items()}
+    files = [file for _, members in chosen.values() for file in members]
+    times = [time for file in [*files, *actions] for time in (file.time_min, file.time_max)]
+    return ArchivedInput(
+        place=place,
+        wanted=wanted,
+        partitions=partitions,
+        groups=known,
+        identities={number: known for events in learned for number, known in events.identities.items()},
+        parts=parts_of(chosen),
+        actions=[file for events in learned for file in events.files],
+        settings={number: each.settings for number, each in found.items() if each.settings is not None},
+        letters=[(file.path, sources.index(file.source) * APART) for file in manifest.find(DEATHS)],
+        time_min=max(min(times, default=0), wanted.time_min),
+        time_max=max(times, default=0),
+    )
+
+
+def _stored_between(files: list[ArchivedFile], wanted: WantedRows) -> list[ArchivedFile]:
+    return [file for file in files if file.time_max >= wanted.time_min and file.time_min <= wanted.time_max]

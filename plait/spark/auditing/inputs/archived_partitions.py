@@ -1,0 +1,149 @@
+"""The partitions of an archive as the audit judges them, each for itself.
+
+A name may have had several, one after another: a subject that is made anew, or gets back partitions that it had given
+up, counts from 0 again, and its groups are new ones. An archive keeps what each of them had. Those that have no message
+are judged too: their groups may speak of some.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from plait.errors import ArchiveError
+from plait.frame.header import TIME_MAX
+from plait.spark.archiving.manifest import (
+    ACTIONS,
+    MESSAGES,
+    RAW,
+    ArchivedFile,
+    ArchivedSettings,
+    ArchivedSource,
+    ArchiveManifest,
+    PartitionLife,
+)
+from plait.spark.auditing.inputs.archived_events import APART
+from plait.spark.auditing.inputs.audit_input import AuditedPartition
+from plait.spark.auditing.inputs.coverage import Coverage
+from plait.spark.auditing.inputs.events import merged, without
+from plait.storage.reading.log_chunks import WantedRows, check_names
+
+
+@dataclass(frozen=True)
+class ArchivedPartition:
+    """What the manifest says of a partition."""
+
+    source: str
+    facts: AuditedPartition
+    files: list[ArchivedFile]
+    #: None: it is not known.
+    settings: ArchivedSettings | None
+    #: Each message that an archived event can be about was archived, or is told to be missing.
+    complete: bool
+
+    @property
+    def order(self) -> str | None:
+        """Of its subject; None: it is not known."""
+        settings = self.settings
+        # What an earlier Plait says may be said of another one of that name.
+        return None if settings is None or (not settings.number and settings.deleted) else settings.order
+
+
+@dataclass
+class _PartitionFiles:
+    """Files with rows of a partition."""
+
+    source: str
+    subject: str
+    name: str
+    life: PartitionLife | None
+    files: list[ArchivedFile] = field(default_factory=list)
+
+
+def archived_partitions(manifest: ArchiveManifest, wanted: WantedRows, place: str) -> dict[int, ArchivedPartition]:
+    """Those that are asked for, by number: that of the data directory and ``APART`` for each directory before it.
+
+    It is negative where an earlier Plait did not say. ``SubjectNotFound`` for a subject that is not there,
+    ``ArchiveError`` where there are only copies of segments.
+    """
+    _check(manifest, wanted, place)
+    sources = sorted(manifest.sources)
+    known: dict[tuple[str, str, int], _PartitionFiles] = {}
+    for file in manifest.find(MESSAGES):
+        if wanted.names(file.subject):
+            for name in file.partitions:
+                life = _life_of(manifest.sources[file.source], name, file)
+                key = (file.source, name, 0 if life is None else life.number)
+                known.setdefault(key, _PartitionFiles(file.source, file.subject, name, life)).files.append(file)
+    found: dict[int, ArchivedPartition] = {}
+    for (source, _, life_number), each in sorted(known.items()):
+        number = life_number + sources.index(source) * APART if life_number else -1 - len(found)
+        found[number] = _with_files(manifest.sources[source], each, wanted)
+    for index, source in enumerate(sources):
+        for name, settings in sorted(manifest.sources[source].settings.items()):
+            number = settings.number + index * APART
+            if settings.number and not settings.deleted and wanted.names(settings.subject) and number not in found:
+                found[number] = _without_files(source, manifest.sources[source], name, settings)
+    return dict(sorted(found.items()))
+
+
+def _check(manifest: ArchiveManifest, wanted: WantedRows, place: str) -> None:
+    raw = [name for name, source in sorted(manifest.sources.items()) if source.raw]
+    if raw and not manifest.find(MESSAGES) and not manifest.find(ACTIONS):
+        raise ArchiveError(
+            f"{place} has copies of segments alone (--raw). They are audited as a data directory is: "
+            f"--data {place}/{RAW}/{raw[0]}"
+        )
+    there = {file.subject for file in manifest.find(MESSAGES)}
+    settings = [each for source in manifest.sources.values() for each in source.settings.values()]
+    check_names(place, wanted, there | {each.subject for each in settings if each.subject and not each.deleted})
+
+
+def _life_of(source: ArchivedSource, name: str, file: ArchivedFile) -> PartitionLife | None:
+    """A file has rows of one; what was archived before lives were told is of the first."""
+    lives = source.lives.get(name)
+    if not lives:
+        return None
+    return lives[max(bisect_right([life.offset for life in lives], file.start) - 1, 0)]
+
+
+def _with_files(source: ArchivedSource, found: _PartitionFiles, wanted: WantedRows) -> ArchivedPartition:
+    name, life = found.name, found.life
+    first = min(file.partitions[name][0] for file in found.files)
+    end = max(file.partitions[name][1] + 1 for file in found.files)
+    now = source.settings.get(name)
+    if life is None:
+        facts = AuditedPartition(found.subject, name, first, end, [])
+        return ArchivedPartition(found.source, facts, found.files, now, complete=False)
+    is_last = life is source.lives[name][-1]
+    current = now is not None and (now.number == life.number or (not now.number and is_last))
+    former = next((each for each in source.former if each.number == life.number), None)
+    settings = now if current else former
+    end = max(end, life.end, _next(source, name, settings))
+    ranges = merged(life.ranges)
+    gaps = [gap for gap in source.gaps if gap.partition == name and gap.number in (0, life.number)]
+    # What retention took before it was archived is not missing.
+    expired = [(gap.start, gap.end) for gap in gaps if gap.expired]
+    from_zero = any(gap.number and not gap.start and not gap.expired for gap in gaps)
+    holes = Coverage({life.number: ranges}).missing(life.number, 0 if from_zero else life.start, end)
+    all_times = wanted.time_min == 0 and wanted.time_max == TIME_MAX
+    readable = sum(last - first for first, last in ranges) if all_times else 0
+    facts = AuditedPartition(found.subject, name, first, end, without(holes, expired), readable)
+    return ArchivedPartition(found.source, facts, found.files, settings, current and source.has_all_of(name))
+
+
+def _without_files(source: str, facts: ArchivedSource, name: str, settings: ArchivedSettings) -> ArchivedPartition:
+    # What was removed before it was archived is neither missing nor invented.
+    first, end = 0, _next(facts, name, settings) if settings.whole else 0
+    # The log had messages, and none of them could be read.
+    for life in facts.lives.get(name, []):
+        if life.number == settings.number:
+            first, end = 0 if settings.whole else life.start, max(life.end, end)
+    missing = [(first, end)] if first < end else []
+    partition = AuditedPartition(settings.subject, name, first, end, missing)
+    return ArchivedPartition(source, partition, [], settings, settings.whole and facts.has_all_of(name))
+
+
+def _next(source: ArchivedSource, name: str, settings: ArchivedSettings | None) -> int:
+    """The sequence that the archived log had come to; 0: it is not known, or retention took what is not archived."""
+    return 0 if settings is None or name in source.overtaken else settings.next

@@ -1,0 +1,78 @@
+"""Why messages died: what stands beside dead letters in the kept log, and of that in an archive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait.errors import FrameError
+from plait.frame.header import TIME_MAX
+from plait.spark.archiving.manifest import Archive
+from plait.spark.auditing.inputs.archived_events import read_columns, read_names
+from plait.storage.disk import RealDisk
+from plait.storage.logs.recovery import LogScan
+from plait.storage.logs.retained_log import DIRECTORY, is_head, note_of
+from plait.storage.reading.log_reader import LogReader, MappedLog
+
+
+class Cause(NamedTuple):
+    """What letters of a group died of."""
+
+    group: int
+    #: The exception's type and the handler that raised it.
+    type: str
+    handler: str
+
+
+#: As an archive has it.
+_CAUSE: Final = ["group_number", "type", "handler"]
+_STORED: Final = "store_time"
+
+
+def deaths(path: str, *, since: int, until: int) -> Counter[Cause]:
+    """Letters that were stored at times [since, until], by what they died of; those that are not kept any more are not
+    among them."""
+    reader = LogReader(RealDisk(path, read_only=True), DIRECTORY, path)
+    mapped = [reader.map(number) for number in range(len(reader.files))]
+    segments = [segment for segment in mapped if segment is not None and not segment.blank]
+    found: Counter[Cause] = Counter()
+    if not segments:
+        return found
+    start = segments[0].base
+    for _, frame in LogScan(MappedLog(path, segments), start, start, stamps_durable=False):
+        if is_head(frame):
+            continue
+        try:
+            note = note_of(frame)
+        except FrameError:
+            # It is of no use to anybody, and doctor tells of it.
+            continue
+        # A kept frame has the time of the one that its rows were stored with.
+        if note.death is not None and since <= frame.store_time <= until:
+            reason = note.death.reason
+            found[Cause(note.group, reason.type, reason.handler)] += len(frame.sequences())
+    return found
+
+
+def archived_deaths(archive: Archive, path: str, apart: int, *, since: int, until: int) -> Counter[Cause]:
+    """The same of one archived file; ``apart`` is added to the numbers of groups.
+
+    Where times are asked for, what an earlier Plait archived is not among them: it did not say when it was stored.
+    """
+    table = read_columns(archive, path, _CAUSE)
+    if since or until < TIME_MAX:
+        time = _store_times(archive, path, len(table))
+        table = table.filter(pc.and_(pc.greater_equal(time, since), pc.less_equal(time, until)))
+    counts = table.group_by(_CAUSE).aggregate([([], "count_all")])
+    columns = [counts.column(name).to_pylist() for name in (*_CAUSE, "count_all")]
+    return Counter({Cause(n + apart, kind or "", by or ""): count for n, kind, by, count in zip(*columns, strict=True)})
+
+
+def _store_times(archive: Archive, path: str, count: int) -> pa.Array:
+    """Null where it is not known."""
+    if _STORED not in read_names(archive, path):
+        return pa.nulls(count, pa.int64())
+    return read_columns(archive, path, [_STORED]).column(_STORED).cast(pa.int64())

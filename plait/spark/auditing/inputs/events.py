@@ -1,0 +1,107 @@
+"""Events of the action log as one array, in log order, wherever they were read from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.storage.logs.action_log import EVENT, FLAG_DUE, NOT_OF_ROWS, Action
+
+#: ``time`` is when it happened, ``value`` the event's own time field, which may say something else. ``offset`` is that
+#: of its frame: events of one frame happened together. ``place`` ascends from event to event.
+AUDITED: Final = np.dtype(
+    [
+        ("action", "u1"),
+        ("flags", "u1"),
+        ("attempt", "<u2"),
+        ("group", "<u4"),
+        ("consumer", "<u4"),
+        ("epoch", "<u4"),
+        ("start", "<i8"),
+        ("end", "<i8"),
+        ("time", "<i8"),
+        ("value", "<i8"),
+        ("offset", "<i8"),
+        ("place", "<i8"),
+    ]
+)
+Events = npt.NDArray[Any]
+
+#: What happens to rows [start, end).
+OF_ROWS: Final = np.isin(
+    np.arange(256),
+    [
+        action
+        for action in Action
+        if action not in NOT_OF_ROWS
+        and action not in (Action.OFFLINE, Action.RESET, Action.FORGET_CONSUMER, Action.FORGET_GROUP, Action.CANCEL)
+    ],
+)
+_SAME: Final = ("action", "flags", "attempt", "group", "consumer", "epoch", "start", "end")
+NONE: Final[Events] = np.empty(0, AUDITED)
+
+
+def audited(frames: Iterable[tuple[int, int, npt.NDArray[Any]]]) -> Events:
+    """(log offset, time written, events) of frames as one array."""
+    members = list(frames)
+    if not members:
+        return NONE
+    # Joined as bytes: many small arrays of records cost numpy more than all the rest.
+    raw = np.frombuffer(b"".join([events.tobytes() for _, _, events in members]), EVENT)
+    counts = np.array([len(events) for _, _, events in members])
+    found = np.empty(len(raw), AUDITED)
+    for name in _SAME:
+        found[name] = raw[name]
+    found["value"] = raw["time"]
+    written = np.repeat(np.array([time for _, time, _ in members], np.int64), counts)
+    found["time"] = np.where(raw["flags"] & FLAG_DUE, written, raw["time"])
+    found["offset"] = np.repeat(np.array([offset for offset, _, _ in members], np.int64), counts)
+    # A frame is longer than it has events, so that no two have one place.
+    found["place"] = found["offset"] + np.arange(len(raw)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return found
+
+
+def of_rows(events: Events) -> Events:
+    """Those that say something of rows."""
+    chosen: Events = events[OF_ROWS[events["action"]] & (events["start"] < events["end"])]
+    return chosen
+
+
+def merged(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """[start, end) ranges as few as possible, ascending."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end))
+        elif start < end:
+            joined.append((start, end))
+    return joined
+
+
+def without(ranges: Iterable[tuple[int, int]], others: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of [start, end) ranges is in none of the others."""
+    left: list[tuple[int, int]] = []
+    taken = merged(others)
+    for start, end in ranges:
+        for first, last in taken:
+            if first < end and last > start:
+                if start < first:
+                    left.append((start, first))
+                start = last
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def spans_of(events: Events) -> dict[int, tuple[int, int]]:
+    """Group → the lowest and the highest sequence that its events speak of."""
+    told = of_rows(events)
+    numbers, which = np.unique(told["group"], return_inverse=True)
+    low = np.full(len(numbers), np.iinfo(np.int64).max)
+    high = np.zeros(len(numbers), np.int64)
+    np.minimum.at(low, which, told["start"])
+    np.maximum.at(high, which, told["end"])
+    return {int(n): (int(a), int(b)) for n, a, b in zip(numbers, low, high, strict=True)}

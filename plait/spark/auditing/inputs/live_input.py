@@ -1,0 +1,315 @@
+"""A data directory as the audit reads it: planned by headers, read in parts, in use by a server or not.
+
+Of the action log counts what rests on messages that were seen, as for a server that starts on these files.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from plait.frame.columns import Column
+from plait.frame.header import FLAG_UNSEQUENCED
+from plait.frame.view import FrameView
+from plait.limits import MIB
+from plait.model.logical_partitions import NO_KEY_HASH, Hashes, key_hashes
+from plait.spark.auditing.block import Block
+from plait.spark.auditing.group_facts import STRICT, GroupFacts, GroupTable
+from plait.spark.auditing.inputs.audit_input import AuditedPartition, Progress, check_groups
+from plait.spark.auditing.inputs.block_rows import BlockRows, Flags, Numbers, slots_of
+from plait.spark.auditing.inputs.coverage import cover
+from plait.spark.auditing.inputs.death_causes import Cause, deaths
+from plait.spark.auditing.inputs.events import NONE, Events, audited, of_rows, spans_of
+from plait.spark.auditing.stored_order import astray
+from plait.storage.catalog import PartitionRow
+from plait.storage.disk import RealDisk
+from plait.storage.logs.action_log import DEFINITIONS, EVENTS, read_definitions, read_events
+from plait.storage.reading.action_reader import ActionPart, open_actions, read_actions
+from plait.storage.reading.log_chunks import LogChunk, WantedRows, logical_ends, plan, read_chunk
+from plait.storage.reading.log_reader import open_log
+
+#: Log that one task reads: about a million short messages.
+BLOCK_SIZE: Final = 32 * MIB
+#: A piece of the action log that is read for a block, or passed over.
+PART_SIZE: Final = MIB
+#: Such pieces that a task keeps, less than 2 MiB each.
+PARTS_MAX: Final = 32
+
+#: Group → the lowest and highest sequence that a part of the action log speaks of.
+Spans = dict[int, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class LiveInput:
+    """See ``AuditInput``."""
+
+    place: str
+    wanted: WantedRows
+    fail_on_damage: bool
+    partitions: dict[int, AuditedPartition]
+    rows: dict[int, PartitionRow]
+    groups: dict[int, GroupFacts]
+    chunks: list[LogChunk]
+    parts: list[ActionPart]
+    spans: list[Spans]
+    time_min: int
+    time_max: int
+
+    def __len__(self) -> int:
+        return len(self.chunks)
+
+    def blocks(self, number: int) -> Iterator[Block]:
+        """The rows of one chunk, by partition."""
+        disk = RealDisk(self.place, read_only=True)
+        frames: dict[int, list[FrameView]] = {}
+        starts: dict[int, int] = {}
+        read = read_chunk(disk, self.place, self.chunks[number], self.wanted, fail_on_damage=self.fail_on_damage)
+        places: dict[int, list[int]] = {}
+        for place, (partition, frame) in enumerate(read, number << 32):
+            frames.setdefault(frame.partition, []).append(frame)
+            places.setdefault(frame.partition, []).append(place)
+            starts[frame.partition] = partition.start
+        parts = _Parts(self, disk)
+        groups: dict[int, list[int]] = {}
+        for group in self.groups.values():
+            groups.setdefault(group.partition, []).append(group.id)
+        for partition_id, views in frames.items():
+            table = FrameRows(views, self.rows[partition_id], starts[partition_id], places[partition_id])
+            yield Block(
+                partition_id,
+                table.rows,
+                table.key_of,
+                _LiveEvents(parts, self.spans, groups.get(partition_id, []), table.rows).events_of,
+            )
+
+    def deaths(self) -> Counter[Cause]:
+        """From the kept log."""
+        return deaths(self.place, since=self.wanted.time_min, until=self.wanted.time_max)
+
+
+class _Parts:
+    """Parts of the action log, as the partitions of a chunk need them: most often each needs the same."""
+
+    def __init__(self, source: LiveInput, disk: RealDisk) -> None:
+        self._source = source
+        self._disk = disk
+        self._known: dict[int, Events] = {}
+
+    def events(self, number: int) -> Events:
+        """What a part says of rows."""
+        known = self._known.pop(number, None)
+        if known is None:
+            known = of_rows(read_part(self._disk, self._source.place, self._source.parts[number])[0])
+            if len(self._known) >= PARTS_MAX:
+                del self._known[next(iter(self._known))]
+        # The one that was used longest ago is the first to go.
+        self._known[number] = known
+        return known
+
+
+class _LiveEvents:
+    """The events about some rows; each part of the action log is looked at once for all groups."""
+
+    def __init__(self, parts: _Parts, spans: list[Spans], groups: list[int], rows: BlockRows) -> None:
+        self._parts = parts
+        self._spans = spans
+        self._groups = groups
+        self._low = int(rows.sequences[0]) if len(rows) else 0
+        self._high = int(rows.sequences[-1]) + 1 if len(rows) else 0
+        self._known: dict[int, list[Events]] | None = None
+
+    def events_of(self, group: GroupFacts) -> Events:
+        """In log order."""
+        if self._known is None:
+            self._known = self._read()
+        found = self._known.get(group.id)
+        return np.concatenate(found) if found else NONE
+
+    def _read(self) -> dict[int, list[Events]]:
+        found: dict[int, list[Events]] = {}
+        for part, spans in enumerate(self._spans):
+            here = [number for number in self._groups if number in spans and self._meets(*spans[number])]
+            if not here:
+                continue
+            events = self._parts.events(part)
+            events = events[(events["start"] < self._high) & (events["end"] > self._low)]
+            for number in here:
+                mine = events[events["group"] == number]
+                if len(mine):
+                    found.setdefault(number, []).append(mine)
+        return found
+
+    def _meets(self, low: int, high: int) -> bool:
+        return low < self._high and high > self._low
+
+
+class FrameRows:
+    """Frames of one partition as rows."""
+
+    def __init__(
+        self, frames: list[FrameView], partition: PartitionRow, start: int, places: Sequence[int] | None = None
+    ) -> None:
+        self._frames = frames
+        counts = np.array([frame.count for frame in frames])
+        self._ends = np.cumsum(counts)
+        sequences = np.concatenate([frame.sequences() for frame in frames])
+        hashes: Hashes | None = None
+        if any(frame.has(Column.KEY_HASH) for frame in frames):
+            found = [key_hashes(frame) for frame in frames]
+            hashes = np.concatenate(
+                [np.full(frame.count, NO_KEY_HASH) if h is None else h for frame, h in zip(frames, found, strict=True)]
+            )
+        stored = np.repeat(np.array([frame.store_time for frame in frames], np.int64), counts)
+        sent = [
+            frame.fixed(Column.SEND_TIME) if frame.has(Column.SEND_TIME) else np.full(frame.count, frame.store_time)
+            for frame in frames
+        ]
+        epochs = np.repeat(np.array([frame.epoch for frame in frames], np.int64), counts)
+        # As the log has them, but for what retention has taken of a frame.
+        self._chosen = np.flatnonzero(sequences >= start)
+        if len(sequences) > 1 and (np.diff(sequences) <= 0).any():
+            _, self._chosen = np.unique(np.where(sequences >= start, sequences, -1), return_index=True)
+            self._chosen = self._chosen[sequences[self._chosen] >= start]
+        chosen = self._chosen
+        if hashes is not None:
+            hashes = hashes[chosen]
+        sequences = sequences[chosen]
+        lps = slots_of(sequences, hashes, partition.taken)
+        ids = [frame.message_ids() for frame in frames]
+        moved = bool(partition.taken or partition.fences)
+        self.rows = BlockRows(
+            sequences,
+            epochs[chosen],
+            lps,
+            hashes,
+            stored[chosen],
+            np.concatenate(sent).astype(np.int64)[chosen],
+            ids=(np.concatenate([each for each, _ in ids])[chosen], np.concatenate([each for _, each in ids])[chosen]),
+            unordered=_unordered(frames, chosen),
+            astray=astray(sequences, lps, partition.taken, partition.fences),
+            places=np.repeat(np.array(places, np.int64), counts)[chosen] if places is not None else None,
+            spans=np.searchsorted([since for since, _ in partition.taken], sequences, "right") if moved else None,
+        )
+
+    def key_of(self, row: int) -> str:
+        """The text of a row's key."""
+        at = int(self._chosen[row])
+        frame = int(np.searchsorted(self._ends, at, "right"))
+        before = int(self._ends[frame - 1]) if frame else 0
+        text: bytes = self._frames[frame].binary(Column.KEY)[at - before].as_py()
+        return text.decode()
+
+
+def _unordered(frames: list[FrameView], chosen: Numbers) -> Flags | None:
+    """Rows that were delayed, or sent one way."""
+    if not any(frame.has(Column.DELIVER_AT) or frame.flags & FLAG_UNSEQUENCED for frame in frames):
+        return None
+    found = []
+    for frame in frames:
+        if frame.flags & FLAG_UNSEQUENCED:
+            found.append(np.ones(frame.count, bool))
+        elif frame.has(Column.DELIVER_AT):
+            found.append(frame.values(Column.DELIVER_AT) > 0)
+        else:
+            found.append(np.zeros(frame.count, bool))
+    return np.concatenate(found)[chosen]
+
+
+def open_live(
+    path: str,
+    wanted: WantedRows,
+    groups: frozenset[str],
+    *,
+    broker_group: str,
+    fail_on_damage: bool,
+    tasks_min: int,
+    progress: Progress,
+) -> LiveInput:
+    """Look at both logs and plan the work."""
+    reader = open_log(path)
+    progress("looking at the message log", 0, 1)
+    walk = reader.walk(fail_on_damage=fail_on_damage)
+    coverage = cover(walk, wanted)
+    actions = open_actions(path)
+    # What rests on messages that came since, or that were lost, does not count.
+    looked = actions.look(part_size=PART_SIZE, fail_on_damage=fail_on_damage, message_end=coverage.log_end)
+    log_start = actions.files[0][0] if actions.files else 0
+    table = GroupTable(whole=log_start == 0)
+    disk = RealDisk(path, read_only=True)
+    spans: list[Spans] = []
+    times: list[int] = []
+    for number, part in enumerate(looked.parts):
+        progress("reading the action log", number, len(looked.parts))
+        events, told = read_part(disk, path, part, table)
+        spans.append(spans_of(events))
+        times += told
+    if log_start and times:
+        begins = times[0]
+        for group in table.groups.values():
+            group.begins = begins
+    planned = plan(reader, wanted, chunk_size=BLOCK_SIZE, chunks_min=tasks_min, fail_on_damage=fail_on_damage)
+    rows = {row.id: row for row in walk.partitions.values() if not row.deleted and wanted.covers(row)}
+    there = {number: group for number, group in table.groups.items() if group.partition in rows}
+    check_groups(groups, (group.name for group in there.values()), path)
+    known = {number: group for number, group in there.items() if not groups or group.name in groups}
+    for group in known.values():
+        group.learn_order(rows[group.partition].settings.order)
+    starts = {number: each.start for chunk in planned.chunks for number, each in chunk.partitions.items()}
+    nexts = logical_ends(reader.checkpoint)
+    from_zero = not reader.files or reader.files[0][0] == 0
+    partitions = {}
+    for number, row in rows.items():
+        # Retention may have taken segments since the checkpoint.
+        start = max(starts.get(number, 0), 0 if from_zero else coverage.first(number))
+        end = max(coverage.end(number), nexts.get(number, 0))
+        if not from_zero and number not in coverage.ranges:
+            # All of it has expired: the checkpoint says how far it had come.
+            start = max(start, end)
+        first = max(start, coverage.first(number))
+        name = f"{row.name}@{broker_group}"
+        readable = 0 if fail_on_damage else coverage.count(number, start)
+        missing = coverage.missing(number, start, end)
+        strict = row.settings.order == STRICT
+        partitions[number] = AuditedPartition(row.subject, name, first, end, missing, readable, strict)
+    for group in known.values():
+        if not from_zero and group.partition not in coverage.ranges:
+            # An older checkpoint does not know all of what has expired.
+            group.reach = min(group.reach, partitions[group.partition].end)
+    times += [time for number in rows for time in coverage.times.get(number, ())]
+    time_min, time_max = min(times, default=0), max(times, default=0)
+    return LiveInput(
+        place=path,
+        wanted=wanted,
+        fail_on_damage=fail_on_damage,
+        partitions=partitions,
+        rows=rows,
+        groups=known,
+        chunks=planned.chunks,
+        parts=looked.parts,
+        spans=spans,
+        time_min=max(time_min, wanted.time_min),
+        time_max=time_max,
+    )
+
+
+def read_part(
+    disk: RealDisk, place: str, part: ActionPart, table: GroupTable | None = None
+) -> tuple[Events, list[int]]:
+    """The events of a part, and the times of its first and last frame; ``table`` learns from it, in log order."""
+    found: list[tuple[int, int, Any]] = []
+    times: list[int] = []
+    for offset, frame in read_actions(disk, place, part, alone=True):
+        times = [times[0] if times else frame.store_time, frame.store_time]
+        if frame.partition == EVENTS:
+            found.append((offset, frame.store_time, read_events(frame)))
+        elif frame.partition == DEFINITIONS and table is not None:
+            for definition in read_definitions(frame):
+                table.define(definition, head=frame.previous != 0 or offset == part.base)
+    events = audited(found)
+    if table is not None:
+        table.take(events)
+    return events, times

@@ -1,0 +1,161 @@
+"""Whether a partition's messages were stored as their senders sent them, whatever groups did with them.
+
+Three promises: no message lies where no route leads to any more (behind a *fence*), none is stored twice, and on a
+``strict`` subject a key's messages of one producer are stored in the order in which it sent them. Within a block rows
+are sorted and compared with their neighbours. What lies in several blocks is compared by small facts: which numbers of
+a producer a block has, 64 to a fact, and the least and the greatest number of each key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from plait.limits import LOGICAL_PARTITIONS
+from plait.model.logical_partitions import NO_KEY_HASH, Lps, lp_set
+from plait.spark.auditing.inputs.block_rows import BlockRows, Flags, Numbers, UInt64s
+
+#: Numbers of a producer that one fact has, as bits.
+WINDOW_BITS = 6
+_MIX = np.uint64(0x9E37_79B9_7F4A_7C15)
+_BEYOND = np.iinfo(np.int64).max
+
+
+class Windows(NamedTuple):
+    """The message ids of a block."""
+
+    producers: UInt64s
+    #: The numbers [64 * window, 64 * window + 64) of the producer, and those that are there, as bits.
+    windows: Numbers
+    bits: UInt64s
+
+
+class KeyNumbers(NamedTuple):
+    """Of each key and producer of a block: both mixed into one number, and the numbers of the messages."""
+
+    hashes: UInt64s
+    least: Numbers
+    greatest: Numbers
+
+
+def astray(
+    sequences: Numbers,
+    lps: Lps,
+    taken: Sequence[tuple[int, list[tuple[int, int]]]],
+    fences: Sequence[tuple[int, int, int]],
+) -> Flags | None:
+    """Rows of logical partitions that the partition did not take when they were stored; None: there are none.
+
+    ``taken``: what it took from each of these sequences on; ``fences``: what it takes no more, from where on.
+    """
+    if not taken and not fences:
+        return None
+    ends = np.full(LOGICAL_PARTITIONS, _BEYOND)
+    for first, end, fence in fences:
+        ends[first:end] = fence
+    slots = lps.astype(np.int64) % LOGICAL_PARTITIONS
+    found: Flags = sequences >= ends[slots]
+    since = np.searchsorted([start for start, _ in taken], sequences, "right") - 1
+    for index in np.unique(since[since >= 0]).tolist():
+        mine = since == index
+        found[mine] |= ~lp_set(taken[index][1])[slots[mine]]
+    return found if found.any() else None
+
+
+def judge_stored(rows: BlockRows, *, strict: bool) -> dict[str, Numbers]:
+    """Row numbers of the broken promises, by name."""
+    none = np.empty(0, np.int64)
+    found = {"behind_fence": none if rows.astray is None else np.flatnonzero(rows.astray)}
+    if rows.ids is None:
+        return found
+    producers, numbers = rows.ids
+    if _ascend(producers, numbers):
+        return found
+    order = np.lexsort((numbers, producers))
+    # Rows ascend, and the sort leaves equal ones so: of two the second one is too many.
+    same = (producers[order][1:] == producers[order][:-1]) & (numbers[order][1:] == numbers[order][:-1])
+    found["stored_twice"] = np.sort(order[1:][same])
+    if strict:
+        chosen = _of_keys(rows)
+        keys, numbers = _mixed(rows, chosen), numbers[chosen]
+        order = np.argsort(keys, kind="stable")
+        before, now = order[:-1], order[1:]
+        wrong = (keys[before] == keys[now]) & (numbers[now] < numbers[before])
+        found["stored_out_of_order"] = np.sort(chosen[now[wrong]])
+    return found
+
+
+def windows_of(rows: BlockRows) -> Windows | None:
+    """What other blocks have to know to find a message that is stored twice; None: the ids are not known."""
+    if rows.ids is None:
+        return None
+    producers, numbers = rows.ids
+    windows = (numbers >> np.uint64(WINDOW_BITS)).astype(np.int64)
+    bits = np.uint64(1) << (numbers & np.uint64((1 << WINDOW_BITS) - 1))
+    if not _ascend(producers, numbers):
+        order = np.lexsort((windows, producers))
+        producers, windows, bits = producers[order], windows[order], bits[order]
+    begins = np.ones(len(windows), bool)
+    begins[1:] = (producers[1:] != producers[:-1]) | (windows[1:] != windows[:-1])
+    starts = np.flatnonzero(begins)
+    return Windows(producers[starts], windows[starts], np.bitwise_or.reduceat(bits, starts))
+
+
+def stored_again(ids: Numbers, producers: Numbers, windows: Numbers, bits: Numbers) -> Numbers:
+    """For each message that more than one block has, the number of its subject (``ids``)."""
+    order = np.lexsort((windows, producers, ids))
+    ids, producers, windows = ids[order], producers[order], windows[order]
+    there = bits[order].view(np.uint64)
+    begins = np.ones(len(order), bool)
+    begins[1:] = (ids[1:] != ids[:-1]) | (producers[1:] != producers[:-1]) | (windows[1:] != windows[:-1])
+    starts = np.flatnonzero(begins)
+    if not len(starts):
+        return ids
+    counts = np.add.reduceat(_ones(there), starts)
+    again = counts - _ones(np.bitwise_or.reduceat(there, starts))
+    return np.repeat(ids[starts], again)
+
+
+def key_numbers(rows: BlockRows) -> KeyNumbers | None:
+    """What other blocks have to know to find a key that is stored out of order."""
+    if rows.ids is None:
+        return None
+    chosen = _of_keys(rows)
+    if not len(chosen):
+        return None
+    keys, numbers = _mixed(rows, chosen), rows.ids[1][chosen].astype(np.int64)
+    order = np.argsort(keys, kind="stable")
+    keys, numbers = keys[order], numbers[order]
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    return KeyNumbers(keys[starts], np.minimum.reduceat(numbers, starts), np.maximum.reduceat(numbers, starts))
+
+
+def _ascend(producers: UInt64s, numbers: UInt64s) -> bool:
+    """One producer's, in order: as most blocks of a partition with one sender are."""
+    return bool((producers == producers[:1]).all() and (numbers[1:] > numbers[:-1]).all())
+
+
+def _of_keys(rows: BlockRows) -> Numbers:
+    """Rows whose order of sending means something: they have a key, and were neither delayed nor sent one way."""
+    if rows.hashes is None:
+        return np.empty(0, np.int64)
+    keyed = rows.hashes != NO_KEY_HASH
+    return np.flatnonzero(keyed if rows.unordered is None else keyed & ~rows.unordered)
+
+
+def _mixed(rows: BlockRows, chosen: Numbers) -> UInt64s:
+    """Key and producer as one number each."""
+    assert rows.ids is not None
+    assert rows.hashes is not None
+    mixed: UInt64s = rows.hashes[chosen] ^ (rows.ids[0][chosen] * _MIX)
+    return mixed
+
+
+def _ones(bits: UInt64s) -> Numbers:
+    """How many bits of each are set."""
+    found = np.unpackbits(np.ascontiguousarray(bits).view(np.uint8).reshape(-1, 8), axis=1).sum(axis=1)
+    counts: npt.NDArray[np.int64] = found.astype(np.int64)
+    return counts

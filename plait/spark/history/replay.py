@@ -1,0 +1,374 @@
+"""Sending messages of a history again: in order, at a rate, marked as what they are, and resumable.
+
+Rows go out in the order of ``storage_order``, one batch after another: a batch leaves when the one before it is
+stored. So for each key the order is that in which its messages were stored.
+
+Promise, with a state file: whenever the process is killed and started again, every message of the selection is stored
+again, and none twice, as long as the target's partitions are the same as before and the broker remembers the producer
+(a week). Otherwise at most the one batch that was in doubt comes twice. Without a state file a second run begins anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait import chance
+from plait.client.arguments import limit_of
+from plait.client.client import Client
+from plait.client.send.encoding import decode_headers, encode_headers, encode_tags
+from plait.client.send.open_rows import hash_keys
+from plait.client.send.resumable_sender import OutgoingRows, ResumableSender
+from plait.clock import Clock, SystemClock
+from plait.errors import InvalidArgument, TooLarge
+from plait.limits import MIB
+from plait.model import names
+from plait.spark.history.live_part import ENCODED
+from plait.spark.history.lookup import History
+from plait.spark.history.replay_state import InDoubt, ReplayMark, ReplayState, StateFile
+from plait.spark.history.selection import HistorySelection
+from plait.spark.runtime.job_runner import ProgressListener
+
+log = logging.getLogger("plait.spark")
+
+#: Headers of what is sent again: the id of the message that it was, and the name of the replay.
+REPLAYED_FROM: Final = "plait-replayed-from"
+REPLAY: Final = "plait-replay"
+#: Rows and bytes that leave together: few enough to come twice, and enough that waiting for each batch costs little.
+BATCH_COUNT: Final = 1_000
+BATCH_SIZE: Final = MIB
+#: So many keys are counted exactly: 8 MiB of hashes.
+KEYS_KEPT: Final = 1 << 20
+#: At a rate, batches leave this often, at most.
+BATCHES_PER_SECOND: Final = 10
+
+
+class Replayed(NamedTuple):
+    """What became of a replay."""
+
+    run: str
+    #: Messages that were stored again by this process, and by those before it.
+    sent: int
+    before: int
+
+
+class Counted(NamedTuple):
+    """What a replay would send."""
+
+    messages: int
+    size: int
+    #: Different ones: exact up to a million, and within a percent beyond that.
+    keys: int
+    #: Store times.
+    first: datetime | None
+    last: datetime | None
+
+
+class Replay:
+    """Sends a selection to a subject, once.
+
+    ``state`` is the file that makes it resumable; ``words`` are what the caller was asked for, as "-5m" is another time
+    a minute later: who goes on must be asked for the same.
+    """
+
+    def __init__(
+        self,
+        history: History,
+        selection: HistorySelection,
+        to: str,
+        *,
+        rate: float | None = None,
+        limit: int | None = None,
+        state: Path | None = None,
+        words: Mapping[str, Any] | None = None,
+        clock: Clock | None = None,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        if rate is not None and not 0 < rate < float("inf"):
+            raise InvalidArgument(f"rate {rate} is not possible; give messages per second, more than 0")
+        self._history = history
+        self._selection = selection
+        self._to = names.check("subject", to)
+        self._rate = rate
+        self._limit = None if limit is None else limit_of(limit)
+        self._state_path = state
+        self._words = dict(words or {})
+        self._clock = clock or SystemClock()
+        self._sleep = sleep
+
+    def count(self, progress: ProgressListener | None = None) -> Counted:
+        """What would be sent; nothing is."""
+        count = size = 0
+        keys = KeyCount()
+        first = last = None
+        for rows in self._rows(self._begun(""), progress, {}):
+            count += rows.num_rows
+            size += pc.sum(pc.binary_length(rows["body"])).as_py()
+            keys.add(rows["key"])
+            first = first or rows["store_time"][0].as_py()
+            last = rows["store_time"][-1].as_py()
+        return Counted(count, size, keys.count, first, last)
+
+    async def run(self, client: Client, progress: ProgressListener | None = None) -> Replayed:
+        """Send what was not sent by an earlier process with the same state file."""
+        file = StateFile(self._state_path)
+        try:
+            return await self._run(client, file, progress)
+        finally:
+            file.close()
+
+    async def _run(self, client: Client, file: StateFile, progress: ProgressListener | None) -> Replayed:
+        request = self._request()
+        state = file.load(request) or self._begun(chance.token(8))
+        sender = ResumableSender(client, self._to)
+        await sender.open()
+        state = file.same_cluster(state, sender.servers)
+        before = state.count
+        if state.finished:
+            return Replayed(state.run, 0, before)
+        due = 0.0
+        ends = dict(state.ends or {})
+        batches = _Batches(self._rows(state, progress, ends), self._batch_count())
+        if state.in_doubt is not None:
+            state = await self._settle(sender, batches, state)
+        while (rows := await asyncio.to_thread(batches.next)) is not None:
+            if state.ends is None:
+                # All was found before the first row came.
+                state = msgspec.structs.replace(state, ends=dict(ends))
+            # Reading and stalls are not made up for: a burst after them is what a rate is to prevent.
+            due = max(due, self._clock.monotonic())
+            prepared = sender.prepare(_outgoing(rows, state.run))
+            doubt = InDoubt(rows.num_rows, prepared.digest)
+            file.save(msgspec.structs.replace(state, position=sender.position, in_doubt=doubt))
+            await sender.send(prepared)
+            state = _advanced(state, rows)
+            if progress is not None:
+                progress.update(state.count)
+            if self._rate is not None:
+                due += rows.num_rows / self._rate
+                await self._sleep(max(due - self._clock.monotonic(), 0.0))
+        file.save(msgspec.structs.replace(state, position=None, in_doubt=None, finished=True))
+        return Replayed(state.run, state.count - before, before)
+
+    async def _settle(self, sender: ResumableSender, batches: _Batches, state: ReplayState) -> ReplayState:
+        """Send again what was in doubt, under its old numbers."""
+        assert state.in_doubt is not None
+        assert state.position is not None
+        rows = await asyncio.to_thread(batches.next, state.in_doubt.count)
+        if rows is None:
+            return state
+        prepared = sender.prepare(_outgoing(rows, state.run))
+        if prepared.digest == state.in_doubt.digest:
+            sender.go_on(state.position)
+        else:
+            log.warning(
+                "the partitions of %s, or the messages to be sent, are not what they were: up to %d messages may be "
+                "sent twice",
+                self._to,
+                state.in_doubt.count,
+            )
+        await sender.send(prepared)
+        return _advanced(state, rows)
+
+    def _request(self) -> dict[str, Any]:
+        """What makes two replays the same one."""
+        selection = self._selection
+        return {
+            **self._history.sources,
+            "subject": selection.subject,
+            "key": selection.key,
+            "id": selection.message_id,
+            "headers": [list(header) for header in selection.headers],
+            "to": self._to,
+            "limit": self._limit,
+            **self._words,
+        }
+
+    def _batch_count(self) -> int:
+        if self._rate is None:
+            return BATCH_COUNT
+        return max(1, min(BATCH_COUNT, int(self._rate / BATCHES_PER_SECOND)))
+
+    def _begun(self, run: str) -> ReplayState:
+        """A new replay."""
+        selection = self._selection
+        return ReplayState(run=run, request=self._request(), time_min=selection.time_min, time_max=selection.time_max)
+
+    def _rows(
+        self, state: ReplayState, progress: ProgressListener | None, ends: dict[str, ReplayMark]
+    ) -> Iterator[pa.Table]:
+        """What is left to be sent. Of a new replay, ``ends`` has the last messages of partitions afterwards."""
+
+        def found(rows: pa.Table) -> None:
+            _extend(ends, rows)
+
+        def reading(done: int, total: int) -> None:
+            if progress is not None:
+                if not begun:
+                    begun.append(total)
+                    progress.step("reading", total, "bytes")
+                progress.update(done)
+
+        def counted(count: int) -> None:
+            if progress is not None:
+                progress.step("sending", count if self._limit is None else min(count, self._limit))
+
+        begun: list[int] = []
+        selection = self._selection._replace(time_min=state.time_min, time_max=state.time_max)
+        left = self._limit
+        first = found if state.ends is None else None
+        for each in self._history.scan(selection, progress=reading, counted=counted, found=first, encoded=True):
+            # A replay into the subject that it reads from must not find what it sent.
+            rows = each.filter(pc.invert(_is_of(each["headers"], state.run)))
+            if state.ends is not None:
+                rows = _up_to(rows, state.ends)
+            if left is not None:
+                rows = rows.slice(0, left)
+                left -= rows.num_rows
+            rows = _not_done(rows, state.marks)
+            if rows.num_rows:
+                yield rows
+            if left == 0:
+                return
+
+
+class KeyCount:
+    """How many different keys there are, in bounded memory: the least of their hashes tell how dense all of them lie.
+
+    Exact as long as there are fewer than ``kept``; beyond that the error is about 1 / sqrt(kept) of the count.
+    """
+
+    def __init__(self, kept: int = KEYS_KEPT) -> None:
+        self._kept = kept
+        self._least = np.zeros(0, np.uint64)
+        self._new: list[npt.NDArray[np.uint64]] = []
+        self._new_count = 0
+
+    def add(self, keys: pa.ChunkedArray) -> None:
+        """Keys of some rows; null: it has none."""
+        found = keys.unique().drop_null()
+        self._new.append(hash_keys(found.to_pylist(), len(found)))
+        self._new_count += len(found)
+        if self._new_count >= self._kept:
+            self._merge()
+
+    def _merge(self) -> None:
+        self._least = np.unique(np.concatenate([self._least, *self._new]))[: self._kept]
+        self._new, self._new_count = [], 0
+
+    @property
+    def count(self) -> int:
+        self._merge()
+        if len(self._least) < self._kept:
+            return len(self._least)
+        return round((self._kept - 1) / (int(self._least[-1]) / 2**64))
+
+
+class _Batches:
+    """Rows as batches; where one ends depends on its rows alone, not on the tables they come in."""
+
+    def __init__(self, tables: Iterator[pa.Table], count_max: int) -> None:
+        self._tables = tables
+        self._count_max = count_max
+        self._rest: pa.Table | None = None
+
+    def next(self, count: int | None = None) -> pa.Table | None:
+        """The next batch, or exactly so many rows, as far as there are any; None: that was all."""
+        wanted = count or self._count_max
+        rest = self._rest
+        while rest is None or rest.num_rows < wanted:
+            more = next(self._tables, None)
+            if more is None:
+                break
+            rest = more if rest is None else pa.concat_tables([rest, more])
+        if rest is None or not rest.num_rows:
+            return None
+        head = rest.slice(0, wanted)
+        if count is None:
+            sizes = pc.cumulative_sum(pc.binary_length(head["body"]).cast(pa.int64()))
+            head = head.slice(0, max(1, pc.sum(pc.less_equal(sizes, BATCH_SIZE)).as_py()))
+        self._rest = rest.slice(head.num_rows)
+        return head
+
+
+def _is_of(headers: pa.ChunkedArray, run: str) -> pa.ChunkedArray:
+    return pc.fill_null(pc.equal(pc.map_lookup(headers, REPLAY, "last"), run), False)
+
+
+def _not_done(rows: pa.Table, marks: dict[str, ReplayMark]) -> pa.Table:
+    """Without what is stored again."""
+    return rows.filter(pc.invert(_within(rows, marks))) if marks else rows
+
+
+def _up_to(rows: pa.Table, ends: dict[str, ReplayMark]) -> pa.Table:
+    """What was there when the replay began."""
+    return rows.filter(_within(rows, ends)) if ends else rows.slice(0, 0)
+
+
+def _within(rows: pa.Table, marks: dict[str, ReplayMark]) -> pa.Array | pa.ChunkedArray:
+    """Whether each row lies up to the mark of its partition, by sequence and by time.
+
+    By both, since the sequences of a subject that was deleted and made again begin at 0.
+    """
+    times = rows["store_time"].cast(pa.int64())
+    within = None
+    for partition, mark in marks.items():
+        here = pc.and_(
+            pc.equal(rows["partition"], partition),
+            pc.and_(pc.less_equal(rows["sequence"], mark.sequence), pc.less_equal(times, mark.time)),
+        )
+        within = here if within is None else pc.or_(within, here)
+    return within
+
+
+def _extend(marks: dict[str, ReplayMark], rows: pa.Table) -> None:
+    """Marks that these rows lie up to as well."""
+    times = rows["store_time"].cast(pa.int64())
+    ends = pa.table({"partition": rows["partition"], "sequence": rows["sequence"], "time": times})
+    for end in ends.group_by("partition").aggregate([("sequence", "max"), ("time", "max")]).to_pylist():
+        before = marks.get(end["partition"], ReplayMark(-1, -1))
+        marks[end["partition"]] = ReplayMark(
+            max(before.sequence, end["sequence_max"]), max(before.time, end["time_max"])
+        )
+
+
+def _advanced(state: ReplayState, rows: pa.Table) -> ReplayState:
+    """Rows are stored."""
+    marks = dict(state.marks)
+    _extend(marks, rows)
+    return msgspec.structs.replace(state, count=state.count + rows.num_rows, marks=marks, position=None, in_doubt=None)
+
+
+def _outgoing(rows: pa.Table, run: str) -> OutgoingRows:
+    """Rows as they are sent: as they were, and marked."""
+    ids = rows["message_id"].to_pylist()
+    headers = [
+        _marked(known, texts, message_id, run)
+        for known, texts, message_id in zip(rows[ENCODED].to_pylist(), rows["headers"].to_pylist(), ids, strict=True)
+    ]
+    return OutgoingRows(
+        rows["body"].combine_chunks(),
+        rows["key"].fill_null("").to_pylist(),
+        [encode_tags(tags) for tags in rows["tags"].to_pylist()],
+        headers,
+        ids,
+    )
+
+
+def _marked(encoded: bytes | None, texts: list[tuple[str, str]] | None, message_id: str, run: str) -> bytes:
+    headers: dict[str, Any] = dict(texts or []) if encoded is None else dict(decode_headers(encoded))
+    headers |= {REPLAYED_FROM: message_id, REPLAY: run}
+    try:
+        return encode_headers(headers)
+    except TooLarge as error:
+        raise TooLarge(f"message {message_id} cannot be sent again: with the marks of a replay, {error}") from None

@@ -1,0 +1,229 @@
+"""Rows in the order they were stored: within each partition by sequence, partitions interleaved by time.
+
+A broker's clock may be set back; a partition's rows keep their order all the same, since a row counts as no earlier
+than those before it. So for one key the order is that of its partition, and where a key moved to another partition,
+what was stored there follows. The order depends on the rows alone, not on the files that they come from.
+
+Few rows are sorted in memory. More are written to a temporary directory in sorted runs and merged from there, so that
+memory stays bounded however many there are.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait.limits import MIB
+from plait.spark.source import arrow_scalars as bare
+
+#: Rows of so many bytes are sorted at once.
+RUN_SIZE: Final = 256 * MIB
+#: Runs are written and read in pieces of about this size: one of each partition and run is in memory.
+BLOCK_SIZE: Final = MIB
+
+#: Where only the first few rows are wanted, so many are collected before the others are forgotten.
+CUT_COUNT: Final = 65_536
+
+Keys = npt.NDArray[np.int64]
+#: Rows and what they are merged by, ascending.
+Block = tuple[pa.Table, Keys]
+
+_ORDER: Final = [("partition", "ascending"), ("sequence", "ascending")]
+
+
+class Ordering:
+    """Takes rows in any order and gives them back in that of the module; for ``with``."""
+
+    def __init__(self, *, limit: int | None = None, run_size: int = RUN_SIZE, block_size: int = BLOCK_SIZE) -> None:
+        self._limit = limit
+        self._run_size = run_size
+        self._block_size = block_size
+        #: Rows that were added.
+        self.count = 0
+        #: Where only the first few are wanted: there are as many that were stored before this time, in microseconds.
+        self.bound: int | None = None
+        self._rows: list[pa.Table] = []
+        self._size = 0
+        self._held = 0
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._runs: list[_SortedRun] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for run in self._runs:
+            run.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+
+    def add(self, rows: pa.Table) -> None:
+        """Rows with the columns partition, sequence and store_time, and any others."""
+        if rows.num_rows:
+            self._rows.append(rows)
+            self._size += rows.nbytes
+            self._held += rows.num_rows
+            self.count += rows.num_rows
+            if self._limit is not None and self._held > self._limit and self._many(self._limit):
+                self._cut(self._limit)
+            if self._size >= self._run_size:
+                self._spill()
+
+    def _many(self, limit: int) -> bool:
+        return self._size >= self._run_size or self._held >= max(2 * limit, CUT_COUNT)
+
+    def _cut(self, limit: int) -> None:
+        """Forget what is not among the first, unless runs are written: then the merge stops in time."""
+        if not self._runs:
+            rows = pa.concat_tables(self._merged(self._partitions())).slice(0, limit)
+            self.bound = int(bare.values(rows["store_time"].cast(pa.int64()), np.int64).max())
+            self._rows, self._size, self._held = [rows], rows.nbytes, rows.num_rows
+
+    def _spill(self) -> None:
+        if self._directory is None:
+            self._directory = tempfile.TemporaryDirectory(prefix="plait-history-")
+        path = Path(self._directory.name) / f"run-{len(self._runs)}.arrow"
+        self._runs.append(_SortedRun(path, self._partitions(), self._block_size))
+
+    def _partitions(self) -> dict[str, pa.Table]:
+        """What was added since the last run, by partition, each by sequence."""
+        rows = pa.concat_tables(self._rows).combine_chunks()
+        self._rows, self._size, self._held = [], 0, 0
+        rows = rows.take(pc.sort_indices(rows, _ORDER))
+        codes = rows["partition"].combine_chunks().dictionary_encode()
+        numbers = bare.values(codes.indices, np.int32)
+        starts = np.concatenate([[0], np.flatnonzero(np.diff(numbers)) + 1, [len(numbers)]])
+        names = codes.dictionary.to_pylist()
+        return {names[numbers[start]]: rows.slice(start, end - start) for start, end in pairwise(starts.tolist())}
+
+    def tables(self) -> Iterator[pa.Table]:
+        """All rows, or the first of them, a table after another; once, when all were added."""
+        left = self._limit
+        # What is in memory is the last run, as it is.
+        for rows in self._merged(self._partitions() if self._rows else {}):
+            if left is not None:
+                rows = rows.slice(0, left)
+                left -= rows.num_rows
+            yield rows
+            if left == 0:
+                return
+
+    def _merged(self, rest: dict[str, pa.Table]) -> Iterator[pa.Table]:
+        names = sorted({*rest, *(name for run in self._runs for name in run.blocks)})
+        streams = []
+        for name in names:
+            parts = [run.read(name) for run in self._runs if name in run.blocks]
+            if name in rest:
+                parts.append(iter([(rest[name], _sequences(rest[name]))]))
+            streams.append(_by_time(parts[0] if len(parts) == 1 else merge(parts)))
+        for rows, _ in merge(streams):
+            yield rows
+
+
+class _SortedRun:
+    """Sorted rows in a file, a block after another, and which blocks are whose."""
+
+    def __init__(self, path: Path, partitions: dict[str, pa.Table], block_size: int) -> None:
+        self.blocks: dict[str, range] = {}
+        schema = next(iter(partitions.values())).schema
+        written = 0
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
+            for name, rows in partitions.items():
+                count = max(1, block_size * rows.num_rows // max(rows.nbytes, 1))
+                batches = rows.to_batches(max_chunksize=count)
+                for batch in batches:
+                    writer.write_batch(batch)
+                self.blocks[name] = range(written, written + len(batches))
+                written += len(batches)
+        self._file = pa.OSFile(str(path), "rb")
+        self._reader = pa.ipc.open_file(self._file)
+
+    def read(self, partition: str) -> Iterator[Block]:
+        for number in self.blocks[partition]:
+            rows = pa.Table.from_batches([self._reader.get_batch(number)])
+            yield rows, _sequences(rows)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _sequences(rows: pa.Table) -> Keys:
+    return bare.values(rows["sequence"], np.int64)
+
+
+def _by_time(blocks: Iterator[Block]) -> Iterator[Block]:
+    """A partition's rows, each no earlier than the one before it."""
+    latest = np.int64(0)
+    for rows, _ in blocks:
+        times = bare.values(rows["store_time"].cast(pa.int64()), np.int64)
+        keys = np.maximum.accumulate(np.maximum(times, latest))
+        latest = keys[-1]
+        yield rows, keys
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+class _Head:
+    """The rows of a stream that are not given out yet."""
+
+    def __init__(self, stream: Iterator[Block]) -> None:
+        self._stream = stream
+        self.rows: pa.Table | None = None
+        self.keys: Keys = np.zeros(0, np.int64)
+        self.ended = False
+        self.more()
+
+    def more(self) -> None:
+        """Take in the stream's next block."""
+        block = next(self._stream, None)
+        if block is None:
+            self.ended = True
+            return
+        rows, keys = block
+        self.rows = rows if self.rows is None else pa.concat_tables([self.rows, rows])
+        self.keys = np.concatenate([self.keys, keys])
+
+    def take(self, count: int) -> pa.Table:
+        """The first rows, which are given out."""
+        assert self.rows is not None
+        taken = self.rows.slice(0, count)
+        self.rows, self.keys = self.rows.slice(count), self.keys[count:]
+        return taken
+
+
+def merge(streams: Sequence[Iterator[Block]]) -> Iterator[Block]:
+    """Streams of ascending keys as one; of equal keys those of the first stream come first."""
+    heads = [_Head(stream) for stream in streams]
+    while True:
+        # What lies below every stream's last key is complete.
+        bound = min((head.keys[-1] for head in heads if not head.ended), default=None)
+        taken: list[pa.Table] = []
+        keys: list[Keys] = []
+        for head in heads:
+            count = len(head.keys) if bound is None else int(np.searchsorted(head.keys, bound, "left"))
+            if count:
+                keys.append(head.keys[:count])
+                taken.append(head.take(count))
+        if len(taken) == 1:
+            yield taken[0], keys[0]
+        elif taken:
+            joined = np.concatenate(keys)
+            order = np.argsort(joined, kind="stable")
+            yield pa.concat_tables(taken).combine_chunks().take(bare.integers(order)), joined[order]
+        if bound is None:
+            return
+        for head in heads:
+            if not head.ended and head.keys[-1] <= bound:
+                head.more()

@@ -1,0 +1,253 @@
+"""A Spark session that is ready for Plait: Java found, quick to start, quiet, with ``format("plait")`` known.
+
+Local by default; any other master and any setting pass through. Settings are Plait's defaults, then the
+caller's, which win. The environment that Spark is started with is put back afterwards.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plait.errors import InvalidArgument
+from plait.spark.runtime.java import Java, SparkUnavailable, find_java
+from plait.spark.runtime.session_files import DAEMON_MODULE, Runtime, runtime_for
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+#: Admission control of streaming readers and Arrow batches of data sources as Plait uses them.
+PYSPARK_MIN = (4, 3)
+DEFAULT_MASTER = "local[*]"
+#: Between Java and a Python worker; Spark's own 64 KiB are less than one Arrow batch.
+PYTHON_BUFFER_SIZE = 1 << 20
+#: How long a Python worker keeps memory that it has freed.
+WORKER_MEMORY_MILLISECONDS = 5_000
+#: Tasks of a shuffle for each local thread: few, since a small task costs more than its rows, and more than
+#: one, since two threads then share an uneven load.
+SHUFFLE_TASKS_PER_THREAD = 2
+
+#: A socket's path has 103 bytes on some systems, and its name there has 42: below a longer directory there are none.
+SOCKET_DIRECTORY_MAX = 60
+
+_SOCKETS = "spark.python.unix.domain.socket.dir"
+_PACKAGES = ("pyspark", "pandas", "pyarrow")
+_LOCAL = re.compile(r"local(?:\[(?P<threads>\*|\d+)(?:\s*,\s*\d+)?\])?")
+
+#: For every master.
+_DEFAULTS = {
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # A fifth less CPU than TCP over loopback for rows that come from Python.
+    "spark.python.unix.domain.socket.enabled": "true",
+    "spark.sql.python.filterPushdown.enabled": "true",
+    "spark.buffer.size": str(PYTHON_BUFFER_SIZE),
+    # Arrow's allocator gives memory back after 10 ms, and a worker that writes Parquet spends a third of its time on
+    # getting it again.
+    "spark.executorEnv.MIMALLOC_PURGE_DELAY": str(WORKER_MEMORY_MILLISECONDS),
+    # Huge pages are what a virtual machine has given back to its host: archiving takes a twentieth longer with them.
+    "spark.executorEnv.MIMALLOC_ALLOW_THP": "0",
+}
+
+
+def session(
+    app_name: str = "plait",
+    *,
+    master: str | None = None,
+    config: Mapping[str, object] | None = None,
+) -> SparkSession:
+    """A Spark session with ``format("plait")`` registered; the running one, if there is one.
+
+    `master` is any Spark master (without one: ``spark.master`` of `config`, else all cores of this machine);
+    `config` holds Spark settings, which win over Plait's. A running session takes over the settings that can
+    still change; ``InvalidArgument`` names one that cannot, or another master. ``SparkUnavailable`` says what
+    is missing where Spark cannot start.
+    """
+    check_packages()
+    given = {key: _text(value) for key, value in (config or {}).items()}
+    if master is not None:
+        given["spark.master"] = master
+    running = _running()
+    spark = _start(app_name, given) if running is None else _adopt(running, given)
+    from plait.spark import register
+
+    register(spark)
+    return spark
+
+
+def find_runtime(java: Java | None = None) -> Runtime:
+    """The runtime that a session of this process starts from, built if need be."""
+    import pyspark
+
+    return runtime_for(java or find_java(), _package("pyspark"), _package("py4j"), pyspark.__version__)
+
+
+def check_packages() -> None:
+    """Raise ``SparkUnavailable`` unless what ``plait[spark]`` installs is there."""
+    if os.name != "posix":
+        raise SparkUnavailable(f"plait.spark runs on Linux and macOS, and this is {sys.platform}")
+    missing = [name for name in _PACKAGES if find_spec(name) is None]
+    if missing:
+        raise SparkUnavailable(
+            f'{" and ".join(missing)} cannot be imported: pip install "plait[spark]"', missing=missing
+        )
+    import pyspark
+
+    version = pyspark.__version__
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < PYSPARK_MIN:
+        needed = ".".join(map(str, PYSPARK_MIN))
+        raise SparkUnavailable(
+            f'pyspark {version} is too old, Plait needs {needed} or newer: pip install "plait[spark]"'
+        )
+
+
+def _package(name: str) -> Path:
+    """The directory that a package is imported from."""
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:
+        raise SparkUnavailable(f'{name} cannot be imported: pip install "plait[spark]"')
+    return Path(spec.origin).parent
+
+
+def _running() -> SparkSession | None:
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    try:
+        return SparkSession.active()
+    except PySparkRuntimeError:
+        return None
+
+
+def _adopt(running: SparkSession, given: Mapping[str, str]) -> SparkSession:
+    """Settings into a session that runs already."""
+    for key, value in given.items():
+        if running.conf.get(key, None) == value:
+            continue
+        if not running.conf.isModifiable(key):
+            raise InvalidArgument(
+                f"{key} is {running.conf.get(key, None)} in the session that is running and cannot become "
+                f"{value}: stop() that session first, or leave the setting out",
+                key=key,
+                value=value,
+            )
+        running.conf.set(key, value)
+    return running
+
+
+def _start(app_name: str, given: Mapping[str, str]) -> SparkSession:
+    from pyspark.errors import PySparkRuntimeError
+    from pyspark.sql import SparkSession
+
+    settings = _DEFAULTS | {"spark.app.name": app_name}
+    # spark-submit and an earlier session of this process have a Java running already; spark-submit also
+    # has chosen the master.
+    submitted = "PYSPARK_GATEWAY_PORT" in os.environ
+    if not submitted:
+        settings["spark.master"] = DEFAULT_MASTER
+    if len(os.fsencode(given.get(_SOCKETS, tempfile.gettempdir()))) > SOCKET_DIRECTORY_MAX:
+        settings["spark.python.unix.domain.socket.enabled"] = "false"
+    threads = _local_threads((settings | dict(given)).get("spark.master"))
+    if threads is not None:
+        settings["spark.sql.shuffle.partitions"] = str(SHUFFLE_TASKS_PER_THREAD * threads)
+    environment = _worker_environment(local=threads is not None)
+    java_home = None
+    if not submitted:
+        runtime = find_runtime()
+        java_home = runtime.java_home
+        environment |= _launch_environment(runtime, local=threads is not None)
+        if "SPARK_HOME" in environment:
+            settings["spark.python.daemon.module"] = DAEMON_MODULE
+        settings["spark.driver.defaultJavaOptions"] = _java_options(runtime)
+    builder = SparkSession.builder.config(map={**settings, **given})
+    try:
+        with _environment(environment):
+            spark = builder.getOrCreate()
+    except PySparkRuntimeError as error:
+        if error.getCondition() != "JAVA_GATEWAY_EXITED":
+            raise
+        raise SparkUnavailable(
+            f"Java ended before Spark had started; what it said was printed as it came. "
+            f"Started with JAVA_HOME={java_home} and the settings {given or 'of Plait alone'}"
+        ) from error
+    atexit.register(_stop, spark, os.getpid())
+    return spark
+
+
+def _stop(spark: SparkSession, process: int) -> None:
+    """A session that its program did not stop would leave its sockets behind; a fork's is its parent's."""
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+
+    if os.getpid() == process:
+        with contextlib.suppress(Py4JError, OSError):
+            spark.stop()
+
+
+def _worker_environment(*, local: bool) -> dict[str, str]:
+    """Workers run the same Python as the caller; those of a cluster the one that the cluster's user names."""
+    named = None if local else os.environ.get("PYSPARK_PYTHON")
+    return {"PYSPARK_PYTHON": named or sys.executable}
+
+
+def _launch_environment(runtime: Runtime, *, local: bool) -> dict[str, str]:
+    environment = {"JAVA_HOME": str(runtime.java_home)}
+    if local:
+        environment["SPARK_LOCAL_IP"] = os.environ.get("SPARK_LOCAL_IP", "127.0.0.1")
+        if "SPARK_HOME" not in os.environ:
+            environment["SPARK_HOME"] = str(runtime.spark_home)
+            environment["SPARK_CONF_DIR"] = str(_configuration_directory())
+    return environment
+
+
+def _configuration_directory() -> Path:
+    """Where the user may have put ``spark-defaults.conf`` and a log configuration."""
+    home = os.environ.get("SPARK_HOME") or _package("pyspark")
+    return Path(os.environ.get("SPARK_CONF_DIR") or Path(home, "conf"))
+
+
+def _java_options(runtime: Runtime) -> str:
+    options = []
+    if not any(_configuration_directory().glob("log4j2*")):
+        options.append(f"-Dlog4j2.configurationFile={runtime.logging.as_uri()}")
+    if runtime.archive.exists():
+        options.append(f"-XX:SharedArchiveFile={runtime.archive}")
+    return shlex.join(options)
+
+
+def _local_threads(master: str | None) -> int | None:
+    """How many threads a local master has; None for any other."""
+    match = _LOCAL.fullmatch(master or "")
+    if match is None:
+        return None
+    threads = match["threads"]
+    return (os.cpu_count() or 1) if threads == "*" else int(threads or 1)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Spark reads its environment while it starts; nobody else is to see ours."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

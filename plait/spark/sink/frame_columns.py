@@ -1,0 +1,211 @@
+"""Rows of a DataFrame as the columns of frames: whole Arrow arrays, never row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from plait.client.send.due_time import dues_of
+from plait.client.staged.stage_writer import StagedRows
+from plait.errors import InvalidArgument, TooLarge
+from plait.frame.columns import TAG_SEPARATOR
+from plait.frame.xxh3 import hash_rows
+from plait.limits import BODY_SIZE_MAX, HEADERS_SIZE_MAX, KEY_SIZE_MAX, TAGS_MAX
+from plait.model import names
+
+#: What a DataFrame may have, and what each column may be.
+COLUMNS: Final = {
+    "subject": "string",
+    "body": "binary or string",
+    "key": "string or a whole number",
+    "tags": "array<string>",
+    "headers": "map<string,string>",
+    "delay": "a number of seconds or an interval",
+    "deliver_at": "timestamp",
+}
+
+_BINARY: Final = pa.binary()
+_STRING: Final = pa.string()
+_Int64s = npt.NDArray[np.int64]
+
+
+def check_columns(schema: pa.Schema) -> None:
+    """``InvalidArgument`` if a DataFrame of this schema cannot be written."""
+    for field in schema:
+        if schema.names.count(field.name) > 1:
+            raise InvalidArgument(f"there are several columns {field.name!r}: choose one with select()")
+        if field.name not in COLUMNS:
+            raise InvalidArgument(
+                f"column {field.name!r} cannot be written; there are {', '.join(COLUMNS)}: choose with select()"
+            )
+        if not _fits(field.name, field.type):
+            raise InvalidArgument(f"column {field.name!r} is {field.type}; it has to be {COLUMNS[field.name]}")
+    if "body" not in schema.names:
+        raise InvalidArgument("there is no column 'body'; name the one that is with withColumnRenamed()")
+    if {"delay", "deliver_at"} <= set(schema.names):
+        raise InvalidArgument("give a column delay or a column deliver_at, not both")
+
+
+def _fits(name: str, kind: pa.DataType) -> bool:
+    types = pa.types
+    fits = kind == _STRING
+    if name == "body":
+        fits = kind in (_BINARY, _STRING)
+    elif name == "key":
+        fits = kind == _STRING or types.is_integer(kind)
+    elif name == "tags":
+        fits = types.is_list(kind) and kind.value_type == _STRING
+    elif name == "headers":
+        fits = types.is_map(kind) and (kind.key_type, kind.item_type) == (_STRING, _STRING)
+    elif name == "delay":
+        fits = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind) or types.is_duration(kind)
+    elif name == "deliver_at":
+        fits = types.is_timestamp(kind) and kind.tz is not None
+    return bool(fits)
+
+
+def encode(batch: pa.RecordBatch, subject: str | None, now: int) -> Iterator[tuple[str, StagedRows]]:
+    """The batch's rows by subject, and apart what is to be delivered later; the order of each is kept.
+
+    ``subject`` is that of rows that do not name one; ``now`` is what delays are counted from, in microseconds.
+    """
+    if not batch.num_rows:
+        return
+    keys = None if "key" not in batch.schema.names else encode_keys(batch["key"])
+    rows = StagedRows(
+        encode_bodies(batch["body"]),
+        keys,
+        None if keys is None else hash_rows(keys),
+        None if "tags" not in batch.schema.names else encode_tags(batch["tags"]),
+        None if "headers" not in batch.schema.names else encode_headers(batch["headers"]),
+    )
+    late = next((name for name in ("delay", "deliver_at") if name in batch.schema.names), None)
+    times = None if late is None else batch[late]
+    if times is not None and pa.types.is_decimal(times.type):
+        # What Spark calls a number with a point in SQL. A double has the microseconds of many years.
+        times = times.cast(pa.float64())
+    for name, chosen in _subjects(batch, subject):
+        mine = rows if chosen is None else rows.take(chosen)
+        if late is None or times is None:
+            yield name, mine
+            continue
+        given = times if chosen is None else times.take(pa.array(chosen))
+        timed = given.is_valid().to_numpy(zero_copy_only=False)
+        if not timed.all():
+            yield name, mine.take(np.flatnonzero(~timed))
+        if timed.any():
+            index = np.flatnonzero(timed)
+            some = given.take(pa.array(index))
+            delay, deliver_at = (some, None) if late == "delay" else (None, some)
+            dues = dues_of(delay, deliver_at, now, len(some))
+            yield name, mine.take(index)._replace(dues=dues)
+
+
+def _subjects(batch: pa.RecordBatch, subject: str | None) -> Iterator[tuple[str, _Int64s | None]]:
+    """Each subject, and which rows are its; None: all."""
+    if "subject" not in batch.schema.names:
+        assert subject is not None
+        yield subject, None
+        return
+    column = batch["subject"]
+    if column.null_count:
+        if subject is None:
+            raise InvalidArgument("column 'subject' has null rows; give them one, or say option('subject', ...)")
+        column = column.fill_null(subject)
+    found = column.dictionary_encode()
+    codes = found.indices.to_numpy()
+    for code, name in enumerate(found.dictionary.to_pylist()):
+        yield names.check("subject", name), None if len(found.dictionary) == 1 else np.flatnonzero(codes == code)
+
+
+def encode_bodies(column: pa.Array) -> pa.Array:
+    """Bodies; text as UTF-8."""
+    _refuse_nulls("body", column)
+    _check_size("body", column, BODY_SIZE_MAX)
+    return column
+
+
+def encode_keys(column: pa.Array) -> pa.Array:
+    """Order keys; a whole number as its decimal text; empty for none."""
+    if column.type != _STRING:
+        column = column.cast(_STRING)
+    sizes = pc.binary_length(column)
+    if pc.min(sizes).as_py() == 0:
+        raise InvalidArgument("column 'key' has empty rows; use null for a message without a key")
+    _check_size("key", column, KEY_SIZE_MAX)
+    return column.fill_null("")
+
+
+def encode_tags(column: pa.Array) -> pa.Array:
+    """Tags joined, with a separator at each end; empty for none."""
+    values = column.flatten()
+    _refuse_nulls("tags", values)
+    for tag in values.unique().to_pylist():
+        names.check_tag(tag)
+    counts = pc.list_value_length(column).fill_null(0)
+    if (most := pc.max(counts).as_py()) > TAGS_MAX:
+        raise TooLarge(f"{most} tags are over the limit of {TAGS_MAX}")
+    joined = pc.binary_join(column, TAG_SEPARATOR).fill_null("")
+    wrapped = pc.binary_join_element_wise(TAG_SEPARATOR, joined, TAG_SEPARATOR, "")
+    return pc.if_else(pc.greater(counts, 0), wrapped, "")
+
+
+def encode_headers(column: pa.Array) -> pa.Array:
+    """Headers as msgpack maps of texts; empty for none."""
+    if column.null_count or column.offset:
+        column = column.take(pa.array(np.arange(len(column))))
+    offsets = column.offsets.to_numpy()
+    first, last = int(offsets[0]), int(offsets[-1])
+    texts = [part.slice(first, last - first) for part in (column.keys, column.items)]
+    for part in texts:
+        _refuse_nulls("headers", part)
+    if last > first and pc.min(pc.binary_length(texts[0])).as_py() == 0:
+        raise InvalidArgument("column 'headers' has a header without a name")
+    pieces: list[pa.Array] = []
+    for part in texts:
+        lengths = pc.binary_length(part).to_numpy()
+        if len(lengths) and int(lengths.max()) >= HEADERS_SIZE_MAX:
+            raise TooLarge(f"a header of {lengths.max()} bytes is over the limit of {HEADERS_SIZE_MAX}")
+        pieces += [_prefixes(lengths, _text_prefix), part.cast(_BINARY)]
+    entries = pc.binary_join_element_wise(*pieces, b"")
+    counts = np.diff(offsets)
+    if int(counts.max()) * 2 > HEADERS_SIZE_MAX:
+        raise TooLarge(f"{counts.max()} headers are over the limit of {HEADERS_SIZE_MAX} bytes")
+    lists = pa.ListArray.from_arrays(pa.array((offsets - first).astype(np.int32)), entries)
+    encoded = pc.binary_join_element_wise(_prefixes(counts, _map_prefix), pc.binary_join(lists, b""), b"")
+    _check_size("headers", encoded, HEADERS_SIZE_MAX)
+    return encoded
+
+
+def _prefixes(lengths: npt.NDArray[Any], prefix: Callable[[int], bytes]) -> pa.Array:
+    """What stands before a value of each length: a few different ones, taken for each row."""
+    known, which = np.unique(lengths, return_inverse=True)
+    return pa.array([prefix(length) for length in known.tolist()], _BINARY).take(pa.array(which))
+
+
+def _text_prefix(length: int) -> bytes:
+    if length < 32:
+        return bytes([0xA0 | length])
+    return bytes([0xD9, length]) if length < 256 else b"\xda" + length.to_bytes(2, "big")
+
+
+def _map_prefix(count: int) -> bytes:
+    if not count:
+        return b""
+    return bytes([0x80 | count]) if count < 16 else b"\xde" + count.to_bytes(2, "big")
+
+
+def _refuse_nulls(name: str, column: pa.Array) -> None:
+    if column.null_count:
+        raise InvalidArgument(f"column {name!r} has {column.null_count} null values; fill them, or leave the rows out")
+
+
+def _check_size(name: str, column: pa.Array, limit: int) -> None:
+    most = pc.max(pc.binary_length(column)).as_py() if len(column) else 0
+    if most is not None and most > limit:
+        raise TooLarge(f"column {name!r} has a value of {most} bytes, which is over the limit of {limit}")

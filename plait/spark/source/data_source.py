@@ -1,0 +1,142 @@
+"""``spark.read.format("plait")``: messages as a DataFrame, from a data directory, through brokers or from an archive.
+
+The driver plans by frame headers, consume logs or a manifest alone; each task reads its share, verifies the frames and
+hands their columns to Spark. Files are never changed, and may be in use by a server. docs/spark.md tells users more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamArrowWriter,
+    DataSourceStreamReader,
+    Filter,
+    InputPartition,
+)
+from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
+from pyspark.sql.types import StructField, StructType
+
+from plait.client.read.surveyor import Surveyor
+from plait.errors import InvalidArgument
+from plait.spark.inputs.archive_input import ArchiveInput, check_archive, is_archive
+from plait.spark.inputs.input import place_of
+from plait.spark.inputs.log_input import LogInput
+from plait.spark.runtime.worker import prepare_worker
+from plait.spark.source.filters import narrow
+from plait.spark.source.range_planning import batch_ranges
+from plait.spark.source.read_options import ReadOptions
+from plait.spark.source.spark_columns import COLUMNS
+from plait.spark.source.stream_reader import PlaitStreamReader
+from plait.spark.source.task_reading import read_task
+from plait.storage.reading.log_reader import open_log
+
+
+class PlaitDataSource(DataSource):
+    """The source as Spark knows it; registered by ``plait.spark.runtime.session`` and ``plait.spark.register``."""
+
+    @classmethod
+    def name(cls) -> str:
+        """What stands in ``format(...)``."""
+        return "plait"
+
+    def schema(self) -> StructType:
+        """The columns asked for; what is wrong with the options or the directory is said here, at ``load``."""
+        prepare_worker()
+        options = ReadOptions.parse(self.options)
+        _check_place(options)
+        return StructType([_field(name) for name in options.columns])
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """A reader of these columns; a schema that the user gave may leave some out."""
+        _check_schema(schema)
+        return PlaitReader(ReadOptions.parse(self.options).check_batch(), schema)
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """The same for ``readStream``."""
+        _check_schema(schema)
+        return PlaitStreamReader(ReadOptions.parse(self.options).check_stream(), schema)
+
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceArrowWriter:
+        """A writer of these columns to a server; Spark looks at the names of the parameters."""
+        from plait.spark.sink.writer import PlaitWriter
+
+        return PlaitWriter(self.options, schema, overwrite=overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamArrowWriter:
+        """The same for streaming queries."""
+        from plait.spark.sink.writer import PlaitStreamWriter
+
+        return PlaitStreamWriter(self.options, schema, overwrite=overwrite)
+
+
+class PlaitReader(DataSourceReader):
+    """Plans and reads. Pickled to the tasks, with what filters have narrowed it to."""
+
+    def __init__(self, options: ReadOptions, schema: StructType) -> None:
+        self.options = options
+        self.wanted = options.wanted
+        self.arrow_schema: pa.Schema = to_arrow_schema(schema, timezone="UTC")
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:
+        """Leave out frames that cannot match; Spark still looks at every row that is read."""
+        group = None if self.options.server or _is_archive(self.options) else self.options.group
+        for condition in filters:
+            self.wanted = narrow(self.wanted, condition, group)
+        return filters
+
+    def partitions(self) -> Sequence[InputPartition]:
+        """One for each task."""
+        prepare_worker()
+        options = self.options
+        place = place_of(options, self.wanted)
+        try:
+            if isinstance(place, LogInput | ArchiveInput) and options.whole:
+                tasks: list[Any] = place.all_tasks(options.tasks_min())
+            else:
+                ranges, spans = batch_ranges(place, options, self.wanted)
+                tasks = place.tasks(ranges, spans, options.tasks_min())
+        finally:
+            place.close()
+        return [InputPartition(task) for task in tasks]
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """The rows of one task. Without any task Spark calls this once all the same."""
+        return read_task(partition.value, self.options, self.wanted, self.arrow_schema)
+
+
+def _is_archive(options: ReadOptions) -> bool:
+    return bool(options.path) and is_archive(options.path)
+
+
+def _check_place(options: ReadOptions) -> None:
+    """There is something to read; what is wrong with a directory is said before anything is planned."""
+    if options.server:
+        # Refuses what is no address; connecting is left to the planning.
+        Surveyor(options.server)
+    elif _is_archive(options):
+        check_archive(options)
+    else:
+        open_log(options.path)
+
+
+def _field(name: str) -> StructField:
+    column = COLUMNS[name]
+    return StructField(name, from_arrow_type(column.type), column.nullable)
+
+
+def _check_schema(schema: StructType) -> None:
+    for field in schema.fields:
+        if field.name not in COLUMNS:
+            raise InvalidArgument(f"column {field.name!r} is not known; there are {', '.join(COLUMNS)}")
+        ours = _field(field.name)
+        if field.dataType != ours.dataType:
+            kinds = ours.dataType.simpleString(), field.dataType.simpleString()
+            raise InvalidArgument(f"column {field.name!r} is {kinds[0]}, not {kinds[1]}")
+        if ours.nullable and not field.nullable:
+            raise InvalidArgument(f"column {field.name!r} may be null")

@@ -1,0 +1,126 @@
+"""Filters that Spark pushes down, as bounds on which frames are read and which rows are made of them.
+
+A bound may let more through than the filter: Spark applies the filter itself again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+from pyspark.sql.datasource import (
+    EqualNullSafe,
+    EqualTo,
+    Filter,
+    GreaterThan,
+    GreaterThanOrEqual,
+    In,
+    LessThan,
+    LessThanOrEqual,
+)
+
+from plait.frame.header import SEQUENCE_MAX
+from plait.storage.reading.log_chunks import WantedRows
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+#: As message ids print.
+_MESSAGE_ID: Final = re.compile(r"([0-9a-f]{16})-(0|[1-9][0-9]{0,18})")
+
+
+def narrow(wanted: WantedRows, condition: Filter, group: str | None) -> WantedRows:
+    """``wanted`` without the frames that cannot meet the condition; the same where that cannot be told.
+
+    ``group`` is the broker group of all partitions; None: they are of several.
+    """
+    if isinstance(condition, EqualTo | EqualNullSafe):
+        values: list[Any] = [condition.value]
+    elif isinstance(condition, In):
+        values = list(condition.value)
+    elif isinstance(condition, GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual):
+        return _narrow_range(wanted, condition)
+    else:
+        return wanted
+    column = condition.attribute
+    if column == ("subject",):
+        return replace(wanted, subjects_only=_both(wanted.subjects_only, values))
+    if column == ("partition",):
+        places = [value.rpartition("@") for value in values if isinstance(value, str)]
+        here = [name for name, _, at in places if group is None or at == group]
+        return replace(wanted, partitions_only=_both(wanted.partitions_only, here))
+    if column == ("key",):
+        return _narrow_keys(wanted, values, null_safe=isinstance(condition, EqualNullSafe))
+    if column == ("message_id",):
+        ids = frozenset(found for value in values if (found := _message_id(value)) is not None)
+        return replace(wanted, message_ids=ids if wanted.message_ids is None else ids & wanted.message_ids)
+    bounds = _bounds(column, values)
+    return wanted if bounds is None else _within(wanted, column, min(bounds), max(bounds))
+
+
+def _narrow_keys(wanted: WantedRows, values: list[Any], *, null_safe: bool) -> WantedRows:
+    if null_safe and None in values:
+        # Rows without a key are asked for: they have none to be found by.
+        return wanted
+    return replace(wanted, keys=_both(wanted.keys, values))
+
+
+def _message_id(value: Any) -> tuple[int, int] | None:
+    """(producer, number) of an id as it prints; None: no message has that id."""
+    match = _MESSAGE_ID.fullmatch(value) if isinstance(value, str) else None
+    if match is None or int(match[2]) >= SEQUENCE_MAX:
+        return None
+    return int(match[1], 16), int(match[2])
+
+
+def _narrow_range(
+    wanted: WantedRows, condition: GreaterThan | GreaterThanOrEqual | LessThan | LessThanOrEqual
+) -> WantedRows:
+    column = condition.attribute
+    bounds = _bounds(column, [condition.value])
+    if bounds is None:
+        return wanted
+    if isinstance(condition, GreaterThan | GreaterThanOrEqual):
+        return _within(wanted, column, bounds[0] + isinstance(condition, GreaterThan), None)
+    return _within(wanted, column, None, bounds[0] - isinstance(condition, LessThan))
+
+
+def _bounds(column: tuple[str, ...], values: Iterable[Any]) -> list[int] | None:
+    """The values as the numbers that headers hold; None where one is none of them."""
+    read = _NUMBERS.get(column)
+    numbers = [read(value) for value in values] if read is not None else []
+    whole = [number for number in numbers if number is not None]
+    return whole if whole and len(whole) == len(numbers) else None
+
+
+def _sequence(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _micros(value: Any) -> int | None:
+    if not isinstance(value, datetime) or value.tzinfo is None:
+        return None
+    return (value - _EPOCH) // timedelta(microseconds=1)
+
+
+_NUMBERS: dict[tuple[str, ...], Callable[[Any], int | None]] = {("sequence",): _sequence, ("store_time",): _micros}
+
+
+def _within(wanted: WantedRows, column: tuple[str, ...], low: int | None, high: int | None) -> WantedRows:
+    if column == ("sequence",):
+        return replace(
+            wanted,
+            sequence_min=wanted.sequence_min if low is None else max(low, wanted.sequence_min),
+            sequence_max=wanted.sequence_max if high is None else min(high, wanted.sequence_max),
+        )
+    return replace(
+        wanted,
+        time_min=wanted.time_min if low is None else max(low, wanted.time_min),
+        time_max=wanted.time_max if high is None else min(high, wanted.time_max),
+    )
+
+
+def _both(before: frozenset[str] | None, values: Iterable[Any]) -> frozenset[str]:
+    texts = frozenset(value for value in values if isinstance(value, str))
+    return texts if before is None else texts & before

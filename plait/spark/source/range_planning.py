@@ -1,0 +1,124 @@
+"""From bounds to ranges: which sequences of each partition a query reads, with what is lost said first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+
+from plait.client.read.surveyor import PartitionSpan, SpanRange
+from plait.client.types import PartitionName
+from plait.frame.header import TIME_MAX
+from plait.spark.inputs.input import Input
+from plait.spark.source.offsets import (
+    EARLIEST,
+    LATEST,
+    TIME,
+    PartitionOffset,
+    check_end,
+    check_start,
+    life_at,
+    lives_of,
+    report,
+)
+from plait.spark.source.read_options import ReadOptions
+from plait.storage.reading.log_chunks import WantedRows
+
+
+def batch_ranges(place: Input, options: ReadOptions, wanted: WantedRows) -> tuple[list[SpanRange], list[PartitionSpan]]:
+    """What a batch reads: from the starting to the ending offsets, narrowed by filters on sequence and time."""
+    times = [options.start.time, options.end.time, wanted.time_min, min(wanted.time_max + 1, TIME_MAX)]
+    filtered = wanted.time_min > 0 or wanted.time_max < TIME_MAX
+    spans = place.spans(times if filtered or TIME in (options.start.kind, options.end.kind) else ())
+    options.start.check_names("startingOffsets", spans, wanted)
+    options.end.check_names("endingOffsets", spans, wanted)
+    losses: list[str] = []
+    ranges = []
+    for lives in lives_of(spans).values():
+        first, last = options.start.resolve(lives, EARLIEST, 0), options.end.resolve(lives, LATEST, 1)
+        for span, start, end in checked(lives, first, last, losses):
+            if filtered:
+                start, end = max(start, span.at[2]), min(end, span.until[3])
+            start, end = max(start, wanted.sequence_min), min(end, wanted.sequence_max + 1)
+            if start < end:
+                ranges.append(span.range(start, end))
+    report(losses, fail=options.fail_on_loss)
+    return ranges, spans
+
+
+def checked(
+    lives: Sequence[PartitionSpan], start: PartitionOffset, end: PartitionOffset, losses: list[str]
+) -> Iterator[tuple[PartitionSpan, int, int]]:
+    """The sequences of each life between two places, as far as they are there; ``losses`` gets what is lost."""
+    begin, finish = life_at(lives, start), life_at(lives, end)
+    for index, span in enumerate(lives[begin : finish + 1], begin):
+        first, lost_before = check_start(span, start) if index == begin else (span.start, None)
+        last, lost_after = check_end(span, end) if index == finish else (span.end, None)
+        losses += [loss for loss in (lost_before, lost_after) if loss is not None]
+        yield span, first, last
+
+
+def limited(
+    place: Input,
+    ranges: Sequence[SpanRange],
+    messages: int | None,
+    size: int | None,
+) -> dict[PartitionName, int]:
+    """Where each range ends so that all together have at most so many messages and about so many bytes.
+
+    Each partition gets a share by what it has, so that none falls behind the others; one frame, or message, at least.
+    """
+    ends = {each.place: each.end for each in ranges}
+    if messages is not None:
+        total = sum(each.end - each.start for each in ranges)
+        if total > messages:
+            shares = _shares([each.end - each.start for each in ranges], messages)
+            ends = {each.place: each.start + share for each, share in zip(ranges, shares, strict=True)}
+    if size is not None:
+        ranges = [msgspec.structs.replace(each, end=ends[each.place]) for each in ranges]
+        sizes = place.sizes(ranges)
+        if sum(sizes) > size:
+            full = [(each, own) for each, own in zip(ranges, sizes, strict=True) if own]
+            shares = _shares([own for _, own in full], size)
+            for (each, _), end in zip(full, place.reach([each for each, _ in full], shares), strict=True):
+                ends[each.place] = min(end, ends[each.place])
+    return ends
+
+
+def _shares(amounts: Sequence[int], limit: int) -> list[int]:
+    """``limit`` shared by the amounts: what rounding leaves goes to those with the least, of these to who has most."""
+    total = sum(amounts)
+    shares = [amount * limit // total for amount in amounts]
+    left = limit - sum(shares)
+    for index in sorted(range(len(amounts)), key=lambda index: (shares[index], -amounts[index])):
+        if left and shares[index] < amounts[index]:
+            shares[index] += 1
+            left -= 1
+    return shares
+
+
+def stream_ranges(
+    spans: Sequence[PartitionSpan],
+    start: Mapping[str, PartitionOffset],
+    end: Mapping[str, PartitionOffset],
+    *,
+    fail: bool,
+) -> list[SpanRange]:
+    """What lies between two offsets of a stream: the same messages as when the batch was planned, or what is lost."""
+    known = lives_of(spans)
+    losses: list[str] = []
+    ranges = []
+    for name, last in end.items():
+        lives = known.get(name)
+        first = start.get(name, last)
+        if last.since is not None and start.get(name) != last:
+            first = PartitionOffset(last.since, number=last.number)
+        if lives is None:
+            if first.sequence < last.sequence:
+                losses.append(f"{name} is gone, with what it had up to sequence {last.sequence}")
+            continue
+        for span, begin, finish in checked(lives, first, last, losses):
+            if begin < finish:
+                ranges.append(span.range(begin, finish))
+    report(losses, fail=fail)
+    return ranges

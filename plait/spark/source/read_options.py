@@ -1,0 +1,181 @@
+"""What a user asks the source for, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import unquote
+
+from plait.clock import Clock, SystemClock
+from plait.errors import InvalidArgument
+from plait.model import names
+from plait.spark.source.offsets import EARLIEST, LATEST, Bound, parse_bound
+from plait.spark.source.spark_columns import COLUMNS
+from plait.storage.reading.log_chunks import WantedRows
+
+DEFAULT_GROUP: Final = "g1"
+_OPTIONS: Final = (
+    "path",
+    "server",
+    "subject",
+    "columns",
+    "group",
+    "startingOffsets",
+    "endingOffsets",
+    "failOnDataLoss",
+    "failOnDamage",
+    "minPartitions",
+    "bytesPerSecond",
+    "maxMessagesPerTrigger",
+    "maxBytesPerTrigger",
+)
+_STREAM_ONLY: Final = ("maxMessagesPerTrigger", "maxBytesPerTrigger")
+_BATCH_ONLY: Final = ("endingOffsets",)
+_PATH_ONLY: Final = ("group",)
+_SERVER_ONLY: Final = ("bytesPerSecond",)
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Where to read, and what of it."""
+
+    #: One of these is given.
+    path: str
+    server: tuple[str, ...]
+    wanted: WantedRows
+    columns: tuple[str, ...]
+    group: str
+    start: Bound
+    end: Bound
+    fail_on_loss: bool
+    fail_on_damage: bool
+    #: None: what suits batches or streams.
+    partitions_min: int | None
+    bytes_per_second: int | None
+    messages_per_trigger: int | None
+    bytes_per_trigger: int | None
+    #: The names that were given.
+    given: frozenset[str]
+
+    @classmethod
+    def parse(cls, given: Mapping[str, str], clock: Clock | None = None) -> ReadOptions:
+        """Spark's options, whose names know no case; ``InvalidArgument`` says what is wrong with them."""
+        now = (clock or SystemClock()).now()
+        known = {name.lower(): name for name in _OPTIONS}
+        for name in given:
+            if name.lower() not in known:
+                raise InvalidArgument(f"option {name!r} is not known; there are {', '.join(_OPTIONS)}")
+        options = {known[name.lower()]: value for name, value in given.items()}
+        path, server = _path(options.get("path", "").strip()), _addresses(options.get("server", ""))
+        if path and server:
+            raise InvalidArgument(f"options 'path' ({path}) and 'server' ({', '.join(server)}) exclude each other")
+        if not path and not server:
+            raise InvalidArgument(
+                "option 'path' is missing: the data directory, as in .option(\"path\", \"data\"); or 'server', "
+                'as in .option("server", "plait://127.0.0.1:7450")'
+            )
+        for name in _PATH_ONLY if server else _SERVER_ONLY:
+            if name in options:
+                raise InvalidArgument(f"option {name!r} has no meaning with {'server' if server else 'path'!r}")
+        return cls(
+            path=path,
+            server=server,
+            wanted=_wanted(_required(options, "subject", "a name, several with commas between, or a prefix and *")),
+            columns=_columns(options.get("columns")),
+            group=names.check("group", options.get("group", DEFAULT_GROUP)),
+            start=parse_bound("startingOffsets", options.get("startingOffsets", EARLIEST), now),
+            end=parse_bound("endingOffsets", options.get("endingOffsets", LATEST), now),
+            fail_on_loss=_flag("failOnDataLoss", options.get("failOnDataLoss", "true")),
+            fail_on_damage=_flag("failOnDamage", options.get("failOnDamage", "true")),
+            partitions_min=_number(options, "minPartitions"),
+            bytes_per_second=_number(options, "bytesPerSecond"),
+            messages_per_trigger=_number(options, "maxMessagesPerTrigger"),
+            bytes_per_trigger=_number(options, "maxBytesPerTrigger"),
+            given=frozenset(options),
+        )
+
+    def check_batch(self) -> ReadOptions:
+        """None of the options is for streams alone."""
+        for name in _STREAM_ONLY:
+            if name in self.given:
+                raise InvalidArgument(f"option {name!r} is for readStream; a batch ends at 'endingOffsets'")
+        return self
+
+    def check_stream(self) -> ReadOptions:
+        """None of the options is for batches alone."""
+        for name in _BATCH_ONLY:
+            if name in self.given:
+                raise InvalidArgument(
+                    f"option {name!r} is for read; a stream that is to end takes trigger(availableNow=True)"
+                )
+        return self
+
+    @property
+    def whole(self) -> bool:
+        """Everything there is, from end to end."""
+        return self.start.kind == EARLIEST and self.end.kind == LATEST
+
+    def tasks_min(self) -> int:
+        """In local mode what there is to share the work; elsewhere a beginning."""
+        return self.partitions_min or os.cpu_count() or 1
+
+
+def _required(options: Mapping[str, str], name: str, what: str) -> str:
+    value = options.get(name, "").strip()
+    if not value:
+        raise InvalidArgument(f"option {name!r} is missing: {what}")
+    return value
+
+
+def _path(given: str) -> str:
+    """A place of this machine as the path that it is: ``file:///data``, or ``file:/data``, as Hadoop says it."""
+    if not given.startswith("file:/"):
+        return given
+    host, _, rest = given.removeprefix("file://" if given.startswith("file://") else "file:").partition("/")
+    if host not in ("", "localhost"):
+        raise InvalidArgument(f"path {given!r} names a host; a local path is file:///data, or /data")
+    return f"/{unquote(rest)}"
+
+
+def _addresses(given: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in given.split(",") if part.strip())
+
+
+def _wanted(subjects: str) -> WantedRows:
+    exact, prefixes = set(), []
+    for part in subjects.split(","):
+        name = part.strip()
+        if name.endswith("*"):
+            prefixes.append(name[:-1])
+        else:
+            exact.add(names.check("subject", name))
+    return WantedRows(frozenset(exact), tuple(prefixes))
+
+
+def _columns(given: str | None) -> tuple[str, ...]:
+    if given is None:
+        return tuple(COLUMNS)
+    columns = tuple(part.strip() for part in given.split(","))
+    for column in columns:
+        if column not in COLUMNS:
+            raise InvalidArgument(f"column {column!r} is not known; there are {', '.join(COLUMNS)}")
+    if len(set(columns)) < len(columns):
+        raise InvalidArgument(f"columns {given!r} name one twice")
+    return columns
+
+
+def _number(options: Mapping[str, str], name: str) -> int | None:
+    given = options.get(name)
+    if given is None:
+        return None
+    if not given.isdecimal() or not int(given):
+        raise InvalidArgument(f"{name} {given!r} is not a number of 1 or more")
+    return int(given)
+
+
+def _flag(name: str, given: str) -> bool:
+    if given.lower() not in ("true", "false"):
+        raise InvalidArgument(f"{name} {given!r} is neither true nor false")
+    return given.lower() == "true"

@@ -1,0 +1,112 @@
+"""Ranges of sequences that wait for a time.
+
+Those that are due at the same moment stand together, so the cost of most operations depends on how many moments there
+are; ``due_time`` keeps those few.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator
+
+from plait.storage.ranges import Range, Ranges
+
+#: A moment (microseconds) and what is due then.
+Due = tuple[int, list[Range]]
+
+
+class DueRanges:
+    """Disjoint ranges, each with the time that it waits for."""
+
+    __slots__ = ("_at", "_known", "_length", "_moments", "_released")
+
+    def __init__(self, entries: Iterable[Due] = ()) -> None:
+        self._at: dict[int, Ranges] = {}
+        #: Heap of the moments to come; one whose ranges have all gone stays until its time.
+        self._moments: list[int] = []
+        #: Those of it; no set, as an empty one takes 216 bytes and most groups have nothing that waits.
+        self._known: dict[int, None] = {}
+        #: Moments that have come, the earliest first.
+        self._released: list[int] = []
+        self._length = 0
+        for due, ranges in entries:
+            for start, end, attempt in ranges:
+                self.add(start, end, attempt, due)
+
+    def __bool__(self) -> bool:
+        return bool(self._at)
+
+    def __len__(self) -> int:
+        """How many ranges there are."""
+        return self._length
+
+    def __iter__(self) -> Iterator[Due]:
+        return ((due, list(ranges)) for due, ranges in sorted(self._at.items()))
+
+    @property
+    def count(self) -> int:
+        """How many sequences wait."""
+        return sum(ranges.count for ranges in self._at.values())
+
+    @property
+    def first(self) -> int:
+        """The lowest sequence; only when there is one."""
+        return min(ranges.first for ranges in self._at.values())
+
+    @property
+    def next_due(self) -> int | None:
+        """The earliest moment to come; None when there is none."""
+        while self._moments and self._moments[0] not in self._at:
+            self._known.pop(heapq.heappop(self._moments), None)
+        return self._moments[0] if self._moments else None
+
+    def add(self, start: int, end: int, attempt: int, due: int) -> None:
+        """Put [start, end) in, which must not wait already."""
+        ranges = self._at.get(due)
+        if ranges is None:
+            ranges = self._at[due] = Ranges()
+            if due not in self._known:
+                self._known[due] = None
+                heapq.heappush(self._moments, due)
+        before = len(ranges)
+        ranges.add(start, end, attempt)
+        self._length += len(ranges) - before
+
+    def remove(self, start: int, end: int) -> list[Range]:
+        """Take [start, end) out; what was there."""
+        removed: list[Range] = []
+        for due, ranges in list(self._at.items()):
+            before = len(ranges)
+            if found := ranges.remove(start, end):
+                removed += found
+                self._length += len(ranges) - before
+                if not ranges:
+                    del self._at[due]
+        return removed
+
+    def overlap(self, start: int, end: int) -> list[Range]:
+        """The parts of [start, end) that wait."""
+        return [piece for ranges in self._at.values() for piece in ranges.overlap(start, end)]
+
+    def release(self, now: int) -> None:
+        """All moments up to ``now`` have come."""
+        while self._moments and self._moments[0] <= now:
+            due = heapq.heappop(self._moments)
+            self._known.pop(due, None)
+            self._released.append(due)
+
+    def pop_released(self) -> Ranges | None:
+        """Take out what waited for the earliest moment that has come; None when nothing has."""
+        while self._released:
+            ranges = self._at.pop(self._released.pop(0), None)
+            if ranges is not None:
+                self._length -= len(ranges)
+                return ranges
+        return None
+
+    def clear(self) -> None:
+        self._at.clear()
+        self._moments.clear()
+        self._known.clear()
+        self._released.clear()
+        self._length = 0

@@ -1,0 +1,239 @@
+"""Reading an action log that somebody else may be writing. Nothing is changed, locked or repaired.
+
+Looking at it once decides which frames stand, as recovery would (``LogScan``): how far the log goes, and which bytes
+before that are damage. Reading follows that decision, segment by segment, so that others can share the work: each
+segment starts with all names (``encode_definitions``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Final, TypeAlias
+
+import msgspec
+
+from plait.errors import DamageError, DataDirError, FrameError
+from plait.frame.header import PREFIX
+from plait.frame.view import FrameView
+from plait.storage.disk import Disk, RealDisk
+from plait.storage.logs.action_log import (
+    DEFINITIONS,
+    DIRECTORY,
+    EVENTS,
+    GroupDefinition,
+    presumed_kept,
+    read_definitions,
+)
+from plait.storage.logs.recovery import Damage, LogScan
+from plait.storage.reading.log_reader import LOOKS_MAX, LogReader, MappedLog, MappedSegment, damage_error, expired_error
+
+#: A part of one segment that one task reads comes to about this much.
+PART_SIZE: Final = 32 << 20
+
+
+@dataclass(frozen=True)
+class ActionPart:
+    """Frames of one segment: [start, end) in log offsets. What stands before ``start`` is read for its names."""
+
+    segment: str
+    base: int
+    start: int
+    end: int
+    #: (log offset, size) of what is to be passed over.
+    damages: tuple[tuple[int, int], ...] = ()
+    #: Nothing stands before ``start`` that anybody has seen: names are news, too.
+    first: bool = False
+
+
+@dataclass(frozen=True)
+class ActionPlan:
+    """How far an action log goes, cut into parts in log order."""
+
+    parts: list[ActionPart]
+    #: Where it was read from, and where it ends.
+    start: int
+    end: int
+    damages: list[Damage] = field(default_factory=list)
+    #: The ends of the message log and of the kept log that it rests on.
+    messages: int = 0
+    kept: int = 0
+
+
+#: The ends of the message log and of the kept log that frames from an offset on rest on: (offset, messages, kept).
+Presumed: TypeAlias = tuple[int, int, int]
+
+
+class ActionReader(LogReader):
+    """The segments of an action log as they were when it was opened."""
+
+    def __init__(self, disk: Disk, directory: str, place: str = "") -> None:
+        super().__init__(disk, directory, place)
+        #: The groups that were named in what was looked at, by their numbers.
+        self.groups: dict[int, GroupDefinition] = {}
+
+    def look(
+        self,
+        start: int = 0,
+        *,
+        sealed: bool = False,
+        message_end: int | None = None,
+        kept_end: int | None = None,
+        part_size: int = PART_SIZE,
+        fail_on_damage: bool = True,
+    ) -> ActionPlan:
+        """What there is from ``start`` on: all of it, or what is in segments that nothing is added to any more.
+
+        Frames that rest on messages from ``message_end`` on, or on copies from ``kept_end`` on, and what follows them,
+        do not count: a server that starts on these files cuts them off.
+        """
+        for _ in range(LOOKS_MAX):
+            segments, scan, presumed = self._scan(start)
+            damages = [damage for damage in scan.damages if damage.kind == "damaged"]
+            # What was being written when it was looked at is no damage: look again.
+            if not any(_reads(segments, damage.offset) for damage in damages):
+                break
+        else:
+            raise DataDirError(f"{self.place}/{self.directory} changes faster than it can be read; try again")
+        end = scan.end
+        if end < start:
+            raise DataDirError(
+                f"the {self.directory} log of {self.place} ends at {end}, before {start}: it is not the log that was "
+                "read before"
+            )
+        for offset, messages, kept in presumed:
+            if (message_end is not None and messages > message_end) or (kept_end is not None and kept > kept_end):
+                end = max(min(end, offset), start)
+                break
+        used = [segment for segment in segments if segment.base < end]
+        if sealed:
+            used = used[:-1]
+            end = min(end, max(segments[len(used)].base if used else start, start))
+        damages = [damage for damage in damages if damage.offset < end]
+        if damages and fail_on_damage:
+            damage = damages[0]
+            holder = max((s for s in segments if s.base <= damage.offset), key=lambda s: s.base)
+            raise damage_error(self.place, holder.path, damage.offset - holder.base, damage.size, damage.reason)
+        parts = self._parts(used, start, end, damages, part_size)
+        rests_on = max((each[1:] for each in presumed if each[0] < end), default=(0, 0))
+        return ActionPlan(parts, start, end, damages, *rests_on)
+
+    def _scan(self, start: int) -> tuple[list[MappedSegment], LogScan, list[Presumed]]:
+        """Every frame from the segment that holds ``start`` on; also where they begin to presume more."""
+        bases = [base for base, _ in self.files]
+        first = max(bisect_right(bases, start) - 1, 0)
+        mapped = [self.map(number) for number in range(first, len(self.files))]
+        segments = [segment for segment in mapped if segment is not None and not segment.blank]
+        known = self._known_durable()
+        begin = segments[0].base if segments else start
+        scan = LogScan(MappedLog(self.place, segments), begin, max(known, begin), stamps_durable=False)
+        presumed: list[Presumed] = []
+        messages = kept = -1
+        for offset, frame in scan:
+            more = self._presumes(frame)
+            if more[0] > messages or more[1] > kept:
+                messages, kept = max(more[0], messages), max(more[1], kept)
+                presumed.append((offset, messages, kept))
+        return segments, scan, presumed
+
+    def _known_durable(self) -> int:
+        return self.checkpoint.manifest.action_end if self.checkpoint is not None else 0
+
+    def _presumes(self, frame: FrameView) -> tuple[int, int]:
+        """The ends of the message log and of the kept log that a frame rests on; names are noted."""
+        if frame.partition == DEFINITIONS:
+            # What does not decode is damage for those who read it.
+            with contextlib.suppress(msgspec.MsgspecError):
+                named = read_definitions(frame)
+                self.groups |= {each.id: each for each in named if isinstance(each, GroupDefinition)}
+        return frame.durable, presumed_kept(frame) if frame.partition == EVENTS else 0
+
+    def _parts(
+        self, segments: list[MappedSegment], start: int, end: int, damages: list[Damage], part_size: int
+    ) -> list[ActionPart]:
+        parts: list[ActionPart] = []
+        unseen = not start or _follows_unseen(segments, start)
+        for segment, following in zip_longest(segments, segments[1:]):
+            segment_end = min(end, following.base if following is not None else end)
+            bad = tuple((d.offset, d.size) for d in damages if segment.base <= d.offset < segment_end)
+            at = max(start, segment.base)
+            while at < segment_end:
+                until = self._cut(segment, at, min(at + part_size, segment_end), segment_end, dict(bad))
+                parts.append(ActionPart(segment.path, segment.base, at, until, bad, not parts and unseen))
+                at = until
+        return parts
+
+    def _cut(self, segment: MappedSegment, start: int, wanted: int, end: int, bad: dict[int, int]) -> int:
+        """Where the first frame after ``wanted`` starts."""
+        if wanted >= end:
+            return end
+        at = start
+        while at < wanted:
+            if at not in bad and not _is_used(segment.view, at - segment.base):
+                return end
+            at += bad[at] if at in bad else FrameView(segment.view, at - segment.base).size
+        return min(at, end)
+
+
+def open_actions(path: str) -> ActionReader:
+    """The action log of a data directory; one without any events where there is none."""
+    return ActionReader(RealDisk(path, read_only=True), DIRECTORY, path)
+
+
+def read_actions(disk: Disk, place: str, part: ActionPart, *, alone: bool = False) -> Iterator[tuple[int, FrameView]]:
+    """(log offset, verified frame) of a part, and, unless it is ``alone``, of what stands before it in its segment."""
+    try:
+        file = disk.open(part.segment)
+    except FileNotFoundError:
+        raise expired_error(place, part.segment) from None
+    try:
+        view = file.view()
+    finally:
+        file.close()
+    bad = dict(part.damages)
+    offset = part.start if alone else part.base
+    while offset < part.end:
+        size = bad.get(offset)
+        if size is None:
+            position = offset - part.base
+            if not _is_used(view, position):
+                return
+            try:
+                frame = FrameView(view, position).verify()
+            except FrameError as error:
+                raise DamageError(
+                    f"{place}/{part.segment} has changed at offset {position} since it was looked at ({error}); "
+                    "read again"
+                ) from error
+            yield offset, frame
+            size = frame.size
+        offset += size
+
+
+def _follows_unseen(segments: list[MappedSegment], start: int) -> bool:
+    """The first segment begins behind frames from ``start`` on that are gone."""
+    if not segments or segments[0].base <= start:
+        return False
+    try:
+        # What a segment begins with says where the one before ended.
+        return FrameView(segments[0].view, 0).verify_stamp().previous > start
+    except FrameError:
+        return True
+
+
+def _is_used(view: memoryview, position: int) -> bool:
+    """A frame may stand here; otherwise the rest of the segment was never written."""
+    return any(view[position : position + len(PREFIX)])
+
+
+def _reads(segments: list[MappedSegment], offset: int) -> bool:
+    for segment in segments:
+        if segment.base <= offset < segment.end:
+            try:
+                return FrameView(segment.view, offset - segment.base).verify() is not None
+            except FrameError:
+                return False
+    return False

@@ -1,0 +1,247 @@
+"""Dialling a server: one connection, requests matched to their answers.
+
+``Link`` is the client's end of a socket. It never reconnects: when it is lost, every open request fails with
+``Unavailable`` and whoever owns it decides what to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from plait.errors import InvalidArgument, PlaitError, ProtocolError, Unavailable, VersionMismatch
+from plait.wire import messages as m
+from plait.wire.packets import PACKET_SIZE_MAX, SHARED_SIZE, Buffer, Receiver, memory, pack, send
+
+DEFAULT_PORT = 7450
+SCHEME = "plait://"
+
+#: Called once with the answer and its payload, or with the error.
+OnAnswer = Callable[[Any, memoryview, PlaitError | None], None]
+
+_EMPTY = memoryview(b"")
+_FAILURE = m.ErrorReply.KIND
+_NO_CALL: tuple[OnAnswer | None, int] = (None, 0)
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """(host, port) of ``plait://host[:port]``."""
+    text = address.strip().removeprefix(SCHEME).rstrip("/")
+    host, _, port = text.rpartition(":") if ":" in text and not text.endswith("]") else (text, "", "")
+    host = host.strip("[]")
+    if not _is_host(host) or (port and not (port.isdecimal() and 0 < int(port) < 65536)):
+        raise InvalidArgument(f"address {address!r} is not understood; write plait://host:port")
+    return host, int(port) if port else DEFAULT_PORT
+
+
+def _is_host(host: str) -> bool:
+    """A name or number that a resolver can be asked for."""
+    try:
+        return bool(host.encode("idna")) and host.isprintable() and not set(host) & set("/@?# ")
+    except UnicodeError:
+        return False
+
+
+class Link(asyncio.BufferedProtocol):
+    """A connection that is up, or was."""
+
+    def __init__(self) -> None:
+        # A client believes the sizes that the server it chose declares.
+        self._receiver = Receiver(memory(SHARED_SIZE), PACKET_SIZE_MAX)
+        self._transport: asyncio.Transport | None = None
+        #: What to call, and the kind of answer that is due.
+        self._calls: dict[int, tuple[OnAnswer, int]] = {}
+        self._next = 1
+        #: Packets without a payload, of this turn of the loop: they leave together.
+        self._heads: list[bytes] = []
+        self._resume: asyncio.Future[None] | None = None
+        self.welcome: m.Welcome | None = None
+        self.closed = False
+        self.error: PlaitError | None = None
+        #: Bytes that came in so far.
+        self.received = 0
+        #: Called once when the connection is gone.
+        self.on_lost: Callable[[], None] = lambda: None
+
+    # --- asyncio --------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are none by inheritance, only by what they do.
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=4 * 1024 * 1024)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._lose(self.error or Unavailable("the connection to the server was lost"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._receiver.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.received += nbytes
+        try:
+            for packet in self._receiver.received(nbytes):
+                message = m.decode(packet.kind, packet.head)
+                call, due = self._calls.get(packet.correlation, _NO_CALL)
+                if packet.kind != due and packet.kind != _FAILURE and call is not None:
+                    # The call stays: it fails with the connection.
+                    raise ProtocolError(
+                        f"a request was answered with packet kind {packet.kind}, not {due}; is it a Plait server?"
+                    )
+                self._calls.pop(packet.correlation, None)
+                if isinstance(message, m.ErrorReply):
+                    error = m.error_of(message)
+                    if packet.correlation == 0:
+                        self.error = error
+                        self.abort()
+                        return
+                    if call is not None:
+                        call(None, _EMPTY, error)
+                elif call is not None:
+                    call(message, packet.payload, None)
+        except ProtocolError as error:
+            self.error = error
+            self.abort()
+
+    def pause_writing(self) -> None:
+        if self._resume is None:
+            self._resume = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        if self._resume is not None:
+            if not self._resume.done():
+                self._resume.set_result(None)
+            self._resume = None
+
+    def _lose(self, error: PlaitError) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.error = error
+        self.resume_writing()
+        calls, self._calls = self._calls, {}
+        # Whatever it was about, it is this connection that is over: what was asked may be asked again on the next one.
+        lost = error if isinstance(error, Unavailable) else Unavailable(f"the server ended the connection: {error}")
+        for call, _ in calls.values():
+            call(None, _EMPTY, lost)
+        self.on_lost()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def call(self, message: m.PacketHead, on_answer: OnAnswer, payload: Sequence[Buffer] = (), size: int = 0) -> None:
+        """Send a request; ``on_answer`` is called from the loop, at once when the link is down already."""
+        if self.closed or self._transport is None:
+            on_answer(None, _EMPTY, self.error or Unavailable("not connected"))
+            return
+        number = self._next
+        # First: what cannot be packed must not leave a call behind that nobody answers.
+        head = pack(message.KIND, number, m.encode(message), size)
+        self._next = number + 1 if number < 0xFFFF_FFFF else 1
+        self._calls[number] = (on_answer, m.ANSWERS[message.KIND])
+        if payload:
+            # It follows what was sent before.
+            self._write_heads()
+            send(self._transport, head, payload, size)
+            return
+        if not self._heads:
+            asyncio.get_running_loop().call_soon(self._write_heads)
+        self._heads.append(head)
+
+    def _write_heads(self) -> None:
+        """A system call for all of them: it costs more than all the rest of a request."""
+        heads, self._heads = self._heads, []
+        if heads and not self.closed and self._transport is not None:
+            self._transport.write(heads[0] if len(heads) == 1 else b"".join(heads))
+
+    def notify(self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> None:
+        """Send a packet that has no answer."""
+        if not self.closed and self._transport is not None:
+            self._write_heads()
+            send(self._transport, pack(message.KIND, 0, m.encode(message), size), payload, size)
+
+    async def request(self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0) -> Any:
+        """Send a request and wait for its answer; raises what the server answered."""
+        answer, _ = await self.request_payload(message, payload, size)
+        return answer
+
+    async def request_payload(
+        self, message: m.PacketHead, payload: Sequence[Buffer] = (), size: int = 0
+    ) -> tuple[Any, memoryview]:
+        """Like ``request``, with the payload of the answer."""
+        future: asyncio.Future[tuple[Any, memoryview]] = asyncio.get_running_loop().create_future()
+
+        def answered(answer: Any, received: memoryview, error: PlaitError | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result((answer, received))
+
+        self.call(message, answered, payload, size)
+        return await future
+
+    async def drained(self) -> None:
+        """Wait until the socket takes more."""
+        if self._resume is not None:
+            await asyncio.shield(self._resume)
+
+    def close(self) -> None:
+        self._write_heads()
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+def _agreed(answer: m.Welcome) -> m.Welcome:
+    if answer.version != m.PROTOCOL_VERSION:
+        raise VersionMismatch(
+            f"the server chose protocol {answer.version}, this client speaks {m.PROTOCOL_VERSION}; use the same Plait"
+        )
+    return answer
+
+
+def _is_refused(error: OSError) -> bool:
+    """No process listens there. asyncio joins the errors of a host with several addresses into one text."""
+    refused = str(error).count(f"[Errno {errno.ECONNREFUSED}]")
+    return isinstance(error, ConnectionRefusedError) or 0 < refused == str(error).count("[Errno ")
+
+
+async def dial(address: str, client: str, seconds: float) -> Link:
+    """Connect and say hello within ``seconds``; ``Unavailable`` or what the server answered."""
+    host, port = parse_address(address)
+    loop = asyncio.get_running_loop()
+    link: Link | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            _, link = await loop.create_connection(Link, host, port)
+            link.welcome = _agreed(await link.request(m.Hello(m.PROTOCOL_VERSION, m.PROTOCOL_VERSION, client)))
+    except TimeoutError:
+        if link is not None:
+            link.abort()
+        raise Unavailable(
+            f"no answer from {SCHEME}{host}:{port} within {seconds:g} s", addresses=[f"{SCHEME}{host}:{port}"]
+        ) from None
+    except OSError as error:
+        raise Unavailable(
+            f"cannot connect to {SCHEME}{host}:{port} ({error.strerror or error}); is 'plait serve' running there?",
+            addresses=[f"{SCHEME}{host}:{port}"],
+            refused=_is_refused(error),
+        ) from None
+    except Unavailable as lost:
+        if link is None:
+            raise
+        link.abort()
+        # What the server said of the hello says more.
+        raise (link.error or lost) from None
+    except BaseException:
+        if link is not None:
+            with contextlib.suppress(RuntimeError):
+                link.abort()
+        raise
+    return link
